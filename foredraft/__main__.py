@@ -19,7 +19,10 @@ PROGRAMS = {
     "lossless": ("foredraft.scripts.lossless", "check on your own model that drafting does not change the text"),
     "preview": ("foredraft.scripts.preview", "show what a head would be trained on"),
     "regenerate": ("foredraft.scripts.regenerate", "replace the answers of a data set by the target's own"),
-    "extract": ("foredraft.scripts.extract", "give a target's hidden states to trainers elsewhere (features=server)"),
+    "extract": (
+        "foredraft.scripts.extract",
+        "give a target's hidden states to trainers elsewhere (hidden_states=server)",
+    ),
     "plan": ("foredraft.scripts.plan", "estimate memory and time of a training before it starts"),
     "export": ("foredraft.scripts.export", "write a head in the layout of another engine"),
     "parity": ("foredraft.scripts.parity", "check that a head, its files and its export draft the same"),
@@ -39,6 +42,9 @@ EXTRAS = {
 
 # The target of these is the test model, or the one that the head's files name; every other program has to be told.
 KNOWN_TARGET = ("demo", "env", "export", "parity", "push")
+NEEDS_TARGET = (
+    "foredraft {} needs a target: add target=ORG/NAME or a directory; `foredraft demo` trains for the test model"
+)
 
 
 def needs_target(command: str, arguments: list[str]) -> bool:
@@ -82,8 +88,7 @@ def main() -> None:
         sys.argv.insert(1, "target=test_model")
     if needs_target(command, sys.argv[1:]):
         if not asks_help:
-            remedy = "add target=ORG/NAME or a directory; `foredraft demo` trains for the test model"
-            print(f"error: foredraft {command} needs a target: {remedy}", file=sys.stderr)
+            print(f"error: {NEEDS_TARGET.format(command)}", file=sys.stderr)
             raise SystemExit(2)
         sys.argv.append("target=hf")  # the keys and choices that a target of the user's has
     try:

@@ -1,4 +1,4 @@
-"""Serve hidden states of a target to features=server:  python scripts/extract.py target=ORG/NAME 'layers=[2,16,29]'
+"""Serve hidden states of a target to hidden_states=server:  python scripts/extract.py target=ORG/NAME 'layers=[2,16,29]'
 
 By transformers, one text at a time, in the protocol of vLLM's `extract_hidden_states`, which serves large targets faster.
 The folder must be on a disk that the trainer sees; it reads the files and deletes them.
@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from foredraft.heads.target import Target
 from foredraft.inference.serve.address import check_address
 from foredraft.train.cli import entry
-from foredraft.train.features.probe import final_norm, read_states
+from foredraft.train.hidden_states.probe import final_norm, read_states
 
 
 class Extractor(ThreadingHTTPServer):

@@ -16,9 +16,9 @@ from foredraft.heads.target.locating import gguf_of, locate
 from foredraft.heads.target.sharding import COLLECTIVE
 from foredraft.train.cli import entry
 from foredraft.train.runtime.cost import BITS, study
-from foredraft.train.runtime.memory_plan import SHARDS, memory_per_gpu
+from foredraft.train.runtime.memory_plan import SHARDS, memory_per_gpu, strategy_of
 
-KEYS = {"features=server": "features.whole_target=false"}  # what a choice of a group changes in a plan
+KEYS = {"hidden_states=server": "hidden_states.load_full_target=false"}  # the key of a plan that a choice changes
 
 
 def read_config(target: str, gguf_file: str | None = None) -> Any:
@@ -39,18 +39,20 @@ def read_config(target: str, gguf_file: str | None = None) -> Any:
 
 def remedies(cfg: DictConfig) -> list[list[str]]:
     """What could be changed where it does not fit, the cheapest first."""
-    rows = [[f"accumulation={cfg.accumulation * cfg.rows}", "rows=1"]] if cfg.rows > 1 else []
-    strategy = [["strategy=fsdp"]] if cfg.gpus > 1 and not SHARDS[cfg.strategy.name][0] else []
+    batch, steps = cfg.trainer.per_device_train_batch_size, cfg.trainer.gradient_accumulation_steps
+    fewer = ["trainer.per_device_train_batch_size=1", f"trainer.gradient_accumulation_steps={batch * steps}"]
+    rows = [fewer] if batch > 1 else []
+    strategy = [["strategy=fsdp"]] if cfg.gpus > 1 and not SHARDS[strategy_of(cfg)][0] else []
     smaller = [] if cfg.target.quantization or cfg.target.sharding else [["target.quantization=4bit"]]
     if smaller and cfg.gpus > 1:
         smaller.insert(0, ["target.sharding=fsdp"])
-    elsewhere = [["features=server"]] if cfg.features.get("whole_target", True) else []
-    shorter = [[f"length={cfg.length // part}"] for part in (2, 4)]
+    elsewhere = [["hidden_states=server"]] if cfg.hidden_states.get("load_full_target", True) else []
+    shorter = [[f"max_length={cfg.max_length // part}"] for part in (2, 4)]
     return [*rows, *strategy, *smaller, *shorter, *elsewhere, *[a + b for a in smaller for b in strategy + shorter]]
 
 
 def plan(cfg: DictConfig) -> dict[str, Any]:
-    """gib: {line: (GiB per GPU, how)}; total; tokens_per_second and hours; disk (bytes of aux hidden states)."""
+    """Return gib: {line: (GiB per GPU, how)}; total; tokens_per_second and hours; disk (bytes of aux hidden states)."""
     if "quantization" not in cfg.target:
         raise ValueError("a plan loads no weights: give the config.json itself, target=FILE, in place of target=shape")
     if cfg.target.quantization and cfg.target.quantization not in BITS:
@@ -64,14 +66,15 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     head, body, target = study(cfg, config, dtype)
     layers = len(head.layers)
     found = memory_per_gpu(cfg, head, body, layers, target)
-    if not cfg.features.get("whole_target", True):
+    if not cfg.hidden_states.get("load_full_target", True):
         body = body._replace(flops=0.0)
-    flops = (body.flops + head.flops * cfg.supervised_fraction) / (cfg.rows * cfg.length)
+    tokens = cfg.trainer.per_device_train_batch_size * cfg.max_length
+    flops = (body.flops + head.flops * cfg.supervised_fraction) / tokens
     rate = cfg.gpus * cfg.gpu_tflops * 1e12 * cfg.efficiency / flops
     return {
         "gib": found,
         "total": sum(size for size, _ in found.values()),
-        "flops_per_token": (body.flops / (cfg.rows * cfg.length), head.flops / (cfg.rows * cfg.length)),
+        "flops_per_token": (body.flops / tokens, head.flops / tokens),
         "tokens_per_second": rate,
         "hours": cfg.tokens / rate / 3600,
         "disk": cfg.tokens * (layers + 1) * target.hidden_size * 2,
@@ -82,7 +85,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
 def fitting(cfg: DictConfig) -> tuple[list[str], float] | None:
     """The first remedy with which it fits, and the GiB it then takes."""
     for change in remedies(cfg):
-        keys = [KEYS.get(one) or one.replace("strategy=", "strategy.name=") for one in change]
+        keys = [KEYS.get(one, one) for one in change]
         changed = cast(DictConfig, OmegaConf.merge(cfg, OmegaConf.from_dotlist(keys)))
         total = plan(changed)["total"]
         if total <= cfg.gpu_gib:
@@ -95,7 +98,7 @@ def main(cfg: DictConfig) -> None:
     found = plan(cfg)
     kind = cfg.head._target_.split(".")[-3]  # foredraft.heads.eagle3.Eagle3Head.for_target
     print(f"{kind} ({found['head_parameters'] / 1e6:.0f}M parameters) for {cfg.target.path}")
-    print(f"on {cfg.gpus} GPU{'s' * (cfg.gpus > 1)} of {cfg.gpu_gib} GiB, strategy={cfg.strategy.name}; GiB on each:")
+    print(f"on {cfg.gpus} GPU{'s' * (cfg.gpus > 1)} of {cfg.gpu_gib} GiB, strategy={strategy_of(cfg)}; GiB on each:")
     for name, (size, how) in found["gib"].items():
         print(f"  {name:17}{size:8.2f}  {how}")
     print(f"  {'sum':17}{found['total']:8.2f}  of {cfg.gpu_gib}")
@@ -104,7 +107,7 @@ def main(cfg: DictConfig) -> None:
         f"{body / 1e9:.1f} GFLOP per token in the target's forward, {head / 1e9:.1f} in the head (forward, backward, both "
         f"vocabularies' logits)\n{found['tokens_per_second']:,.0f} tokens/s = {cfg.gpus} x {cfg.gpu_tflops:g} TFLOP/s x "
         f"{cfg.efficiency} / {(body + head * cfg.supervised_fraction) / 1e9:.1f} GFLOP: {found['hours']:.1f} hours for "
-        f"{cfg.tokens:,} tokens\n{found['disk'] / 1e12:.2f} TB, to store the aux hidden states in bfloat16 (features=disk)"
+        f"{cfg.tokens:,} tokens\n{found['disk'] / 1e12:.2f} TB to store the hidden states in bfloat16 (hidden_states=offline)"
     )
     if found["total"] > cfg.gpu_gib:
         largest = max(found["gib"], key=lambda name: found["gib"][name][0])

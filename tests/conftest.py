@@ -24,8 +24,8 @@ from tests.support.tiny import TEXT, VOCAB, tiny_config
 
 # The longest files begin, so that none is left for the end of a run in several processes (measured in CPU time).
 SLOWEST = typed("""
-    test_strategies test_search test_features_server test_run test_resume test_nodes test_package test_serve_faults test_serve
-    test_serve_structured test_block_runs test_cuda_graphs test_publish test_blocks test_cli
+    test_strategies test_search test_hidden_states_server test_run test_resume test_nodes test_package test_serve_faults
+    test_serve test_serve_structured test_block_runs test_cuda_graphs test_publish test_blocks test_cli
 """)
 
 

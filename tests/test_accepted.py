@@ -32,7 +32,7 @@ def log(path: Path, count: int) -> Path:
 
 
 def test_the_token_in_the_place_of_a_rejected_draft_is_marked(target: Target, tmp_path: Path):
-    data = corpus(target.tokenizer, str(log(tmp_path / "log.jsonl", 30)), cache_dir=str(tmp_path), test_share=0.1)
+    data = corpus(target.tokenizer, str(log(tmp_path / "log.jsonl", 30)), cache_dir=str(tmp_path), val_split=0.1)
     assert data.card["rows"] == 32 and data.card["used"] == 30
     assert {reason.split(":")[0]: n for reason, n in data.card["dropped"].items()} == {
         "no tokens in it": 1,
@@ -52,9 +52,9 @@ def test_the_token_in_the_place_of_a_rejected_draft_is_marked(target: Target, tm
 
 @pytest.mark.parametrize("chunk", [7, 1 << 20])
 def test_the_loss_of_a_draft_has_the_weight_of_the_token_that_it_names(target: Target, tmp_path: Path, chunk: int):
-    data = corpus(target.tokenizer, str(log(tmp_path / "log.jsonl", 8)), 5.0, cache_dir=str(tmp_path), test_share=0.2)
+    data = corpus(target.tokenizer, str(log(tmp_path / "log.jsonl", 8)), 5.0, cache_dir=str(tmp_path), val_split=0.2)
     batch = batch_of(Packed(data.train, 36, seed=0, long="truncate"))
-    model = DistillationModel(MedusaHead.for_target(target, 1), target, losses.soft, chunk=chunk)
+    model = DistillationModel(MedusaHead.for_target(target, 1), target, losses.kl_div, chunk=chunk)
     found = model(**batch).loss
     whole = plain = count = 0.0
     for row, document in (
@@ -74,8 +74,8 @@ def test_the_loss_of_a_draft_has_the_weight_of_the_token_that_it_names(target: T
 def test_a_run_on_a_log(here, tiny_path: Path, tmp_path: Path):
     file = log(tmp_path / "log.jsonl", 60)
     given = [*(word for word in SMALL if word != "data=text"), "data=accepted", f"data.path={file}", "output_dir=out"]
-    fast = ["trainer.max_steps=3", "evaluate.eval_steps=0", "evaluate.proof=false", "evaluate.timed_prompts=1"]
-    ended = here(*given, *fast, f"target.path={tiny_path}", "head=medusa", "data.test_share=0.1")
+    fast = ["trainer.max_steps=3", "eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]
+    ended = here(*given, *fast, f"target.path={tiny_path}", "head=medusa", "data.val_split=0.1")
     assert ended.code == 0, ended.err
     assert len(printed(ended.out)) == 3 and "rejected share" in ended.out
     said = complaint(here(*given, *fast, f"target.path={tiny_path}", "head=dflash", "output_dir=other"))
@@ -88,6 +88,6 @@ def test_a_head_for_the_test_model_goes_on_gently():
     log = ["data=accepted", "data.path=log.jsonl"]
     runs = [], log, [*log, "target=hf", "target.path=ORG/NAME"]
     new, goes_on, other = (composed("train", *given) for given in runs)
-    assert goes_on.self_generated_tokens == 0 and goes_on.optimizer._target_ == "foredraft.train.optimizer.adamw"
-    assert goes_on.trainer.learning_rate < new.trainer.learning_rate and goes_on.length == new.length
-    assert other.trainer.learning_rate == 1e-4 and other.length == 2048
+    assert goes_on.self_generated_tokens == 0 and goes_on.trainer.optim == "adamw"
+    assert goes_on.trainer.learning_rate < new.trainer.learning_rate and goes_on.max_length == new.max_length
+    assert other.trainer.learning_rate == 1e-4 and other.max_length == 2048

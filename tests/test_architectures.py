@@ -24,7 +24,7 @@ from foredraft.inference.drafters.ngram import NgramDrafter
 from foredraft.inference.evaluation.measure import left_pad
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, from_parents
-from foredraft.train.features.online import forward_target
+from foredraft.train.hidden_states.online import forward_target
 from tests.support.architectures import CONTEXT, FAMILIES, LENGTHS, VOCAB, WINDOW, every_family, pair
 
 

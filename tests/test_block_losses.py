@@ -5,12 +5,12 @@ import torch
 
 from foredraft.train.block_losses import LatticeDistillation, SelfFedDistillation
 from foredraft.train.blocks import Drafts
-from foredraft.train.losses import label, soft
+from foredraft.train.losses import kl_div, label
 from tests.support.head_factory import make_head
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("loss", [label, soft])
+@pytest.mark.parametrize("loss", [label, kl_div])
 def test_lilicorr_learns_the_choice_after_the_texts_tokens_while_they_are_candidates(target, loss):
     weights = {"candidates_weight": 0.3, "margin_weight": 0.5, "regret_weight": 0.7}
     made = LatticeDistillation(make_head("lilicorr", target), target, loss, **weights)
@@ -27,7 +27,7 @@ def test_lilicorr_learns_the_choice_after_the_texts_tokens_while_they_are_candid
     assert (found[1, 1:] == 0).all() and (found[2] == 0).all()
     for b, d in ((0, 0), (0, 1), (0, 2), (1, 0)):
         z, theirs = scores[b, d], drafts.teacher[b, d, ids[b, d]]
-        right = theirs.softmax(0) if loss is soft else torch.eye(k)[1]
+        right = theirs.softmax(0) if loss is kl_div else torch.eye(k)[1]
         ce = -(right * z.log_softmax(0)).sum()
         hinge = max(0.0, 2.0 - (z[1] - max(z[j] for j in range(k) if j != 1)).item())
         regret = sum(z.softmax(0)[j] * max(0.0, (theirs[1] - theirs[j]).item()) for j in range(k))
@@ -40,7 +40,7 @@ def test_lilicorr_learns_the_choice_after_the_texts_tokens_while_they_are_candid
 @pytest.mark.parametrize("kind", ["xpress", "xpress pruned, anchor first", "dspark", "domino"])
 def test_xpress_learns_behind_its_own_drafts(target, kind):
     head = make_head(kind, target)
-    made = SelfFedDistillation(head, target, soft, rounds=2, rounds_weight=0.4, before_weight=0.6)
+    made = SelfFedDistillation(head, target, kl_div, rounds=2, rounds_weight=0.4, before_weight=0.6)
     states = torch.randn(3, head.depth, head.width)
     base, bonus, seen = head.base_logits(states), torch.tensor([5, 6, 7]), []
     taught = head.condition_on_text(states, torch.randint(1, 300, (3, head.depth)))[..., head.width :]
@@ -67,10 +67,10 @@ def test_xpress_learns_behind_its_own_drafts(target, kind):
 
 
 def test_each_is_for_heads_of_its_own(target):
-    with pytest.raises(ValueError, match="criterion=lilicorr is for head=lilicorr, and this is dspark"):
-        LatticeDistillation(make_head("dspark", target), target, soft)
+    with pytest.raises(ValueError, match="this objective is for head=lilicorr, and this is dspark"):
+        LatticeDistillation(make_head("dspark", target), target, kl_div)
     for kind in ("dflash", "dflash2", "lilicorr"):
-        with pytest.raises(ValueError, match=f"criterion=xpress is for .* and {kind} does not"):
-            SelfFedDistillation(make_head(kind, target), target, soft)
+        with pytest.raises(ValueError, match=f"this objective is for .* and {kind} does not"):
+            SelfFedDistillation(make_head(kind, target), target, kl_div)
     with pytest.raises(ValueError, match=r"criterion\.rounds=0"):
-        SelfFedDistillation(make_head("xpress", target), target, soft, rounds=0)
+        SelfFedDistillation(make_head("xpress", target), target, kl_div, rounds=0)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from foredraft.heads import save_head
 from foredraft.heads.base import PackedBatch
-from foredraft.train.features import disk
+from foredraft.train.hidden_states import offline
 from foredraft.train.trainer import HeadTrainer
 from tests.support import ROOT
 from tests.support.batches import batch_of
@@ -18,7 +18,7 @@ from tests.support.feature_writer import rows
 from tests.support.head_factory import criterion, make_head
 from tests.support.processes import ONE, SMALL_EAGLE3, TWO, end, losses, torchrun
 
-RUN = [*SMALL_EAGLE3[2:], "optimizer=adamw", "trainer.max_steps=6", "trainer.save_steps=2", "evaluate.eval_steps=0"]
+RUN = [*SMALL_EAGLE3[2:], "trainer.optim=adamw", "trainer.max_steps=6", "trainer.save_steps=2", "eval.steps=0"]
 P_EAGLE = ["head=p_eagle", "head.num_depths=3", "head.num_hidden_layers=2", "head.draft_vocab_size=128"]
 DSPARK = ["head=dspark", "head.block_size=3", "head.num_hidden_layers=1", "head.draft_vocab_size=128"]
 
@@ -31,7 +31,7 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
 @pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "dspark pruned", "dflash2", "lilicorr"])
 def test_from_disk_the_losses_are_those_of_training_online(kind, target, tmp_path):
     made, packed, found = criterion(kind, make_head(kind, target), target), rows(), []
-    written = disk.disk(packed, target, made.head.layers, 2, str(tmp_path), dtype="float32", shard_rows=2)
+    written = offline.offline(packed, target, made.head.layers, 2, str(tmp_path), dtype="float32", shard_rows=2)
     for source in (packed, written):
         batch = batch_of(source)
         text = PackedBatch(*(batch[name] for name in PackedBatch._fields[:4]))
@@ -46,7 +46,7 @@ def test_a_run_that_is_stopped_is_the_run_that_was_not(given, here, monkeypatch,
     given = [*given, *head]
     if lora is not None:
         save_head(make_head("dspark pruned", target), "trained", target)
-        given += ["init_from=trained", f"lora={lora}"]
+        given += ["init_from=trained", f"lora_r={lora}"]
     assert here(*given, ONE, "output_dir=whole").code == 0
     original = HeadTrainer.get_batch_samples
 

@@ -16,7 +16,7 @@ from foredraft.inference.drafters.block import BlockScorer
 from foredraft.inference.sampling import Sampling, SamplingParams
 from foredraft.train import blocks, parity_gate
 from foredraft.train.blocks import BlockDistillation
-from foredraft.train.losses import label, soft
+from foredraft.train.losses import kl_div, label
 from foredraft.train.module import DistillationModel
 from tests.support.batches import PROMPT, batch
 from tests.support.head_factory import BLOCK_KINDS, criterion, make_head
@@ -59,8 +59,8 @@ def test_settings_that_make_no_block_are_named(target):
 )  # which learns its candidates apart
 def test_all_blocks_at_once_are_the_loss_on_the_grid(target, kind):
     head, text = make_head(kind, target), batch(20, 12)
-    whole = DistillationModel(head, target, soft)(*text)
-    made = BlockDistillation(head, target, soft, confidence_weight=0.0, anchors=1.0)
+    whole = DistillationModel(head, target, kl_div)(*text)
+    made = BlockDistillation(head, target, kl_div, confidence_weight=0.0, anchors=1.0)
     for chunk in (1000, 5):
         made.chunk = chunk
         got = made(*text._replace(anchors=made.choose_anchors(text, 0)))
@@ -111,7 +111,7 @@ def test_gradients_do_not_depend_on_the_size_of_parts(target, kind):
 
 
 def test_some_positions_begin_drafts_and_others_in_the_next_step(target):
-    made = BlockDistillation(make_head("dflash", target), target, soft, anchors=0.2)
+    made = BlockDistillation(make_head("dflash", target), target, kl_div, anchors=0.2)
     text = batch(25, 15)
     text = text._replace(loss_mask=text.positions >= 10)
     first, second = (made.choose_anchors(text, step) for step in (0, 1))
@@ -127,7 +127,7 @@ def test_some_positions_begin_drafts_and_others_in_the_next_step(target):
 
 
 def test_rows_with_little_to_learn_begin_fewer_drafts(target):
-    made = BlockDistillation(make_head("dflash", target), target, soft, anchors=0.5)
+    made = BlockDistillation(make_head("dflash", target), target, kl_div, anchors=0.5)
     text = batch(20)
     starts = made.choose_anchors(text._replace(loss_mask=text.positions == 18), 0)
     assert starts[0].tolist() == [-1] * 7 + [14, 15, 16]
@@ -160,7 +160,7 @@ def test_a_share_of_the_loss_is_of_the_logits_before_correction(target):
     head, text = make_head("domino", target), batch(16)
     found = []
     for base_weight, progress in ((0.0, 0.0), (1.0, 0.0), (1.0, 0.25), (1.0, 1.0)):
-        made = BlockDistillation(head, target, soft, base_weight=base_weight)
+        made = BlockDistillation(head, target, kl_div, base_weight=base_weight)
         made.progress = progress
         found.append(made(*text).loss.item())
     corrected, base, mixed, end = found
@@ -175,25 +175,25 @@ def test_a_choice_among_candidates_is_learned_where_the_right_one_is_there(targe
     answer[0].scatter_(-1, base[0].argsort()[..., -3, None], 9.0)
     answer[1].scatter_(-1, base[1].argsort()[..., 0, None], 9.0)
     drafts = blocks.Drafts(base, correction, base, base, answer, tokens, tokens[:, 0], tokens >= 0)
-    for loss in (soft, label):
+    for loss in (kl_div, label):
         found = BlockDistillation(head, target, loss).selector_loss(drafts)
         assert (found[1] == 0).all()
         for d in range(3):
             ids = base[0, d].topk(120).indices
             pairs = head.candidate_selector.successor_codebook[head.to_target_ids(ids)] @ correction[0, d]
             scores = base[0, d, ids] + pairs
-            right = answer[0, d, ids].softmax(0) if loss is soft else (ids == tokens[0, d]).float()
+            right = answer[0, d, ids].softmax(0) if loss is kl_div else (ids == tokens[0, d]).float()
             assert found[0, d].item() == pytest.approx(-(right * scores.log_softmax(0)).sum().item(), rel=1e-4)
 
 
 def test_an_objective_holds_its_head_once(target):
-    made = BlockDistillation(make_head("dspark", target), target, soft)
+    made = BlockDistillation(make_head("dspark", target), target, kl_div)
     assert all(name.startswith("head.") for name, _ in made.named_parameters(remove_duplicate=False))
 
 
 def test_objectives_of_blocks_refuse_other_heads(target):
-    with pytest.raises(ValueError, match="criterion=block is for heads that draft in blocks, and eagle3 does not"):
-        BlockDistillation(make_head("eagle3", target), target, soft)
+    with pytest.raises(ValueError, match="this objective is for heads that draft in blocks, and eagle3 does not"):
+        BlockDistillation(make_head("eagle3", target), target, kl_div)
 
 
 # -- trees ------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.ngram import NgramDrafter
 from foredraft.inference.evaluation.measure import left_pad
 from foredraft.inference.serve.worker import Worker
-from foredraft.train.features.online import forward_target
+from foredraft.train.hidden_states.online import forward_target
 from tests.support import architectures, decoding
 from tests.support.architectures import VOCAB
 from tests.support.drafters import Oracle, Random

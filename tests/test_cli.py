@@ -18,8 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 from foredraft import __main__ as foredraft
 from foredraft.train import renamed_keys
 from foredraft.train.cli import entry, expand_home
-from foredraft.train.config_check import nearest
-from foredraft.train.config_help import comment_lines, comments, describe, header
+from foredraft.train.config_check import flat, nearest
+from foredraft.train.config_help import TABLES, comment_lines, comments, describe, described, header
+from tests.support import names
+from tests.support.configs import composed
 from tests.support.processes import script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -334,13 +336,43 @@ def test_bad_data_ends_in_one_sentence(name: str, tiny_path: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "program, typed, message",
     [
-        ("train/run.py", "max_rows=4", "max_rows is not known. Known: "),  # of serving alone
+        ("train/run.py", "max_rows=4", "max_rows is not known. Known: "),  # only of serving
+        ("train/run.py", "features=disk", "features=disk is hidden_states=offline now"),
+        ("train/run.py", "features.whole_target=true", "features.whole_target is hidden_states.load_full_target now"),
+        ("train/run.py", "loss=soft", "loss=soft is loss=kl_div now"),
+        ("train/run.py", "experiment=qwen3_8b_eagle3", "experiment is recipe now"),
+        ("train/run.py", "recipe=hours", "recipe=hours is preset=cpu now"),
+        ("train/run.py", "criterion=block", "criterion is objective now"),
+        ("train/run.py", "criterion.depth_decay=1", "criterion.depth_decay is objective.depth_decay now"),
+        ("train/run.py", "optimizer=muon", "optimizer is trainer.optim now"),
+        ("train/run.py", "target=embedded", "target=embedded is target=test_model now"),
+        ("train/run.py", "head.depth=3", "head.depth is head.ttt_steps now"),
+        ("train/run.py", "evaluate.proof=false", "evaluate.proof is eval.check_float32 now"),
+        ("scripts/plan.py", "rows=2", "rows is trainer.per_device_train_batch_size now"),
+        ("scripts/plan.py", "length=512", "length is max_length now"),
         ("scripts/serve.py", "max_rows=4", "max_rows is max_num_seqs now"),
     ],
 )
 def test_a_key_of_earlier_versions(program: str, typed: str, message: str, tmp_path: Path) -> None:
     ended = script(program, typed, cwd=tmp_path)
     assert ended.code == 2 and ended.err.startswith(f"error: {message}") and ended.err.count("\n") == 1
+
+
+def test_every_new_spelling_is_known() -> None:
+    """By some program, with some choice of each group."""
+    files = [*(ROOT / "conf").glob("*.yaml"), *(ROOT / "scripts/bench/conf").glob("*.yaml")]
+    heads = [composed("train", f"head={name}") for name in names("head")]
+    sources = [composed("train", *more) for more in (["hidden_states=offline"], ["data=self"], ["data=accepted"])]
+    known = {key for cfg in [*heads, *sources] for key, _ in flat(cfg)}
+    known |= {str(key) for file in files for key in OmegaConf.load(file)}
+    for new in renamed_keys.RENAMED.values():
+        for spelling in (new,) if isinstance(new, str) else new:
+            key, sign, value = spelling.partition("=")
+            words = {*names(key), *(word for word, _ in described(*TABLES[key]))} if key in TABLES else names(key)
+            if sign and "." not in key:
+                assert value in words, spelling
+            elif key not in ("recipe",):
+                assert key in known, spelling
 
 
 def test_the_new_name_of_a_key_is_told_with_the_keys_below_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter
 from foredraft.train import cli
+from foredraft.train.runtime.strategy import STRATEGIES, arguments_of
 from foredraft.train.trainer import arguments
 from tests.support import names
 from tests.support.batches import PROMPT
@@ -24,13 +25,13 @@ from tests.support.tiny import TEXT
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("name", names("strategy"))
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy(name: str, target, tmp_path: Path):
     if name.startswith("zero"):
         pytest.importorskip("deepspeed", reason="deepspeed is not installed")
     cfg = composed("train", f"strategy={name}", f"output_dir={tmp_path}", "trainer.bf16=false")
-    assert cfg.strategy.name == name
-    args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))
+    assert cfg.strategy == name
+    args = arguments(cfg.trainer, target, **arguments_of(name, cfg.strategy_args))
     assert bool(args.deepspeed) == name.startswith("zero") and bool(args.fsdp) == (name == "fsdp")
 
 
@@ -51,7 +52,7 @@ def test_null_is_taken_where_it_means_something(typed: str, refused: bool) -> No
 
 
 def test_stored_features_can_be_read_without_a_worker(target, tmp_path: Path):
-    cfg = composed("train", "features=disk", f"output_dir={tmp_path}", "trainer.dataloader_num_workers=0")
+    cfg = composed("train", "hidden_states=offline", f"output_dir={tmp_path}", "trainer.dataloader_num_workers=0")
     assert arguments(cfg.trainer, target).dataloader_prefetch_factor is None
 
 
@@ -79,19 +80,22 @@ def test_data(name: str, target, folder: Path, tmp_path: Path):
     assert any(found.train[0].loss_mask) and found.card["source"]
 
 
-def test_a_real_target_is_trained_as_published_and_the_embedded_one_in_minutes(monkeypatch):
+def test_a_real_target_is_trained_as_published_and_the_test_model_in_minutes(monkeypatch):
     monkeypatch.setattr(cli, "has_gpu", lambda: True)
-    demo, real = composed("train"), composed("train", "target=hf", "target.path=ORG/NAME", "data.path=FILE")
-    assert demo.trainer.max_steps == 500 and demo.self_generated_tokens > 0 and demo.length == 256
-    assert demo.optimizer._target_ == "foredraft.train.optimizer.muon" and demo.data._target_.endswith(
-        "standard_library"
+    demo, real = (
+        composed("train", "target=test_model"),
+        composed("train", "target=hf", "target.path=ORG/NAME", "data.path=FILE"),
     )
-    assert real.trainer.max_steps == -1 and real.self_generated_tokens == 0 and real.length == 2048
-    assert real.trainer.learning_rate == 1e-4 and real.optimizer._target_ == "foredraft.train.optimizer.adamw"
+    assert demo.trainer.max_steps == 500 and demo.self_generated_tokens > 0 and demo.max_length == 256
+    assert demo.trainer.optim == "muon" and demo.data._target_.endswith("standard_library")
+    assert real.trainer.max_steps == -1 and real.self_generated_tokens == 0 and real.max_length == 2048
+    assert real.trainer.learning_rate == 1e-4 and real.trainer.optim == "adamw"
     assert real.data._target_ == "foredraft.train.data.conversations.corpus"
-    typed = composed("train", "optimizer=adamw", "trainer.max_steps=3", "data=text", "data.path=FILE")
-    assert typed.optimizer._target_ == "foredraft.train.optimizer.adamw" and typed.trainer.max_steps == 3
-    assert typed.data._target_ == "foredraft.train.data.corpus.text_files" and typed.length == 256
+    typed = composed(
+        "train", "target=test_model", "trainer.optim=adamw", "trainer.max_steps=3", "data=text", "data.path=FILE"
+    )
+    assert typed.trainer.optim == "adamw" and typed.trainer.max_steps == 3
+    assert typed.data._target_ == "foredraft.train.data.corpus.text_files" and typed.max_length == 256
 
 
 def test_without_a_gpu_a_real_target_is_trained_for_hours(monkeypatch):
@@ -99,7 +103,7 @@ def test_without_a_gpu_a_real_target_is_trained_for_hours(monkeypatch):
 
     def found(*changes):
         made = composed("train", *changes, "target.path=ORG/NAME", "data.path=FILE")
-        return made.length, made.trainer.learning_rate, made.optimizer._target_.rpartition(".")[2]
+        return made.max_length, made.trainer.learning_rate, made.trainer.optim
 
     assert found("target=hf") == (512, 3e-3, "muon")
     assert found("target=hf", "data=accepted") == found("target=hf", "preset=gpu") == (2048, 1e-4, "adamw")

@@ -97,7 +97,7 @@ def test_a_corpus_says_what_it_dropped_and_where(file: Path, tmp_path: Path):
 
 def test_the_split_depends_on_what_is_said_alone(file: Path, tmp_path: Path):
     def parts(path: Path) -> list[set[tuple[int, ...]]]:
-        data = corpus(tokenizer(CHATML), path=str(path), cache_dir=str(tmp_path), test_share=0.1)
+        data = corpus(tokenizer(CHATML), path=str(path), cache_dir=str(tmp_path), val_split=0.1)
         return [{tuple(document.tokens) for document in part} for part in (data.train, data.validation, data.test)]
 
     lines = file.read_text().splitlines(keepends=True)
@@ -127,7 +127,7 @@ def test_the_same_set_as_json_lines_array_folder_and_parquet(file: Path, tmp_pat
         data = corpus(tokenizer(CHATML), path=str(path), cache_dir=str(tmp_path))
         found.append(data_card.describe(data.train)["hash"])
     assert len(set(found)) == 1
-    assert len(corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), max_rows=50).train) < 50
+    assert len(corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), max_samples=50).train) < 50
 
 
 def test_a_second_run_reads_the_cache_and_a_changed_file_is_read_anew(file: Path, tmp_path: Path, monkeypatch):
@@ -142,7 +142,7 @@ def test_a_second_run_reads_the_cache_and_a_changed_file_is_read_anew(file: Path
 
 def test_raw_text_is_supervised_whole_and_held_out_as_text(tmp_path: Path):
     path = write(tmp_path / "text.jsonl", [{"text": f"line {i}\n" * 5} for i in range(40)])
-    data = corpus(tokenizer(None), path=str(path), cache_dir=str(tmp_path), test_share=0.2)
+    data = corpus(tokenizer(None), path=str(path), cache_dir=str(tmp_path), val_split=0.2)
     assert all(all(document.loss_mask) for document in data.train)
     assert data.test and all(isinstance(text, str) for text in data.test)
 
@@ -167,7 +167,7 @@ def test_a_template_that_marks_nothing_is_an_error_that_names_it(file: Path, tmp
 
 def test_prompts_of_conversations_end_where_the_answer_begins(file: Path, tmp_path: Path):
     form = tokenizer(CHATML)
-    data = corpus(form, path=str(file), cache_dir=str(tmp_path), test_share=0.1)
+    data = corpus(form, path=str(file), cache_dir=str(tmp_path), val_split=0.1)
     rows = prompts(form, data.test, 4, 16)
     assert len(rows) == 4
     assert all(form.decode(row).startswith("<|im_start|>user\nwhat is ") for row in rows)
@@ -180,7 +180,7 @@ def test_prompts_of_conversations_end_where_the_answer_begins(file: Path, tmp_pa
 def test_held_out_conversations_that_are_not_chosen_stay_arrays(file: Path, tmp_path: Path, monkeypatch):
     """Millions of tokens would become Python's numbers, at each measurement, while all processes wait."""
     form = tokenizer(CHATML)
-    data = corpus(form, path=str(file), cache_dir=str(tmp_path), test_share=0.4)
+    data = corpus(form, path=str(file), cache_dir=str(tmp_path), val_split=0.4)
     read, get = [], Documents.__getitem__
     monkeypatch.setattr(Documents, "__getitem__", lambda self, number: read.append(number) or get(self, number))
     assert len(data.test) > 4 and len(prompts(form, data.test, 2, 16)) == 2 and len(read) == 2
@@ -206,7 +206,7 @@ def test_two_answers_to_a_question_are_on_one_side_of_the_split(tmp_path: Path):
     rows = [{"prompt": f"question {i}", "response": f"answer {n}"} for i in range(40) for n in range(3)]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = corpus(tokenizer(CHATML), path=str(path), cache_dir=str(tmp_path), test_share=0.2)
+    data = corpus(tokenizer(CHATML), path=str(path), cache_dir=str(tmp_path), val_split=0.2)
     parts = [
         {tuple(d.tokens[: d.loss_mask.index(True)]) for d in part} for part in (data.train, data.validation, data.test)
     ]
@@ -217,19 +217,19 @@ def test_two_answers_to_a_question_are_on_one_side_of_the_split(tmp_path: Path):
 def test_a_set_of_its_own_is_measured_on_and_its_questions_are_trained_on_nowhere(file: Path, tmp_path: Path):
     given = [{"question": f"what is {i}?", "answer": "so"} for i in (*range(9), 900, 901)]
     test = write(tmp_path / "test.jsonl", given)
-    data = corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), test_path=str(test), weights=[1])
+    data = corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), val_path=str(test), weights=[1])
     said = [{tokenizer(CHATML).decode(document.tokens) for document in part} for part in (data.train, data.test)]
     assert len(data.test) == 11 and all("so<|im_end|>" in text for text in said[1]) and not data.test_sets
     assert not any(f"what is {i}?" in text for i in range(9) for text in said[0])
     assert data.validation and 100 < len(data.train) + len(data.validation) <= 111
-    with pytest.raises(ValueError, match=r"test_path=.*empty.jsonl holds nothing to measure on"):
+    with pytest.raises(ValueError, match=r"val_path=.*empty.jsonl holds nothing to measure on"):
         empty = write(tmp_path / "empty.jsonl", [{"q": 1}])
-        corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), test_path=str(empty))
+        corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), val_path=str(empty))
 
 
 def test_the_held_out_questions_of_a_mix_are_known_by_their_set(file: Path, tmp_path: Path):
     other = write(tmp_path / "other.jsonl", [{"question": f"why {i}?", "answer": "so"} for i in range(120)])
-    data = corpus(tokenizer(CHATML), path=[str(file), str(other)], cache_dir=str(tmp_path), test_share=0.1)
+    data = corpus(tokenizer(CHATML), path=[str(file), str(other)], cache_dir=str(tmp_path), val_split=0.1)
     first, second = data.test_sets[str(file)], data.test_sets[str(other)]
     assert len(first) + len(second) == len(data.test) and len(first) > 0
     assert all("why" in tokenizer(CHATML).decode(document.tokens) for document in second)

@@ -123,7 +123,7 @@ def test_weights_say_how_often_a_set_is_read(tmp_path: Path):
 
     def count(weights: list[float] | None) -> list[int]:
         data = corpus(
-            tokenizer(CHATML), path=[str(one), str(two)], weights=weights, cache_dir=str(tmp_path), test_share=0.1
+            tokenizer(CHATML), path=[str(one), str(two)], weights=weights, cache_dir=str(tmp_path), val_split=0.1
         )
         texts = [bytes(document.tokens) if max(document.tokens) < 256 else document.tokens for document in data.train]
         words = [tokenizer(CHATML).decode(text) for text in texts]

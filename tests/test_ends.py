@@ -7,7 +7,7 @@ import torch
 
 from foredraft.heads import Target
 from foredraft.heads.target import ends
-from foredraft.train.features.probe import final_norm
+from foredraft.train.hidden_states.probe import final_norm
 from tests.support.architectures import FAMILIES, VOCAB, pair
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, losses
 from tests.support.small_targets import without_layers
@@ -32,7 +32,9 @@ def test_the_ends_of_every_family(family: str, tmp_path: Path):
     assert torch.equal(final_norm(alone)(states), final_norm(whole)(states))
     layers = [name for name, weight in alone.model.named_parameters() if not weight.is_meta and ends.in_layer(name)]
     assert not layers
-    with pytest.raises(ValueError, match=r"only the ends of the target are loaded.*features\.whole_target=true"):
+    with pytest.raises(
+        ValueError, match=r"only the ends of the target are loaded.*hidden_states\.load_full_target=true"
+    ):
         alone.forward(tokens[None])
 
 
@@ -53,7 +55,7 @@ def test_a_run_on_stored_states_needs_no_layers(
     """The run that stores them lets go of the layers, and the next one finds none."""
     size = SMALL_EAGLE3[1:2] * (head == "eagle3")
     given = [f"head={head}", *size, *SMALL_EAGLE3[2:], ONE, f"data.path={folder}", "trainer.max_steps=4"]
-    stored = ["features=disk", "features.path=states", "features.dtype=float32"]
+    stored = ["hidden_states=offline", "hidden_states.path=states", "hidden_states.dtype=float32"]
     path = without_layers(target, tmp_path / "ends")
     runs = {
         "online": [f"target.path={tiny_path}"],
@@ -80,7 +82,7 @@ def test_what_is_spread_over_devices_is_the_layers(here, tiny_path: Path, folder
         *SMALL_EAGLE3,
         f"target.path={tiny_path}",
         f"data.path={folder}",
-        "features=server",
+        "hidden_states=server",
         "target.sharding=layers",
     ]
     assert complaint(here(*given, "output_dir=out")).startswith("target.sharding=layers is for a target's layers")

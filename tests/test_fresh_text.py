@@ -12,7 +12,7 @@ from foredraft.train.data.row_order import EpochStream
 from tests.support import ROOT
 from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, losses, program, torchrun
 
-FRESH = ["self_generated_tokens=512", "fresh_text=true", "optimizer=adamw", "trainer.max_steps=9"]
+FRESH = ["self_generated_tokens=512", "fresh_text=true", "trainer.optim=adamw", "trainer.max_steps=9"]
 
 
 def test_each_epoch_reads_its_own_rows():
@@ -93,7 +93,7 @@ def test_processes_wait_longer_for_new_text_than_for_each_other(tiny_path: Path,
     ("changes", "words"),
     [
         (["self_generated_tokens=0"], "self_generated_tokens=0 lets the target write none"),
-        (["features=disk"], "take features=online"),
+        (["hidden_states=offline"], "take hidden_states=online"),
     ],
 )
 def test_what_cannot_be_written_anew_is_refused(here, tiny_path: Path, folder: Path, changes, words):

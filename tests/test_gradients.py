@@ -53,7 +53,7 @@ def test_the_gradient_follows_what_is_done_to_the_loss(target: Target):
 def test_logits_of_one_depth_and_part_are_all_that_lives(target: Target):
     """16 rows of both, with their probabilities, are far from one depth of 256 rows."""
     head = Eagle3Head.for_target(target, ttt_steps=7)
-    distillation = DistillationModel(head, target, losses.soft, chunk=16)
+    distillation = DistillationModel(head, target, losses.kl_div, chunk=16)
     text = batch(256)
     with torch.no_grad():
         aux_hidden_states, last = distillation.forward_target(text)

@@ -105,9 +105,9 @@ def train(tiny_path, tmp_path, here):
         (texts / f"{number}.txt").write_text(TEXT[: 1200 + 7 * number])
     small = typed(f"""
         target=hf preset=test_model target.path={tiny_path} target.device=cpu target.dtype=float32
-        data=text data.path={texts} self_generated_tokens=0 length=64 trainer.max_steps=3 trainer.bf16=false
-        evaluate.prompts=2 evaluate.prompt_tokens=16 evaluate.new_tokens=16 evaluate.eval_steps=0
-        evaluate.timed_prompts=1 output_dir=out
+        data=text data.path={texts} self_generated_tokens=0 max_length=64 trainer.max_steps=3 trainer.bf16=false
+        eval.final_num_prompts=2 eval.prompt_tokens=16 eval.max_new_tokens=16 eval.steps=0
+        eval.timed_prompts=1 output_dir=out
     """)
 
     def run(*arguments: str) -> Path:
@@ -132,17 +132,17 @@ def test_a_new_head_is_one_file_and_one_yaml(train, tiny_path):
 
 
 def test_a_head_may_choose_loss_and_objective_and_the_command_line_overrules_it():
-    lines = ("head=medusa", "head=eagle", "head=eagle loss=hard", "head=medusa2", "head=eagle3_1")
+    lines = ("head=medusa", "head=eagle", "head=eagle loss=ce", "head=medusa2", "head=eagle3_1")
     chosen = {line: composed("train", *line.split()) for line in lines}
-    losses = {line: cfg.loss["_target_"].rpartition(".")[2] for line, cfg in chosen.items()}
-    assert losses["head=medusa"] == "soft" and losses["head=eagle"] == "regression"
-    assert losses["head=eagle loss=hard"] == "hard"
-    assert chosen["head=medusa2"].criterion["_target_"] == "foredraft.train.joint.JointDistillation"
+    losses = {line: cfg.loss for line, cfg in chosen.items()}
+    assert losses["head=medusa"] == "kl_div" and losses["head=eagle"] == "regression"
+    assert losses["head=eagle loss=ce"] == "ce"
+    assert chosen["head=medusa2"].objective["_target_"] == "foredraft.train.joint.JointDistillation"
     assert chosen["head=eagle3_1"].head.fc_norm and chosen["head=eagle3_1"].head.norm_output
 
 
 def test_medusa2_ends_with_adapter_heads_and_a_warning(train):
-    directory = train("head=medusa2", "trainer.logging_steps=1", "criterion.heads_only=0.5")
+    directory = train("head=medusa2", "trainer.logging_steps=1", "objective.heads_only=0.5")
     files = {file.name for file in (directory / "head").iterdir()}
     assert {"adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"} <= files
     assert "**The target's text changes.**" in (directory / "head" / "README.md").read_text()
@@ -151,7 +151,7 @@ def test_medusa2_ends_with_adapter_heads_and_a_warning(train):
 
 
 def test_a_draft_model_is_trained_like_any_head(train):
-    directory = train("head=draft_model", "loss=total_variation", "head.lora_r=4", "optimizer=adamw")
+    directory = train("head=draft_model", "loss=tv", "head.lora_r=4", "trainer.optim=adamw")
     metrics = json.loads((directory / "metrics.json").read_text())
     assert metrics["head"] == "draft_model" and metrics["identical_greedy"] == 1.0
     LlamaForCausalLM.from_pretrained(directory / "head")

@@ -40,7 +40,7 @@ def learned(target: Target) -> DistillationModel:
     """A head that has learned a little."""
     torch.manual_seed(0)
     model = DistillationModel(
-        Eagle3Head.for_target(target, ttt_steps=DEPTH, draft_vocab_size=None), target, losses.soft
+        Eagle3Head.for_target(target, ttt_steps=DEPTH, draft_vocab_size=None), target, losses.kl_div
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = row_each(written(target, 32, seed=1))
@@ -105,7 +105,7 @@ def test_a_step_begins_where_the_one_before_it_ended():
 
 def test_a_run_logs_it_and_says_that_it_repeats_its_text(here, tiny_path: Path, folder: Path, tmp_path: Path):
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
-    fast = ["trainer.max_steps=40", "evaluate.eval_steps=20", "evaluate.proof=false", "evaluate.timed_prompts=1"]
+    fast = ["trainer.max_steps=40", "eval.steps=20", "eval.check_float32=false", "eval.timed_prompts=1"]
     ended = here(*given, *fast)
     assert ended.code == 0, ended.err
     assert re.search(r"^the \d+ rows are read \d+\.\d times: loss and accuracy on them flatter", ended.out, re.M)
@@ -131,7 +131,7 @@ def test_a_run_logs_it_and_says_that_it_repeats_its_text(here, tiny_path: Path, 
 
 def test_self_generated_text_is_measured_on_text_of_the_same_kind(here, tiny_path: Path, folder: Path, tmp_path: Path):
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
-    fast = ["trainer.max_steps=8", "evaluate.eval_steps=0", "evaluate.proof=false", "evaluate.timed_prompts=1"]
+    fast = ["trainer.max_steps=8", "eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]
     ended = here(*given, *fast, "self_generated_tokens=4000", "keep_checkpoints=true")
     assert ended.code == 0, ended.err
     from foredraft.train.data.self_generated import load

@@ -16,7 +16,7 @@ from foredraft.train.data.conversations import corpus
 from foredraft.train.data.corpus import Corpus
 from foredraft.train.data.layouts import SkippedRow, turns
 from foredraft.train.data.packing import Packed, collate
-from foredraft.train.features import online
+from foredraft.train.hidden_states import online
 from tests.support import nightly_but
 from tests.support.processes import SMALL_EAGLE3, Ended, complaint, losses
 from tests.support.vision import address, configs, png, save_target
@@ -156,7 +156,7 @@ def test_a_text_only_target_learns_from_the_text_of_rows_with_images_and_says_so
 
 RUN = [
     *SMALL_EAGLE3,
-    "length=224",
+    "max_length=224",
     "trainer.max_steps=4",
     "data=conversations",
     "+data.cache_dir=cache",
@@ -178,7 +178,7 @@ def test_a_run_learns_from_what_is_seen(head: str, qwen: Path, rows: Path, tmp_p
     options = [one for one in given(qwen, rows) if head == "eagle3" or not one.startswith("head.")]
     options = [f"head={head}" if one == "head=eagle3" else one for one in options]
     texts = write(tmp_path / "texts.jsonl", numbers=(7, 11, 19, 23))
-    options += ["+trainer.dataloader_num_workers=1", f"data.test_path={texts}"]
+    options += ["+trainer.dataloader_num_workers=1", f"data.val_path={texts}"]
     ended = here(*options, "output_dir=out")
     assert ended.code == 0, ended.err
     assert re.search(r"with images +20", ended.out) and "nothing was decoded" not in ended.out
@@ -190,7 +190,7 @@ def test_a_run_learns_from_what_is_seen(head: str, qwen: Path, rows: Path, tmp_p
 
 def test_where_all_have_images_nothing_is_decoded(qwen: Path, tmp_path: Path, here: Callable[..., Ended]):
     rows = write(tmp_path / "rows.jsonl", every=True)
-    ended = here(*given(qwen, rows, "output_dir=out", "trainer.max_steps=2", "evaluate.eval_steps=2"))
+    ended = here(*given(qwen, rows, "output_dir=out", "trainer.max_steps=2", "eval.steps=2"))
     assert ended.code == 0, ended.err
     assert "nothing was decoded, because every held-out conversation has an image" in ended.out
     metrics = json.loads((tmp_path / "out/metrics.json").read_text())
@@ -202,13 +202,13 @@ def test_features_of_images_on_disk_are_those_of_the_run(
     qwen: Path, rows: Path, tmp_path: Path, here: Callable[..., Ended]
 ):
     for name in ("online", "disk"):
-        more = [] if name == "online" else ["features.path=features", "features.dtype=float32"]
-        assert here(*given(qwen, rows, f"output_dir={name}", f"features={name}", *more)).code == 0
+        more = [] if name == "online" else ["hidden_states.path=features", "hidden_states.dtype=float32"]
+        assert here(*given(qwen, rows, f"output_dir={name}", f"hidden_states={name}", *more)).code == 0
     assert losses(tmp_path / "disk") == pytest.approx(losses(tmp_path / "online"), abs=1e-4)
 
 
 def test_what_images_cannot_be_trained_with(qwen: Path, rows: Path, here: Callable[..., Ended]):
-    server = ["features=server", "features.url=http://localhost:9", "features.whole_target=true"]
+    server = ["hidden_states=server", "hidden_states.url=http://localhost:9", "hidden_states.load_full_target=true"]
     assert "asks an engine with tokens alone, and the data have images" in complaint(here(*given(qwen, rows, *server)))
     assert "writes after text alone" in complaint(here(*given(qwen, rows, "self_generated_tokens=100")))
     (qwen / "preprocessor_config.json").rename(qwen / "gone.json")

@@ -16,7 +16,7 @@ from foredraft.heads.medusa2 import Medusa2Head
 from foredraft.inference import generate, load_drafter
 from foredraft.train import parity_gate
 from foredraft.train.joint import JointDistillation
-from foredraft.train.losses import soft
+from foredraft.train.losses import kl_div
 from foredraft.train.module import DistillationModel
 from foredraft.train.optimizer import adamw, muon
 from tests.support.batches import PROMPT, batch
@@ -55,7 +55,7 @@ def test_a_new_adapter_changes_nothing_and_a_trained_one_the_text(fresh):
 
 
 def test_heads_learn_alone_first_and_then_all_of_it(fresh):
-    distillation = JointDistillation(Medusa2Head.for_target(fresh, num_heads=2), fresh, soft, heads_only=0.5)
+    distillation = JointDistillation(Medusa2Head.for_target(fresh, num_heads=2), fresh, kl_div, heads_only=0.5)
     text = batch(20, 12)
     distillation.progress = 0.4
     distillation(*text).loss.backward()
@@ -73,7 +73,7 @@ def test_heads_learn_alone_first_and_then_all_of_it(fresh):
 def test_the_adapted_target_is_held_to_what_it_said(fresh):
     """With the heads' loss left out, the joint loss is the divergence, zero before anything is learnt."""
     distillation = JointDistillation(
-        Medusa2Head.for_target(fresh, num_heads=2), fresh, soft, heads_only=0.0, head_weight=0.0
+        Medusa2Head.for_target(fresh, num_heads=2), fresh, kl_div, heads_only=0.0, head_weight=0.0
     )
     text = batch(20, 12)
     assert distillation(*text).loss.item() == pytest.approx(0.0, abs=1e-6)
@@ -106,22 +106,23 @@ def test_decoding_merges_the_adapter_and_another_head_finds_it_apart(fresh, tiny
 
 
 def test_heads_learn_faster_than_the_adapter(fresh):
-    distillation = JointDistillation(Medusa2Head.for_target(fresh, num_heads=2), fresh, soft)
+    distillation = JointDistillation(Medusa2Head.for_target(fresh, num_heads=2), fresh, kl_div)
     ids = {id(parameter) for parameter in distillation.adapter.parameters()}
     for build in (adamw, muon):
-        optimizer = build(distillation, {fresh.vocab_size}, 1e-3, (0.9, 0.95), head_multiplier=4.0)
+        optimizer = build(distillation, {fresh.vocab_size}, 1e-3, (0.9, 0.95), head_lr_multiplier=4.0)
         rates = {id(p): (group["lr"], "nesterov" in group) for group in optimizer.param_groups for p in group["params"]}
         assert {rates[number] for number in ids} == {(2.5e-4, False)}
         assert len(rates) == len(list(distillation.parameters()))
 
 
 def test_stored_features_of_a_frozen_target_are_refused_at_the_start(here):
-    assert "this head trains in its layers: take features=online" in complaint(here("head=medusa2", "features=disk"))
+    said = complaint(here("target=test_model", "head=medusa2", "hidden_states=offline"))
+    assert "this head trains in its layers: set hidden_states=online" in said
 
 
 def test_joint_training_needs_an_adapter(fresh):
-    with pytest.raises(ValueError, match="head=medusa puts none on it: head=medusa2"):
-        JointDistillation(MedusaHead.for_target(fresh, num_heads=2), fresh, soft)
+    with pytest.raises(ValueError, match="head=medusa puts none on it: set head=medusa2"):
+        JointDistillation(MedusaHead.for_target(fresh, num_heads=2), fresh, kl_div)
 
 
 def test_adapter_and_heads_are_saved_and_come_back(fresh, tiny_path, tmp_path):
@@ -162,7 +163,7 @@ def test_a_tuned_draft_model_is_saved_as_a_model(fresh, tmp_path, lora_rank):
     stored = [tensor.data_ptr() for tensor in head.state_dict().values()]
     assert len(stored) == len(set(stored))  # a checkpoint would refuse weights under two names
     optimizer = torch.optim.AdamW(learning, lr=1e-2)
-    distillation, losses = DistillationModel(head, fresh, soft), []
+    distillation, losses = DistillationModel(head, fresh, kl_div), []
     for _ in range(6):
         optimizer.zero_grad()
         loss = distillation(*batch(24)._replace(tokens=IDS[:, :24])).loss

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.linux  # /proc says which processes there are
 
 KILLS = int(os.environ.get("FOREDRAFT_KILLS", "10"))
 STEPS = 6 * KILLS  # more than they can take
-RUN = [*SMALL_EAGLE3, TWO, "strategy=ddp", "optimizer=adamw", f"trainer.max_steps={STEPS}", "trainer.save_steps=4"]
-RUN += ["evaluate.eval_steps=0", "+trainer.dataloader_num_workers=2", "data.path=texts", "output_dir=out"]
+RUN = [*SMALL_EAGLE3, TWO, "strategy=ddp", "trainer.optim=adamw", f"trainer.max_steps={STEPS}", "trainer.save_steps=4"]
+RUN += ["eval.steps=0", "+trainer.dataloader_num_workers=2", "data.path=texts", "output_dir=out"]
 # What ends it, and what is said then.
 ENDS = {
     "SIGKILL of a process": r"process \d of 2 lost another one, .*resumes from the newest checkpoint",

@@ -13,9 +13,7 @@ def test_without_a_key_wandb_stays_offline(tiny_path, folder: Path, tmp_path: Pa
     given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out"]
     nobody = {"HOME": str(tmp_path), "WANDB_API_KEY": ""}
     ended = end(
-        program(
-            *given, "trainer.report_to=wandb", "trainer.max_steps=2", "evaluate.eval_steps=0", cwd=tmp_path, **nobody
-        )
+        program(*given, "trainer.report_to=wandb", "trainer.max_steps=2", "eval.steps=0", cwd=tmp_path, **nobody)
     )
     assert ended.code == 0, ended.err
     (run,) = (tmp_path / "out" / "wandb").glob("offline-run-*")

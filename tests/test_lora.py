@@ -41,11 +41,11 @@ def test_the_addition_learns_alone_and_is_merged_in_the_end(target, kind):
 
 
 def test_what_cannot_be_adapted_is_said(fresh):
-    with pytest.raises(ValueError, match="lora=0 is the rank"):
+    with pytest.raises(ValueError, match="lora_r=0 is the rank"):
         lora.add(make_head("medusa", fresh), 0)
     head = make_head("medusa2", fresh)
     assert isinstance(head, Medusa2Head)
     with pytest.raises(ValueError, match="head=medusa2 has an adapter of its own"):
         lora.add(head, 4)
-    with pytest.raises(ValueError, match="lora=4 works with strategy=single or ddp, and this is zero1"):
-        checks.check_lora(composed("train", "lora=4", "init_from=x", "strategy=zero1"))
+    with pytest.raises(ValueError, match="lora_r=4 works with strategy=single or ddp, and this is zero1"):
+        checks.check_lora(composed("train", "lora_r=4", "init_from=x", "strategy=zero1"))

@@ -1,18 +1,15 @@
-"""Each loss of conf/loss against its formula, and its gradient against differences."""
+"""Each loss of the table against its formula, and its gradient against differences."""
 
 from collections import defaultdict
 from dataclasses import replace
 
 import pytest
 import torch
-from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
 from foredraft.train import losses
 from foredraft.train.losses import Prediction
-from tests.support import CONF, names
 
-LOSSES = {name: instantiate(OmegaConf.load(CONF / "loss" / f"{name}.yaml")) for name in names("loss")}
+LOSSES = {name: losses.build(name) for name in losses.LOSSES}
 
 
 def pair() -> tuple[Prediction, Prediction]:
@@ -31,25 +28,25 @@ def formulas(draft: Prediction, answer: Prediction) -> dict[str, torch.Tensor]:
         q = torch.exp(draft.logits[row]) / torch.exp(draft.logits[row]).sum()
         p = torch.exp(answer.logits[row]) / torch.exp(answer.logits[row]).sum()
         order = sorted(range(len(p)), key=lambda token: -p[token])
-        rows["hard"].append(-q[order[0]].log())
-        rows["soft"].append(sum(-p[token] * q[token].log() for token in order))
-        rows["reverse_kl"].append(sum(q[token] * (q[token] / p[token]).log() for token in order))
+        rows["ce"].append(-q[order[0]].log())
+        rows["kl_div"].append(sum(-p[token] * q[token].log() for token in order))
+        rows["rkl"].append(sum(q[token] * (q[token] / p[token]).log() for token in order))
         overlap = sum(min(p[token], q[token]) for token in order)
-        rows["total_variation"].append(1 - overlap)
-        rows["lk"].append(-overlap.log())
+        rows["tv"].append(1 - overlap)
+        rows["nla"].append(-overlap.log())
         races = [[max(p[j] / p[i], q[j] / q[i]) for j in order] for i in order]
         rows["coupled"].append(-sum(1 / sum(race) for race in races).log())
         rows["top_k"].append(sum(-p[token] * q[token].log() for token in order[:10]))
         rows["l1"].append(sum((p[token] - q[token]).abs() for token in order))
         rows["label"].append(-q[answer.tokens[row]].log())
         rows["dspark"].append(0.9 * rows["l1"][-1] + 0.1 * rows["label"][-1])
-        rows["xpress"].append(0.9 * rows["total_variation"][-1] + 0.1 * rows["hard"][-1])
+        rows["xpress"].append(0.9 * rows["tv"][-1] + 0.1 * rows["ce"][-1])
         divergence = sum(p[token] * (p[token] / q[token]).log() for token in order)
         share = torch.exp(-3 * overlap)
-        rows["adaptive_lk"].append(share * divergence + (1 - share) * (1 - overlap))
+        rows["lk_hybrid"].append(share * divergence + (1 - share) * (1 - overlap))
         gaps = (draft.hidden[row] - answer.hidden[row]).abs()
         smooth = sum(gap - 0.5 if gap > 1 else 0.5 * gap * gap for gap in gaps) / len(gaps)
-        rows["regression"].append(smooth + 0.1 * rows["soft"][-1])
+        rows["regression"].append(smooth + 0.1 * rows["kl_div"][-1])
         rows["hass"].append(rows["regression"][-1] + rows["top_k"][-1])
     return {name: torch.stack(values) for name, values in rows.items()}
 
@@ -60,7 +57,7 @@ def test_a_loss_is_its_formula(name):
     torch.testing.assert_close(LOSSES[name](draft, answer), formulas(draft, answer)[name])
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"adaptive_lk"}))  # whose share has no gradient
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"lk_hybrid"}))  # whose share has no gradient
 def test_a_gradient_is_the_losss(name):
     draft, answer = (cast(prediction, torch.float64) for prediction in pair())
     inputs = draft.logits.requires_grad_(), draft.hidden.requires_grad_()
@@ -90,7 +87,7 @@ def test_lk_learns_where_total_variation_hardly_does():
     logits = torch.tensor([[20.0, 0.0]], requires_grad=True)
     answer = Prediction(torch.tensor([[0.0, 20.0]]), torch.zeros(1, 1))
     sizes = []
-    for loss in (losses.total_variation, losses.lk):
+    for loss in (losses.tv, losses.nla):
         (gradient,) = torch.autograd.grad(loss(Prediction(logits, torch.zeros(1, 1)), answer).sum(), logits)
         sizes.append(gradient.abs().max().item())
     assert sizes[0] < 1e-6 and sizes[1] > 0.1
@@ -103,8 +100,14 @@ def test_regression_refuses_heads_that_draft_no_features():
 
 
 def test_a_sum_names_what_it_does_not_know():
-    with pytest.raises(ValueError, match=r"loss.weights names \['l3'\]: it weighs some of hard, soft"):
-        losses.weighted_sum(*pair(), weights={"l1": 1.0, "l3": 1.0})
+    with pytest.raises(ValueError, match=r"weights names \['dspark', 'l3'\], and it weighs some of kl_div, ce"):
+        losses.build("xpress", {"weights": {"l1": 1.0, "l3": 1.0, "dspark": 0.5}})
+    with pytest.raises(ValueError, match=r"loss=soft is not one of kl_div, ce"):
+        losses.build("soft")
+    with pytest.raises(
+        ValueError, match=r"loss_args=\{'eta': 1\} of loss=top_k: got an unexpected keyword argument 'eta'"
+    ):
+        losses.build("top_k", {"eta": 1})
     with pytest.raises(ValueError, match=r"loss=label learns from the tokens of the text"):
         losses.label(*(replace(prediction, tokens=None) for prediction in pair()))
 

@@ -276,7 +276,7 @@ def test_a_head_learns_from_nothing_but_its_target(here, chat_path, tmp_path, mo
     arguments = [part for part in SMALL if not part.startswith("data=")]
     own = typed("data=self data.tokens=700 data.batch=8 data.max_question=120 data.max_answer=60 data.num_proc=1")
     more = typed(
-        "head=medusa head.num_heads=2 length=256 trainer.max_steps=2 evaluate.proof=false evaluate.eval_steps=0"
+        "head=medusa head.num_heads=2 max_length=256 trainer.max_steps=2 eval.check_float32=false eval.steps=0"
     )
     more.append(f"target.path={chat_path}")
     ended = here(*arguments, *own, *more, "output_dir=out")

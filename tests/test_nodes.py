@@ -65,8 +65,8 @@ class Cluster(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cluster(tiny_path: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
-    data = [f"target.path={tiny_path}", f"data.path={folder}", "evaluate.eval_steps=0"]
-    given = [*SMALL_EAGLE3, TWO, *STEADY, *data, "optimizer=adamw", "strategy=ddp"]
+    data = [f"target.path={tiny_path}", f"data.path={folder}", "eval.steps=0"]
+    given = [*SMALL_EAGLE3, TWO, *STEADY, *data, "trainer.optim=adamw", "strategy=ddp"]
     return Cluster(tmp_path_factory.mktemp("shared"), given)
 
 
@@ -173,7 +173,7 @@ def finished(cluster: Cluster, evicted: tuple[Stopped, Ended]) -> Stopped:
                 str(ROOT / "train/run.py"),
                 *cluster.given,
                 f"trainer.max_steps={last}",
-                "evaluate.prompts=3",
+                "eval.final_num_prompts=3",
                 "output_dir=out",
             ),
             cwd=cluster.shared,
@@ -232,7 +232,7 @@ def test_by_whatever_launcher_and_with_whatever_stops_it_is_the_same_run(
 ):
     assert f"resuming from out/checkpoints/checkpoint-{evicted[0].step}\n" in finished.ended.out
     assert (
-        "resuming with other settings: evaluate.prompts is 2 there, 3 here; trainer.max_steps is 100000 there, "
+        "resuming with other settings: eval.final_num_prompts is 2 there, 3 here; trainer.max_steps is 100000 there, "
         f"{finished.step} here" in finished.ended.out
     )
     losses = cluster.history("out")
@@ -276,10 +276,10 @@ def test_the_pods_of_the_manifest_find_each_other_and_their_volume(manifest: dic
 
 
 WRITER = """import os, signal
-from foredraft.train.features import disk
+from foredraft.train.hidden_states import offline
 from foredraft.train.run import main
 if os.environ["RANK"] == "1":
-    disk.save_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    offline.save_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 main()
 """
 
@@ -289,7 +289,16 @@ def test_a_node_that_dies_while_features_are_written_is_not_waited_for(tiny_path
     given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "strategy=ddp"]
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(reserved_port())}
     nodes = [
-        start(PYTHON, "writer.py", *given, "features=disk", "features.shard_rows=2", cwd=tmp_path, RANK=rank, **group)
+        start(
+            PYTHON,
+            "writer.py",
+            *given,
+            "hidden_states=offline",
+            "hidden_states.shard_rows=2",
+            cwd=tmp_path,
+            RANK=rank,
+            **group,
+        )
         for rank in ("0", "1")
     ]
     first, second = map(end, nodes)

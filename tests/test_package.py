@@ -17,10 +17,10 @@ from tests.support import typed
 ROOT = Path(__file__).resolve().parent.parent
 CPU = ["target=test_model", "target.device=cpu", "target.dtype=float32"]
 THREE_STEPS = typed("""
-    head=medusa data.max_files=4 length=64 self_generated_tokens=0 output_dir=out
+    head=medusa data.max_files=4 max_length=64 self_generated_tokens=0 output_dir=out
     trainer.max_steps=3 trainer.logging_steps=1 trainer.warmup_steps=1 trainer.per_device_train_batch_size=2
-    trainer.bf16=false evaluate.eval_steps=0 evaluate.prompts=2 evaluate.timed_prompts=1 evaluate.prompt_tokens=16
-    evaluate.new_tokens=8 evaluate.proof=false
+    trainer.bf16=false eval.steps=0 eval.final_num_prompts=2 eval.timed_prompts=1 eval.prompt_tokens=16
+    eval.max_new_tokens=8 eval.check_float32=false
 """)
 Program = Callable[..., subprocess.CompletedProcess[str]]
 

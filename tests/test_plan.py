@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target, adapter
@@ -13,7 +13,7 @@ from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.scripts import plan
 from foredraft.train.cli import CONF, named_target, spelled_out
-from foredraft.train.losses import soft
+from foredraft.train.losses import kl_div
 from foredraft.train.module import DistillationModel
 from foredraft.train.optimizer import adamw
 from foredraft.train.runtime import memory_plan
@@ -23,11 +23,12 @@ from tests.support.configs import composed
 from tests.support.tiny import tiny_config
 
 ROWS, LENGTH = 2, 192
+SIZE = ["trainer.bf16=false", f"trainer.per_device_train_batch_size={ROWS}", f"max_length={LENGTH}"]
 
 
 @pytest.fixture(scope="module")
 def small(tiny_path: Path) -> DictConfig:
-    given = ["target.dtype=float32", "bf16=false", "head.draft_vocab_size=128", f"rows={ROWS}", f"length={LENGTH}"]
+    given = ["target.dtype=float32", *SIZE, "head.draft_vocab_size=128"]
     return composed("plan", f"target.path={tiny_path}", *given)
 
 
@@ -50,7 +51,7 @@ def test_planned_bytes_are_those_of_a_real_step(
         monkeypatch.setattr("foredraft.train.module.ROWS", 16)
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     head = Eagle3Head.for_target(target, ttt_steps=4, draft_vocab_size=128, counts=torch.ones(target.vocab_size).long())
-    distillation = DistillationModel(head, target, soft)
+    distillation = DistillationModel(head, target, kl_div)
     for parameter in distillation.parameters():
         parameter.grad = torch.zeros_like(parameter)
     shape = ROWS, LENGTH
@@ -67,7 +68,7 @@ def test_planned_bytes_are_those_of_a_real_step(
         loss.backward()
     optimizer = adamw(distillation, set(), 1e-3, (0.9, 0.95))
     optimizer.step()
-    lines = plan.plan(DictConfig({**small, "bf16": bf16}))["gib"]
+    lines = plan.plan(OmegaConf.merge(small, {"trainer": {"bf16": bf16}}))["gib"]
     gib = {name: size * memory_plan.GIB for name, (size, _) in lines.items()}
     assert gib["head weights"] == sum(t.nbytes for t in [*head.parameters(), *head.buffers()])
     state = [t for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor)]
@@ -80,7 +81,7 @@ def test_planned_bytes_are_those_of_a_real_step(
 def test_tied_weights_are_counted_once(small: DictConfig, tmp_path: Path):
     model = LlamaForCausalLM(tiny_config(tie_word_embeddings=True))
     model.save_pretrained(tmp_path)
-    lines = plan.plan(DictConfig({**small, "target": {**small.target, "path": str(tmp_path)}}))["gib"]
+    lines = plan.plan(OmegaConf.merge(small, {"target": {"path": str(tmp_path)}}))["gib"]
     assert lines["target weights"][0] * memory_plan.GIB == sum(parameter.nbytes for parameter in model.parameters())
 
 
@@ -95,25 +96,25 @@ def test_the_sum_is_the_sum(planned: dict):
 @pytest.mark.parametrize("shape, gib", [("qwen3-8b", (15.26, 2.32)), ("llama-3.3-70b", (131.42, 3.91))])
 def test_of_a_target_that_runs_elsewhere_its_ends_are_counted(shape: str, gib: tuple[float, float]):
     """In bfloat16: 2 x 151,936 x 4,096 and 2 x 128,256 x 8,192 weights."""
-    given = [f"target.path={ROOT}/scripts/targets/{shape}.json", "head=medusa", "length=128"]
+    given = [f"target.path={ROOT}/scripts/targets/{shape}.json", "head=medusa", "max_length=128"]
     for features, size in zip(("online", "server"), gib, strict=True):
-        found = plan.plan(composed("plan", *given, f"features={features}"))
+        found = plan.plan(composed("plan", *given, f"hidden_states={features}"))
         assert found["gib"]["target weights"][0] == pytest.approx(size, abs=0.01)
         assert ("target at work" in found["gib"]) == (found["flops_per_token"][0] > 0) == (features == "online")
 
 
 @pytest.mark.parametrize("strategy", memory_plan.SHARDS)
 def test_shards_are_shares(strategy: str, small: DictConfig, planned: dict):
-    one, eight = planned["gib"], plan.plan(DictConfig({**small, "strategy": {"name": strategy}, "gpus": 8}))["gib"]
+    one, eight = planned["gib"], plan.plan(OmegaConf.merge(small, {"strategy": strategy, "gpus": 8}))["gib"]
     for name, cut in zip(("head weights", "gradients", "optimizer state"), memory_plan.SHARDS[strategy], strict=True):
         assert eight[name][0] == pytest.approx(one[name][0] / (8 if cut else 1))
 
 
 def test_what_does_not_fit_has_a_remedy(small: DictConfig, planned: dict):
-    tight = DictConfig({**small, "gpu_gib": planned["total"] - 1e-6})
+    tight = OmegaConf.merge(small, {"gpu_gib": planned["total"] - 1e-6})
     found = plan.fitting(tight)
     assert found is not None and found[1] <= tight.gpu_gib
-    assert plan.fitting(DictConfig({**small, "gpu_gib": 0.1})) is None
+    assert plan.fitting(OmegaConf.merge(small, {"gpu_gib": 0.1})) is None
 
 
 @pytest.mark.parametrize(
@@ -126,9 +127,11 @@ def test_what_does_not_fit_has_a_remedy(small: DictConfig, planned: dict):
     ],
 )
 def test_bad_input_to_a_plan(change: dict | None, message: str, small: DictConfig):
-    given = {"path": "x.json", "dtype": "auto"} if change is None else {**small.target, **change}  # None: target=shape
+    given = (
+        OmegaConf.merge(small, {"target": change}) if change else composed("plan", "target=shape", "target.path=x.json")
+    )
     with pytest.raises(ValueError, match=message):
-        plan.plan(DictConfig({**small, "target": given}))
+        plan.plan(given)
 
 
 def test_a_plan_as_it_is_typed(tiny_path: Path, call):
@@ -140,12 +143,12 @@ def test_a_plan_as_it_is_typed(tiny_path: Path, call):
 
 @pytest.mark.parametrize("sharding", ["fsdp", "tensor"])
 def test_a_target_in_pieces_takes_less(sharding: str, small: DictConfig, planned: dict):
-    pieces = plan.plan(DictConfig({**small, "target": {**small.target, "sharding": sharding}, "gpus": 4}))["gib"]
+    pieces = plan.plan(OmegaConf.merge(small, {"target": {"sharding": sharding}, "gpus": 4}))["gib"]
     assert pieces["target weights"][0] < 0.6 * planned["gib"]["target weights"][0]
 
 
 def test_an_adapter_makes_the_target_keep_what_it_made(small: DictConfig, tiny_path: Path):
-    given = [f"target.path={tiny_path}", "target.dtype=float32", "bf16=false", f"rows={ROWS}", f"length={LENGTH}"]
+    given = [f"target.path={tiny_path}", "target.dtype=float32", *SIZE]
     ways = {name: plan.plan(composed("plan", f"head={name}", *given))["gib"] for name in ("medusa", "medusa2")}
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     adapter.add(target, 32, 16)
@@ -164,12 +167,12 @@ def test_a_target_may_be_named_without_its_group():
         r"target.path='a folder/x (1)=y\'s.gguf'"
     ]
     assert spelled_out("data.path=/d/date=2026-01-01/x.jsonl") == ["data.path='/d/date=2026-01-01/x.jsonl'"]
-    for as_it_is in ("trainer.max_steps=range(start=1,stop=3)", "--config-dir=a=b", "+a={b: 'c=d'}", "length=8"):
+    for as_it_is in ("trainer.max_steps=range(start=1,stop=3)", "--config-dir=a=b", "+a={b: 'c=d'}", "max_length=8"):
         assert spelled_out(as_it_is) == [as_it_is]
     assert spelled_out("drafter=ORG/NAME+suffix") == ["drafter=union", "drafter.spec=ORG/NAME+suffix"]
     assert [spelled_out(word) for word in ("target=hf", "gpus=8")] == [["target=hf"], ["gpus=8"]]
-    assert named_target(["target.path=FILE.gguf", "length=64"]) == ["target=hf"]
-    for arguments in (["target=smollm2", "target.path=FILE.gguf"], ["recipe=x", "target.path=y"], ["length=64"]):
+    assert named_target(["target.path=FILE.gguf", "max_length=64"]) == ["target=hf"]
+    for arguments in (["target=smollm2", "target.path=FILE.gguf"], ["recipe=x", "target.path=y"], ["max_length=64"]):
         assert named_target(arguments) == []
     assert named_target(["target.path=ORG/NAME"], CONF / "publish") == []
 
@@ -177,8 +180,8 @@ def test_a_target_may_be_named_without_its_group():
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "domino", "lilicorr", "p_eagle", "xpress"])
 def test_a_head_that_drafts_in_blocks_is_planned(tiny_path: Path, kind: str):
     """By the blocks that begin in a step, not by all that could."""
-    given = [f"head={kind}", f"target.path={tiny_path}", "target.dtype=float32", "bf16=false", f"rows={ROWS}"]
-    found = plan.plan(composed("plan", *given, f"length={LENGTH}"))
+    given = [f"head={kind}", f"target.path={tiny_path}", "target.dtype=float32", *SIZE]
+    found = plan.plan(composed("plan", *given))
     assert found["gib"]["activations"][0] > 0 and found["head_parameters"] > 0
 
 
@@ -194,7 +197,7 @@ def test_a_token_uses_few_of_many_experts(small: DictConfig, tmp_path: Path, kin
         path = tmp_path / f"{count}.json"
         counts = {"n_routed_experts": count} if kind == "deepseek_v3" else {"num_experts": count}
         path.write_text(json.dumps({"model_type": kind} | sizes | counts))
-        cfg = DictConfig({**small, "target": {**small.target, "path": str(path)}})
+        cfg = OmegaConf.merge(small, {"target": {"path": str(path)}})
         found.append(plan.plan(cfg)["flops_per_token"][0])
     router = 2 * 2 * 4 * 32  # FLOP of four experts' rows in it, in both layers
     assert found[1] - found[0] == pytest.approx(router, rel=0.1)

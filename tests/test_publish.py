@@ -98,8 +98,8 @@ def test_push_as_it_is_typed(script, trained, server, monkeypatch):
 
 
 def test_a_training_pushes_what_it_ends_with(tiny_path: Path, folder: Path, tmp_path: Path):
-    given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "head=medusa", "evaluate.proof=false"]
-    given += ["trainer.max_steps=2", "evaluate.eval_steps=0", "push_to_hub=org/mine", "push_private=false"]
+    given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "head=medusa", "eval.check_float32=false"]
+    given += ["trainer.max_steps=2", "eval.steps=0", "push_to_hub=org/mine", "push_private=false"]
     with HubServer() as hub:
         environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
         ended = end(program(*given, cwd=tmp_path, **environment, HF_HOME=str(tmp_path / "cache")))

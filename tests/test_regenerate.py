@@ -139,7 +139,7 @@ def test_in_process_rows_do_not_depend_on_the_batch(file: Path, tmp_path: Path, 
     for batch in (3, 32):
         output = Output(tmp_path / f"{batch}.jsonl", sampling._asdict())
         in_process(
-            target, form, output.remaining(questions(Source(str(file), max_rows=20), {})), batch, sampling, output
+            target, form, output.remaining(questions(Source(str(file), max_samples=20), {})), batch, sampling, output
         )
         rows = [json.loads(line) for line in (tmp_path / f"{batch}.jsonl").read_text().splitlines()]
         written.append(sorted(rows, key=lambda row: row["number"]))

@@ -17,7 +17,7 @@ from foredraft.train.runtime import checkpoints, run_state
 from tests.support import ROOT, nightly_but
 from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, program, script, start, torchrun, until
 
-RUN = [*SMALL_EAGLE3, ONE, "optimizer=adamw", "trainer.max_steps=24", "trainer.save_steps=3", "evaluate.eval_steps=8"]
+RUN = [*SMALL_EAGLE3, ONE, "trainer.optim=adamw", "trainer.max_steps=24", "trainer.save_steps=3", "eval.steps=8"]
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +162,7 @@ main()
 def test_a_scheduler_that_signals_all_processes_twice_loses_nothing(given: list[str], tmp_path: Path):
     """The workers that read rows among them."""
     (tmp_path / "leader.py").write_text(LEADER)
-    stored = [*given, "output_dir=out", "features=disk", "trainer.dataloader_num_workers=2"]
+    stored = [*given, "output_dir=out", "hidden_states=offline", "trainer.dataloader_num_workers=2"]
     process = start(sys.executable, "leader.py", *stored, "trainer.max_steps=100000", cwd=tmp_path)
     group = int(until(process, "^step 5/").split("\n")[0])
     for _ in range(2):
@@ -181,7 +181,7 @@ def test_a_sweep_that_is_repeated_passes_over_what_is_done(given: list[str], ref
     shutil.copytree(reference, tmp_path / "out/optimizer-adamw")
     config = tmp_path / "out/optimizer-adamw/config.yaml"
     config.write_text(config.read_text().replace("output_dir: out", "output_dir: out/optimizer-adamw"))
-    ended = here("-m", *given, "output_dir=out", "optimizer=adamw,muon", "trainer.max_steps=24")
+    ended = here("-m", *given, "output_dir=out", "trainer.optim=adamw,muon", "trainer.max_steps=24")
     assert ended.code == 0, ended.err
     assert "out/optimizer-adamw holds a finished run of this config; delete it to train again" in ended.out
     assert not (tmp_path / "out/optimizer-adamw.1").exists()

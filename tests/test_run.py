@@ -52,7 +52,7 @@ PROMISED = {  # issue 2, item 7
 @pytest.fixture(scope="session")
 def eagle(tiny_path: Path, folder: Path) -> list[str]:
     """A run of several epochs, so that one may stop in the middle of a later one."""
-    given = [f"target.path={tiny_path}", f"data.path={folder}", f"trainer.max_steps={STEPS}", "evaluate.eval_steps=20"]
+    given = [f"target.path={tiny_path}", f"data.path={folder}", f"trainer.max_steps={STEPS}", "eval.steps=20"]
     return [*SMALL, *given, "head=eagle3", "head.draft_vocab_size=128"]
 
 
@@ -74,7 +74,7 @@ class Sweep(NamedTuple):
 
 @pytest.fixture(scope="session")
 def sweep(wide_path: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Sweep:
-    given = [f"target.path={wide_path}", f"data.path={folder}", "trainer.max_steps=4", "evaluate.eval_steps=2"]
+    given = [f"target.path={wide_path}", f"data.path={folder}", "trainer.max_steps=4", "eval.steps=2"]
     cwd = tmp_path_factory.mktemp("sweep")
     process = program("-m", f"head={','.join(KINDS)}", *SMALL, *given, cwd=cwd)
     return Sweep(cwd / "outputs", [*SMALL, *given], end(process))
@@ -294,7 +294,7 @@ def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPa
 def test_no_more_text_is_written_than_the_run_reads(here, tiny_path: Path, folder: Path, tmp_path: Path):
     """A million tokens are asked for; three steps of four rows of 64 tokens read 768."""
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
-    fast = ["trainer.max_steps=3", "evaluate.eval_steps=0", "evaluate.proof=false", "evaluate.timed_prompts=1"]
+    fast = ["trainer.max_steps=3", "eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]
     ended = here(*given, *fast, "self_generated_tokens=1000000")
     assert ended.code == 0, ended.err
     rows = self_generated.load(tmp_path / "out/self_generated.safetensors")
@@ -349,18 +349,18 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         r"chats\.jsonl holds rows, not raw text: give data=conversations data\.path=",
     ),
     "nothing held out": (
-        lambda tiny, tmp: [f"data.path={file(tmp / 'one.txt', TEXT)}", "data.test_share=0"],
+        lambda tiny, tmp: [f"data.path={file(tmp / 'one.txt', TEXT)}", "data.val_split=0"],
         r"the held-out text is too short for prompts of 16 tokens: hold out more",
     ),
     "prompts longer than the held-out text": (
-        lambda tiny, tmp: [f"data.path={file(tmp / 'one.txt', TEXT[:300])}", "evaluate.prompt_tokens=200"],
+        lambda tiny, tmp: [f"data.path={file(tmp / 'one.txt', TEXT[:300])}", "eval.prompt_tokens=200"],
         r"the held-out text is too short for prompts of 200 tokens: .*evaluate\.prompt_tokens",
     ),
     "prompts longer than the context": (
-        lambda tiny, tmp: ["evaluate.prompt_tokens=256"],
+        lambda tiny, tmp: ["eval.prompt_tokens=256"],
         r"^evaluate\.prompt_tokens=256: the target reads 256 tokens",
     ),
-    "nothing to measure": (lambda tiny, tmp: ["evaluate.prompts=0"], r"^evaluate\.prompts=0 must be at least 1"),
+    "nothing to measure": (lambda tiny, tmp: ["eval.final_num_prompts=0"], r"^evaluate\.prompts=0 must be at least 1"),
     "output_dir is a file": (
         lambda tiny, tmp: [f"output_dir={file(tmp / 'taken')}"],
         r"^output_dir=.*taken is a file: give a directory",
@@ -449,7 +449,7 @@ def test_a_disk_that_fills_up_while_training(small_disk: Path, eagle: list[str],
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, 2**40))
     file(small_disk / "theirs", bytes(380 * 1024))
     before = signal.getsignal(signal.SIGINT)
-    ended = here(*eagle, f"output_dir={small_disk}/out", "trainer.max_steps=2", "evaluate.eval_steps=0")
+    ended = here(*eagle, f"output_dir={small_disk}/out", "trainer.max_steps=2", "eval.steps=0")
     assert ended.code == 2 and len(printed(ended.out)) == 2
     assert ended.err.rstrip().endswith(f"error: no space left in {small_disk}/out") and "Traceback" not in ended.err
     assert checkpoints.newest(small_disk / "out" / "checkpoints") is None

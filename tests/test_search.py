@@ -32,7 +32,7 @@ from tests.support.processes import Ended, complaint, end, program, until
 SMALL = typed("""
     head=auto heads=[eagle3,broken,medusa,hass] "+candidates.broken=['head=eagle3','head.target_layer_ids=[70]']"
     budget=32steps judge={prompts:2,new_tokens:8,repeats:1} output_dir=out
-    data=text target=hf preset=test_model optimizer=adamw target.device=cpu length=64 self_generated_tokens=600
+    data=text target=hf preset=test_model trainer.optim=adamw target.device=cpu max_length=64 self_generated_tokens=600
     trainer.per_device_train_batch_size=4 trainer.warmup_steps=2 trainer.logging_steps=1 trainer.learning_rate=0.001
     evaluate={prompts:2,timed_prompts:1,prompt_tokens:16,new_tokens:8,eval_prompts:1,eval_steps:0,proof:false}
 """)
@@ -225,7 +225,10 @@ def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
             ["heads=[x]", "+candidates.x=['head=eagle3','head.deepth=2']"],
             "candidates.x: head.deepth is not known; did you",
         ),
-        (["heads=[x]", "+candidates.x=['head=eagle3','length=32']"], "candidates.x sets length, which all candidates"),
+        (
+            ["heads=[x]", "+candidates.x=['head=eagle3','max_length=32']"],
+            "candidates.x sets length, which all candidates",
+        ),
         (["heads=[x]", "+candidates.x=['head=auto']"], "candidates.x is given head=auto, which is no head"),
         (["budget=1s"], r"budget=1s is too small for a round of 2 candidates .* give at least \d+[sm], or name fewer"),
     ],

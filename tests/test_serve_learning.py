@@ -361,7 +361,7 @@ def test_what_cannot_learn_is_said_in_a_sentence(tiny_path: Path, folder: Path, 
 
 @pytest.mark.nightly
 def test_a_round_by_the_real_trainer_and_judge(tiny_path: Path, folder: Path):
-    few = ["trainer.max_steps=2", "length=32", "trainer.per_device_train_batch_size=2", "evaluate.prompts=2"]
+    few = ["trainer.max_steps=2", "max_length=32", "trainer.per_device_train_batch_size=2", "eval.final_num_prompts=2"]
     with served(folder, *facts(tiny_path, "learn.rows=24", f"learn.train={json.dumps(few)}")) as server:
         for seed in range(30):
             text(server, seed, prompt=f"{PROMPT}{seed}")

@@ -21,7 +21,7 @@ from foredraft.train.trainer import HeadTrainer
 from tests.support import ROOT
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, inherited, program, python_for
 
-SHORT = [*SMALL_EAGLE3, ONE, "trainer.max_steps=2", "evaluate.eval_steps=0"]
+SHORT = [*SMALL_EAGLE3, ONE, "trainer.max_steps=2", "eval.steps=0"]
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,13 @@ def test_a_run_begins_with_the_weights_and_the_vocabulary_of_another_head(
     here, tiny_path: Path, folder: Path, published: Path, tmp_path: Path
 ):
     given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", f"init_from={published}"]
-    ended = here(*given, "trainer.learning_rate=0.0", "optimizer=adamw", "head.ttt_steps=2")
+    ended = here(*given, "trainer.learning_rate=0.0", "trainer.optim=adamw", "head.ttt_steps=2")
     assert ended.code == 0, ended.err
     before, after = (load_file(path / "model.safetensors") for path in (published, tmp_path / "out/head"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     for more, said in (
         ([], f"init_from={published} is a head of the kind eagle3, and head=medusa: take head=eagle3"),
-        (["init_from=null", "lora=4"], "lora=4 adapts a head that was trained before: give it as init_from"),
+        (["init_from=null", "lora_r=4"], "lora_r=4 adapts a head that was trained before: give it as init_from"),
     ):
         assert complaint(here(*given, "output_dir=other", "head=medusa", *more)) == said
 
@@ -54,7 +54,9 @@ def test_a_run_goes_on_with_other_loggers_and_measurements_and_for_longer(capsys
     now |= {"trainer": {"max_steps": 20, "report_to": ["wandb"], "learning_rate": 0.1}}
     run_state.check_same_run(Path("out"), before, now)
     said = capsys.readouterr().out
-    assert said.startswith("resuming with other settings: evaluate.prompts is 4 there, 8 here; trainer.max_steps is 10")
+    assert said.startswith(
+        "resuming with other settings: eval.final_num_prompts is 4 there, 8 here; trainer.max_steps is 10"
+    )
     assert run_state.differences(before, now)  # for a sweep, which trains again, it is another run
     now["trainer"]["learning_rate"] = 0.2
     with pytest.raises(ValueError, match=r"another config \(trainer.learning_rate is 0.1 there, 0.2 here\)"):
@@ -62,7 +64,13 @@ def test_a_run_goes_on_with_other_loggers_and_measurements_and_for_longer(capsys
 
 
 def test_a_damaged_shard_that_a_loaders_worker_meets_is_named(here, tiny_path: Path, folder: Path, tmp_path: Path):
-    given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}", "features=disk", "features.path=stored"]
+    given = [
+        *SHORT,
+        f"target.path={tiny_path}",
+        f"data.path={folder}",
+        "hidden_states=offline",
+        "hidden_states.path=stored",
+    ]
     ended = here(*given, "output_dir=out")
     assert ended.code == 0, ended.err
     with (tmp_path / "stored/shard-00000.safetensors").open("r+b") as shard:
@@ -88,21 +96,30 @@ def test_out_of_memory_says_which_setting_to_change(error, here, tiny_path: Path
     monkeypatch.setattr(HeadTrainer, "train", train)
     given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}"]
     said = complaint(here(*given, "output_dir=out"))
-    assert said.startswith("out of memory with trainer.per_device_train_batch_size=4 and length=64: halve the first")
-    command = f"foredraft plan target={tiny_path} head=eagle3 strategy=single gpus=1 rows=4 length=64"
+    assert said.startswith(
+        "out of memory with trainer.per_device_train_batch_size=4 and max_length=64: halve the first"
+    )
+    command = f"foredraft plan target={tiny_path} head=eagle3 strategy=single gpus=1 "
+    command += "trainer.per_device_train_batch_size=4 max_length=64"
     assert said.endswith(f"; `{command}` says what fits")
     said = complaint(here(*given, "output_dir=one", "trainer.per_device_train_batch_size=1"))
-    assert "features=disk" in said and "halve" not in said
+    assert "hidden_states=offline" in said and "halve" not in said
 
 
-@pytest.mark.parametrize("loss", ["reverse_kl", "weighted_sum +loss.weights.reverse_kl=0.1", "regression"])
+@pytest.mark.parametrize("loss", ["rkl", "xpress loss_args={weights:{rkl:0.1}}", "hass"])
 def test_a_loss_of_what_is_not_stored_is_refused_before_anything_is_written(here, tmp_path: Path, loss: str):
     named, *weights = loss.split()
-    chosen = f"loss={'dspark' if weights else named}"
-    given = ["head=eagle3", "features=disk", "features.path=stored", "features.top_k=8", chosen, *weights]
+    given = [
+        "head=eagle3",
+        "hidden_states=offline",
+        "hidden_states.path=stored",
+        "hidden_states.top_k=8",
+        f"loss={named}",
+        *weights,
+    ]
     said = complaint(here(*given, "output_dir=out"))
     assert re.search(
-        rf"^features.top_k=8 stores .* loss={'reverse_kl' if weights else named} .*: set features.top_k", said
+        rf"^hidden_states.top_k=8 stores .* loss={'rkl' if weights else named} .*: set hidden_states.top_k", said
     )
     assert not (tmp_path / "stored").exists()
 
@@ -122,7 +139,7 @@ def test_the_c_library_keeps_what_is_freed_on_a_cpu_only(monkeypatch):
 def test_a_terminal_gets_a_bar_and_a_file_gets_lines(tiny_path: Path, folder: Path, tmp_path: Path):
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
-    given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "evaluate.eval_steps=2"]
+    given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "eval.steps=2"]
     command = [python_for({}), str(ROOT / "train/run.py"), *given]
     process = subprocess.Popen(command, cwd=tmp_path, env=inherited(), stdout=writer, stderr=subprocess.DEVNULL)
     os.close(writer)

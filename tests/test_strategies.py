@@ -25,24 +25,24 @@ HALVES = {"ddp": "MULTI_CPU", "fsdp": "FSDP"}
 if importlib.util.find_spec("deepspeed") is not None:
     HALVES |= {"zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 HALVES_BY_DAY = nightly_but(HALVES, "ddp", "fsdp")
-WHOLE = "strategy.arguments.deepspeed.zero_optimization.stage3_param_persistence_threshold=0"
+WHOLE = "strategy_args={deepspeed:{zero_optimization:{stage3_param_persistence_threshold:0}}}"
 # A target in pieces beside it, and one that writes first, which all processes do together; features by both.
 BY_DAY = [
-    "ddp,optimizer=adamw,target.sharding=fsdp",
-    "ddp,optimizer=adamw,target.sharding=fsdp,trainer.max_steps=4,self_generated_tokens=512",
-    "ddp,optimizer=adamw",
-    "fsdp,optimizer=adamw",
+    "ddp,trainer.optim=adamw,target.sharding=fsdp",
+    "ddp,trainer.optim=adamw,target.sharding=fsdp,trainer.max_steps=4,self_generated_tokens=512",
+    "ddp,trainer.optim=adamw",
+    "fsdp,trainer.optim=adamw",
 ]
 BY_NIGHT = [
-    "ddp,optimizer=adamw,trainer.bf16=true",
-    "fsdp,optimizer=adamw,trainer.bf16=true",
-    "fsdp,optimizer=muon",
-    "fsdp,optimizer=adamw,target.sharding=tensor",
-    "ddp,optimizer=adamw,features.dtype=float32,features.shard_rows=4,features=disk",
-    "fsdp,optimizer=adamw,trainer.compile_head=aot_eager",
+    "ddp,trainer.optim=adamw,trainer.bf16=true",
+    "fsdp,trainer.optim=adamw,trainer.bf16=true",
+    "fsdp,trainer.optim=muon",
+    "fsdp,trainer.optim=adamw,target.sharding=tensor",
+    "ddp,trainer.optim=adamw,hidden_states.dtype=float32,hidden_states.shard_rows=4,hidden_states=offline",
+    "fsdp,trainer.optim=adamw,trainer.compile_head=aot_eager",
     # DeepSpeed last: it leaves marks in the process that a later run stumbles over.
-    *(f"{name}{f',{WHOLE}' * (name == 'zero3')},optimizer=adamw" for name in HALVES if name.startswith("zero")),
-    *(f"{name},optimizer=adamw,trainer.bf16=true" for name in HALVES if name.startswith("zero")),
+    *(f"{name}{f',{WHOLE}' * (name == 'zero3')},trainer.optim=adamw" for name in HALVES if name.startswith("zero")),
+    *(f"{name},trainer.optim=adamw,trainer.bf16=true" for name in HALVES if name.startswith("zero")),
 ]
 
 
@@ -55,9 +55,9 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
 def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process: by AdamW, by Muon, and by AdamW with a step cut in two."""
     cwd = tmp_path_factory.mktemp("alone")
-    ended = end(program("-m", *given, ONE, "optimizer=adamw,muon", cwd=cwd))
+    ended = end(program("-m", *given, ONE, "trainer.optim=adamw,muon", cwd=cwd))
     assert ended.code == 0, ended.err
-    halves = [TWO, "trainer.gradient_accumulation_steps=2", "optimizer=adamw", "output_dir=halves"]
+    halves = [TWO, "trainer.gradient_accumulation_steps=2", "trainer.optim=adamw", "output_dir=halves"]
     ended = end(program(*given, *halves, cwd=cwd))
     assert ended.code == 0, ended.err
     return cwd
@@ -86,7 +86,7 @@ def test_two_processes_learn_what_one_does(alone: Path, together: Path, name: st
 
 @pytest.fixture(scope="module")
 def alone_in_bfloat16(given: list[str], alone: Path) -> Path:
-    ended = end(program(*given, ONE, "optimizer=adamw", "trainer.bf16=true", "output_dir=bf16", cwd=alone))
+    ended = end(program(*given, ONE, "trainer.optim=adamw", "trainer.bf16=true", "output_dir=bf16", cwd=alone))
     assert ended.code == 0, ended.err
     return alone / "bf16"
 
@@ -131,7 +131,7 @@ def test_a_head_learns_the_same_from_a_target_in_pieces(alone: Path, together: P
 def test_features_are_stored_by_all_processes(alone: Path, together: Path):
     whole = alone / "outputs/eagle3/optimizer-adamw"
     torch.testing.assert_close(*map(torch.tensor, (losses(together / "ddp-disk"), losses(whole))), rtol=1e-3, atol=0)
-    stored = sorted((together / "ddp-disk.features").glob("shard-*.safetensors"))
+    stored = sorted((together / "ddp-disk.hidden_states").glob("shard-*.safetensors"))
     assert len(stored) > 2  # so that each wrote some
 
 
@@ -188,30 +188,30 @@ def test_the_order_of_rows_knows_no_batches():
 
 
 @pytest.mark.parametrize(
-    "environment, name, optimizer, message",
+    "environment, name, optim, message",
     [
-        ({}, "ddp", "foredraft.train.optimizer.muon", "strategy=ddp works in processes that torchrun starts: torchrun"),
+        ({}, "ddp", "muon", "strategy=ddp works in processes that torchrun starts: torchrun"),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
             "single",
-            "foredraft.train.optimizer.muon",
-            "torchrun started 2: take strategy=ddp",
+            "muon",
+            "torchrun started 2: set strategy=ddp",
         ),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
             "zero2",
-            "foredraft.train.optimizer.muon",
-            "take optimizer=adamw, or strategy=fsdp",
+            "muon",
+            "set trainer.optim=adamw, or strategy=fsdp",
         ),
     ],
 )
-def test_an_engine_that_cannot_work_says_why(environment, name, optimizer, message, monkeypatch):
+def test_an_engine_that_cannot_work_says_why(environment, name, optim, message, monkeypatch):
     for variable in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=re.escape(message)):
-        strategy.check(name, optimizer)
+        strategy.choose(name, optim)
 
 
 def test_a_strategy_that_accelerate_was_told_otherwise_says_so():
@@ -223,10 +223,10 @@ def test_a_strategy_that_accelerate_was_told_otherwise_says_so():
 def test_more_processes_than_rows(given: list[str], tmp_path: Path):
     """And, since it is bad input: every process ends by itself, with code 2."""
     (tmp_path / "few.py").write_text("value = 1\n" * 40)
-    little = [TWO, "strategy=ddp", "data.path=few.py", "length=256"]
+    little = [TWO, "strategy=ddp", "data.path=few.py", "max_length=256"]
     ended = end(torchrun(str(ROOT / "train/run.py"), *given, *little, cwd=tmp_path))
     assert ended.code != 0
-    assert "error: the data gives 1 rows of length=256 for 2 processes: take fewer" in ended.err
+    assert "error: the data gives 1 rows of max_length=256 for 2 processes: take fewer" in ended.err
     assert "exitcode  : 2" in ended.err
 
 

@@ -19,7 +19,7 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target import Target
 from foredraft.train import checks, parity_gate
 from foredraft.train.data.packing import Document
-from foredraft.train.optimizer import Float32Muon, MuonAdamW, adamw, muon
+from foredraft.train.optimizer import Float32Muon, MuonAdamW, muon
 from foredraft.train.runtime import callbacks, checkpoints, distributed
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments
 from tests.support.batches import PROMPT
@@ -37,10 +37,10 @@ def test_one_process_uses_one_of_several_devices(target: Target, tmp_path: Path)
     assert trainer.state.global_step == 1
 
 
-@pytest.mark.parametrize("build", [adamw, muon])
-def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Path, build):
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Path, optim: str):
     given = {"weight_decay": 0.1, "adam_epsilon": 1e-3, "adam_beta1": 0.8, "adam_beta2": 0.7, "learning_rate": 0.5}
-    trainer = make_trainer(target, tmp_path, build, **given)
+    trainer = make_trainer(target, tmp_path, optim, **given)
     trainer.create_optimizer()
     groups = {id(p): group for group in trainer.optimizer.param_groups for p in group["params"]}
     head = trainer.distillation.head
@@ -56,10 +56,13 @@ def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Pa
 @pytest.mark.parametrize(
     ("typed", "remedy"),
     [
-        ("+trainer.optim=sgd", "trainer.optim=sgd has no effect on a head: choose optimizer=adamw or optimizer=muon"),
+        (
+            "+trainer.optim=sgd",
+            "trainer.optim=sgd has no effect on a head: choose trainer.optim=adamw or trainer.optim=muon",
+        ),
         (
             "+trainer.eval_strategy=steps",
-            "trainer.eval_strategy=steps has no effect on a head: set evaluate.eval_steps",
+            "trainer.eval_strategy=steps has no effect on a head: set eval.steps",
         ),
         ("+trainer.fp16=true", "trainer.fp16=True has no effect on a head: products are in bfloat16 or float32"),
         (
@@ -129,8 +132,8 @@ def test_a_run_in_half_precision_loads_one_target(here, tiny_path, folder, tmp_p
 
     monkeypatch.setattr(Target, "from_pretrained", classmethod(count))
     given = [f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "target.dtype=bfloat16"]
-    fast = ["trainer.max_steps=1", "evaluate.eval_steps=0", "evaluate.proof=false", "evaluate.timed_prompts=1"]
-    ended = here("head=medusa", *SMALL, *given, *fast, "evaluate.prompts=1", "trainer.bf16=false")
+    fast = ["trainer.max_steps=1", "eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]
+    ended = here("head=medusa", *SMALL, *given, *fast, "eval.final_num_prompts=1", "trainer.bf16=false")
     assert ended.code == 0, ended.err
     assert len(loaded) == 1 and "parity gate: training forward, drafter and saved files agree" in ended.out
     assert json.loads((tmp_path / "out/metrics.json").read_text())["identical_greedy"] is None

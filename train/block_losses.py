@@ -24,10 +24,12 @@ class LatticeDistillation(BlockDistillation):
         regret_weight: float = 0.25,
         **kwargs: Any,
     ):
-        """The weights of three losses, and the width of a hinge; conf/criterion/lilicorr.yaml."""
+        """The weights of three losses, and the width of a hinge; conf/head/lilicorr.yaml."""
         super().__init__(*args, **kwargs)
         if not isinstance(self.head, LiLiCorrHead):
-            raise ValueError(f"criterion=lilicorr is for head=lilicorr, and this is {self.head.kind}: criterion=block")
+            raise ValueError(
+                f"this objective is for head=lilicorr, and this is {self.head.kind}: use the objective of its yaml"
+            )
         self.candidates_weight, self.margin_weight, self.margin = candidates_weight, margin_weight, margin
         self.regret_weight = regret_weight
 
@@ -57,11 +59,11 @@ class SelfFedDistillation(BlockDistillation):
         super().__init__(*args, **kwargs)
         if not self.head.correction or self.head.candidates or isinstance(self.head, LiLiCorrHead):
             raise ValueError(
-                f"criterion=xpress is for heads that add to logits what earlier tokens say (xpress, dspark, domino), and "
-                f"{self.head.kind} does not: criterion=block"
+                f"this objective is for heads that add to logits what earlier tokens say (xpress, dspark, domino), and "
+                f"{self.head.kind} does not: use the objective of its yaml"
             )
         if rounds < 1:
-            raise ValueError(f"criterion.rounds={rounds} must be at least 1; criterion.rounds_weight=0 leaves them out")
+            raise ValueError(f"objective.rounds={rounds} must be at least 1; objective.rounds_weight=0 leaves them out")
         self.rounds, self.rounds_weight, self.before_weight = rounds, rounds_weight, before_weight
 
     def draft_loss(self, drafts: Drafts, compare: Callable[[Tensor], Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Learning in blocks: a step begins drafts at some positions only, and learns all depths of each (DFlash, arXiv:2602.06036).
+"""Learn in blocks: a step starts drafts at only some positions, and learns all depths of each (DFlash, arXiv:2602.06036).
 
 A depth counts by `depth_decay`^(d - 1), or by what it adds to the accepted length (D-PACE). A block's hidden states,
 teacher and weights lie in its own order, (blocks, depth, ...), never on the grid of all label positions.
@@ -21,7 +21,7 @@ from foredraft.train.module import DistillationModel, Loss, Outcome
 
 
 class Drafts(NamedTuple):
-    """Some blocks, and what they should have drafted."""
+    """Hold some blocks, and what they should have drafted."""
 
     hidden: Tensor  # (blocks, depth, width)
     correction: Tensor  # (blocks, depth, correction)
@@ -48,24 +48,24 @@ class BlockDistillation(DistillationModel):
         base_weight: float = 0.0,
         selector_weight: float = 1.0,
     ):
-        """anchors: share of a row's positions at which drafts begin in a step. d_pace: weigh depths by D-PACE, not by
-        `depth_decay`. confidence_weight: of the loss of a head's own rating. base_weight: share, at the beginning, of the
-        loss of the logits before correction; it falls to 0 in the end. selector_weight: of the loss of a head's choice among
-        candidates, beside that of the logits before it."""
+        """Set the weights of the losses. anchors: share of a row's positions at which drafts start in a step. d_pace: weigh
+        depths by D-PACE, not by `depth_decay`. confidence_weight: of the loss of a head's own rating. base_weight: share, at
+        the start, of the loss of the logits before correction; it falls to 0. selector_weight: of the loss of a head's
+        choice among candidates, in addition to that of the logits before it."""
         super().__init__(head, target, loss, depth_decay)
         if not isinstance(head, BlockHead):
             raise ValueError(
-                f"criterion=block is for heads that draft in blocks, and {head.kind} does not: criterion=frozen"
+                f"this objective is for heads that draft in blocks, and {head.kind} does not: use the objective of its yaml"
             )
         if not 0 < anchors <= 1 or not 0 <= base_weight <= 1:
-            raise ValueError(f"criterion.anchors={anchors} and criterion.base_weight={base_weight} are shares, up to 1")
+            raise ValueError(f"objective.anchors={anchors} and objective.base_weight={base_weight} are shares, up to 1")
         self.anchors, self.d_pace = anchors, d_pace
         self.confidence_weight, self.base_weight = confidence_weight, base_weight
         self.selector_weight = selector_weight
 
     def choose_anchors(self, text: PackedBatch, step: int) -> Tensor:
-        """Some of the positions at which a draft of any depth counts, others in every step. They depend on the row and on
-        the step alone, so that a step is the same however it is spread over batches and processes."""
+        """Choose some of the positions at which a draft of any depth counts, others in every step. They depend only on the
+        row and the step, so that a step is the same however it is spread over batches and processes."""
         length = text.tokens.shape[1]
         useful = torch.zeros_like(text.loss_mask)
         for depth in range(1, self.head.depth + 1):  # the draft at label position p began at p + 1 - d
@@ -112,7 +112,7 @@ class BlockDistillation(DistillationModel):
         return Outcome(learned.attach((weights * losses / items).sum()), hits, counts)
 
     def draft_tokens(self, tokens: Tensor) -> Tensor:
-        """Ids in the draft vocabulary, -1 for tokens that are not in it."""
+        """Return ids in the draft vocabulary, -1 for tokens that are not in it."""
         ids, beyond = self.head.draft_ids, tokens >= self.target.vocab_size
         if ids is None:
             return tokens.masked_fill(beyond, -1)
@@ -121,7 +121,7 @@ class BlockDistillation(DistillationModel):
         return draft_of[tokens.masked_fill(beyond, 0)].masked_fill(beyond, -1)
 
     def block_loss(self, last: Tensor, tokens: Tensor, bonus: Tensor, counted: Tensor, states: Tensor) -> Tensor:
-        """Per depth: sum of losses and number of hits, (2, depth), of states (blocks, depth, ...)."""
+        """Return per depth the sum of losses and number of hits, (2, depth), of states (blocks, depth, ...)."""
         head, (teacher, best, draftable) = self.head, self.teacher(last)
         hidden, correction = states.split([head.width, head.correction], dim=-1)
         base = head.base_logits(hidden)
@@ -140,14 +140,14 @@ class BlockDistillation(DistillationModel):
         return torch.stack([torch.where(counted & draftable, loss, 0.0).sum(0), hits.sum(0).to(loss.dtype)])
 
     def corrected(self, base: Tensor, hidden: Tensor, correction: Tensor) -> Tensor:
-        """Logits (blocks, depth, draft vocab) from those before their correction."""
+        """Return logits (blocks, depth, draft vocab) from those before their correction."""
         if not self.head.correction:
             return base
         parts = zip(base.unbind(1), hidden.unbind(1), correction.unbind(1), strict=True)
         return torch.stack([self.head.correct(*part, depth) for depth, part in enumerate(parts, start=1)], dim=1)
 
     def draft_loss(self, drafts: Drafts, compare: Callable[[Tensor], Tensor]) -> Tensor:
-        """(blocks, depth): how far each draft is from what it should be. compare: of logits with the teacher's."""
+        """Return (blocks, depth): how far each draft is from what it should be. compare: of logits with the teacher's."""
         share = self.base_weight * (1 - self.progress)
         if self.head.candidates:
             loss = compare(drafts.base) + self.selector_weight * self.selector_loss(drafts)
@@ -156,13 +156,13 @@ class BlockDistillation(DistillationModel):
         return (1 - share) * loss + share * compare(drafts.base) if share > 0 else loss
 
     def selector_loss(self, drafts: Drafts) -> Tensor:
-        """Per draft the loss among its candidates; 0 where the target's own token is none of them (DFlash-2)."""
+        """Return per draft the loss among its candidates; 0 if the target's own token is not among them (DFlash-2)."""
         scores, ids = self.head.select(drafts.base, drafts.correction)
         among = (ids == drafts.teacher.argmax(-1, keepdim=True)).any(-1)
         return torch.where(among, self.candidates_loss(scores, ids, drafts), 0.0)
 
     def candidates_loss(self, scores: Tensor, ids: Tensor, drafts: Drafts) -> Tensor:
-        """(blocks, depth): the loss of scores (blocks, depth, k) of these draft ids, over them alone."""
+        """Return (blocks, depth): the loss of scores (blocks, depth, k) over only these draft ids."""
         named = ids == drafts.tokens[..., None]
         places = torch.where(named.any(-1), named.int().argmax(-1), -1)
         of_target = drafts.teacher.gather(-1, ids).flatten(0, 1)
@@ -171,7 +171,7 @@ class BlockDistillation(DistillationModel):
 
 
 def rating_loss(rating: Tensor, draft: Tensor, teacher: Tensor) -> Tensor:
-    """Cross-entropy of a draft's rating, a logit (blocks, depth), with the chance that it is accepted (DSpark,
+    """Return the cross-entropy of a draft's rating, a logit (blocks, depth), with the chance that it is accepted (DSpark,
     arXiv:2607.05147)."""
     with torch.no_grad():
         accepted = torch.minimum(exact(draft).softmax(-1), exact(teacher).softmax(-1)).sum(-1)
@@ -180,7 +180,8 @@ def rating_loss(rating: Tensor, draft: Tensor, teacher: Tensor) -> Tensor:
 
 @torch.no_grad()
 def d_pace_weights(draft: Tensor, tokens: Tensor, counted: Tensor) -> Tensor:
-    """(blocks, depth): what a draft adds to the expected accepted length, chances smoothed by a half (arXiv:2605.18810)."""
+    """Return (blocks, depth): what a draft adds to the expected accepted length, chances smoothed by a half
+    (arXiv:2605.18810)."""
     chances = exact(draft).softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0] * (tokens >= 0)
     reached = torch.where(counted, 0.5 * chances + 0.5, 1.0).cumprod(1) * counted
     return reached.flip(1).cumsum(1).flip(1)

@@ -16,18 +16,19 @@ from foredraft.heads.target import Target
 from foredraft.train import parity_gate
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts
 from foredraft.train.data.documents import Document
+from foredraft.train.losses import parts_of
 
-ONLINE = "foredraft.train.features.online.online"
+ONLINE = "foredraft.train.hidden_states.online.online"
 GATE_TOKENS = 48  # of the text that the parity gate drafts from
 
 
 def check_settings(target: Target, data: Corpus, settings: Any, length: int) -> None:
-    """Raise ValueError for what a run would stumble over later. settings: conf/evaluate; length: of the training rows."""
+    """Raise ValueError for what would stop a run later. settings: `eval` of conf/train.yaml; length: of the sequences."""
     if target.context is not None and length > target.context:
-        raise ValueError(f"length={length}: the target {target.name} reads {target.context} tokens at most")
-    for name in ("prompts", "timed_prompts", "prompt_tokens", "new_tokens"):
+        raise ValueError(f"max_length={length}: the target {target.name} reads {target.context} tokens at most")
+    for name in ("final_num_prompts", "timed_prompts", "prompt_tokens", "max_new_tokens"):
         if settings[name] < 1:
-            raise ValueError(f"evaluate.{name}={settings[name]} must be at least 1")
+            raise ValueError(f"eval.{name}={settings[name]} must be at least 1")
     tokens = settings.prompt_tokens
     if data.train.reader is not None and target.is_collective:
         raise ValueError(
@@ -35,18 +36,18 @@ def check_settings(target: Target, data: Corpus, settings: Any, length: int) -> 
             "time: training on images needs target.sharding=null, or layers"
         )
     if target.context is not None and tokens >= target.context:
-        raise ValueError(
-            f"evaluate.prompt_tokens={tokens}: the target reads {target.context} tokens, its answer included"
-        )
-    tested = prompts(target.text_tokenizer, data.test, settings.prompts, tokens) if has_prompts(data.test) else []
+        raise ValueError(f"eval.prompt_tokens={tokens}: the target reads {target.context} tokens, its answer included")
+    tested = (
+        prompts(target.text_tokenizer, data.test, settings.final_num_prompts, tokens) if has_prompts(data.test) else []
+    )
     longest = max(map(len, tested), default=0)
     if target.context is not None and longest >= target.context:
         raise ValueError(
             f"a held-out conversation has a prompt of {longest} tokens, the target reads {target.context}, its answer "
-            f"included: lower evaluate.prompt_tokens={tokens}, which admits prompts of 8 times as many"
+            f"included: lower eval.prompt_tokens={tokens}, which admits prompts of 8 times as many"
         )
-    if settings.eval_steps and has_prompts(data.validation):
-        prompts(target.text_tokenizer, data.validation, settings.eval_prompts, tokens)
+    if settings.steps and has_prompts(data.validation):
+        prompts(target.text_tokenizer, data.validation, settings.num_prompts, tokens)
 
 
 def check_saving(head: DraftHead, target: Target, documents: Sequence[Document]) -> None:
@@ -78,31 +79,34 @@ def save_checked(
 
 # Losses that cannot do with the target's k largest logits, and why.
 NOT_OF_TOP_K = {
-    "reverse_kl": "is infinite where a token has no probability",
+    "rkl": "is infinite where a token has no probability",
     "regression": "compares last hidden states",
+    "hass": "compares last hidden states",
 }
 
 
-def check_features(cfg: DictConfig) -> None:
-    """Raise ValueError for stored features of a target whose layers are trained, and for a loss of what is not stored."""
-    losses = {cfg.loss._target_.rpartition(".")[2], *(cfg.loss.get("weights") or {})}
-    for loss in sorted(losses & NOT_OF_TOP_K.keys()) if cfg.features.get("top_k") else ():
+def check_hidden_states(cfg: DictConfig) -> None:
+    """Raise ValueError for stored hidden states of a target whose layers are trained, for an unknown loss, and for a loss of
+    what is not stored."""
+    losses = parts_of(cfg.loss, cfg.loss_args)
+    for loss in sorted(losses & NOT_OF_TOP_K.keys()) if cfg.hidden_states.get("top_k") else ():
         raise ValueError(
-            f"features.top_k={cfg.features.top_k} stores the largest logits only, and loss={loss} {NOT_OF_TOP_K[loss]}: set "
-            "features.top_k=null, or another loss"
+            f"hidden_states.top_k={cfg.hidden_states.top_k} stores the largest logits only, and loss={loss} "
+            f"{NOT_OF_TOP_K[loss]}: set hidden_states.top_k=null, or another loss"
         )
-    if cfg.criterion._target_.rpartition(".")[2] == "JointDistillation" and (cfg.features._target_ != ONLINE):
+    if cfg.objective._target_.rpartition(".")[2] == "JointDistillation" and cfg.hidden_states._target_ != ONLINE:
         raise ValueError(
-            "features=disk and server store what a target gave, and this head trains in its layers: take features=online"
+            "hidden_states=offline and server store what a target gave, and this head trains in its layers: set "
+            "hidden_states=online"
         )
 
 
 def check_fresh_text(cfg: DictConfig, target: Target) -> None:
-    """Raises ValueError where `fresh_text=true` cannot be."""
+    """Raise ValueError if `fresh_text=true` is not possible."""
     if not cfg.self_generated_tokens:
         raise ValueError("fresh_text=true writes text anew, and self_generated_tokens=0 lets the target write none")
-    if cfg.features._target_ != ONLINE:
-        raise ValueError("fresh_text=true trains on text that is not there at the start: take features=online")
+    if cfg.hidden_states._target_ != ONLINE:
+        raise ValueError("fresh_text=true trains on text that is not there at the start: set hidden_states=online")
     if workers := cfg.trainer.get("dataloader_num_workers"):
         raise ValueError(
             f"trainer.dataloader_num_workers={workers}: with fresh_text=true the process that reads rows runs the target, "
@@ -116,8 +120,8 @@ def check_fresh_text(cfg: DictConfig, target: Target) -> None:
 
 
 def check_lora(cfg: DictConfig) -> None:
-    """Raises ValueError where `lora` cannot be."""
-    if cfg.lora is not None and cfg.init_from is None:
-        raise ValueError(f"lora={cfg.lora} adapts a head that was trained before: give it as init_from")
-    if cfg.lora is not None and cfg.strategy.name not in ("single", "ddp"):
-        raise ValueError(f"lora={cfg.lora} works with strategy=single or ddp, and this is {cfg.strategy.name}")
+    """Raise ValueError if `lora_r` is not possible."""
+    if cfg.lora_r is not None and cfg.init_from is None:
+        raise ValueError(f"lora_r={cfg.lora_r} adapts a head that was trained before: give it as init_from")
+    if cfg.lora_r is not None and cfg.strategy not in ("single", "ddp"):
+        raise ValueError(f"lora_r={cfg.lora_r} works with strategy=single or ddp, and this is {cfg.strategy}")

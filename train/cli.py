@@ -33,17 +33,19 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
+from foredraft.__main__ import NEEDS_TARGET
 from foredraft.train.config_check import Plan, first_line, make_plan, search_path
 from foredraft.train.config_help import describe
+from foredraft.train.data.known_sets import DATA_SETS
 
 WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
-TEXTS = ("prompt", "system")  # keys whose values are no paths
+TEXTS = ("prompt", "system")  # keys whose values are not paths
 ROOT = Path(__file__).resolve().parents[1]  # of a checkout, or the folder of the installed package
 CONF, SCRIPTS = ROOT / "conf", ROOT / "scripts"
 
 
 def shipped(name: str) -> str:
-    """Where scripts/<name> is: relative in the root of a checkout, as metrics and cards say it, else absolute."""
+    """Return where scripts/<name> is: relative in the root of a checkout, as metrics and cards write it, else absolute."""
     path, relative = SCRIPTS / name, Path("scripts") / name
     return str(relative if relative.exists() and relative.samefile(path) else path)
 
@@ -56,15 +58,15 @@ def has_gpu() -> bool:
 
 
 def bfloat16_products() -> bool:
-    """For `${bfloat16_products:}`: may the device of a run compute in bfloat16?"""
+    """Return, for `${bfloat16_products:}`, whether the device of a run may compute in bfloat16."""
     from foredraft.heads.target.loading import has_bfloat16_products
 
     return has_bfloat16_products("cuda" if has_gpu() else "cpu")
 
 
-def for_demo(target: str, demo: str, other: str) -> str:
-    """The choice of a group for the test model, or for all others."""
-    return demo if target == "test_model" else other
+def default_for_target(target: str, test_model: str, other: str) -> str:
+    """Return the default for the test model, or for all other targets."""
+    return test_model if target == "test_model" else other
 
 
 def preset_for(target: str, data: str, recipe: str | None) -> str:
@@ -77,24 +79,24 @@ def preset_for(target: str, data: str, recipe: str | None) -> str:
 
 
 def unless_typed(key: str, value: float) -> float:
-    """`value`, or 0 where the command line sets `key`."""
+    """Return `value`, or 0 if the command line sets `key`."""
     typed = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     return 0.0 if key in [override.lstrip("+").partition("=")[0] for override in typed] else value
 
 
 def data_for(target: str) -> str:
-    """The choice of conf/data where none is named."""
-    return "self" if target == "smollm2" else for_demo(target, "stdlib", "conversations")
+    """Return the choice of conf/data if none is typed."""
+    return "self" if target == "smollm2" else default_for_target(target, "stdlib", "conversations")
 
 
-def optimizer_for(preset: str) -> str:
-    """The choice of conf/optimizer where none is named: Muon where a head learns for minutes or hours."""
-    return "muon" if preset in ("test_model", "cpu") else "adamw"
+def muon_for(strategy: str) -> str:
+    """Return the optimizer of a head that learns for minutes or hours: Muon, which the ZeRO strategies do not support."""
+    return "adamw" if strategy.startswith("zero") else "muon"
 
 
-for resolver in (shipped, bfloat16_products, for_demo, preset_for, data_for, optimizer_for, unless_typed):
+for resolver in (shipped, bfloat16_products, default_for_target, preset_for, data_for, muon_for, unless_typed):
     OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
-# What every program wants of Hydra: no folder and no log of its own. In a sweep it writes outputs/multirun.yaml.
+# What every program wants of Hydra: no separate folder and no log. In a sweep it writes outputs/multirun.yaml.
 BASE = hydra_conf.HydraConf(run=hydra_conf.RunDir("."), sweep=hydra_conf.SweepDir("outputs", "."), output_subdir=None)
 BASE.defaults = [{**entry, **{name: "none" for name in entry if name.endswith("_logging")}} for entry in BASE.defaults]
 ConfigStore.instance().store(group="hydra", name="config", node=BASE, provider="foredraft")
@@ -112,7 +114,7 @@ Plugins.instance().register(BenchConf)
 
 
 class JobFailed(Exception):
-    """A job of a sweep failed and said why; Hydra runs the other jobs and raises this at the end."""
+    """Signal that a job of a sweep failed and printed why; Hydra runs the other jobs and raises this at the end."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -126,7 +128,7 @@ def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Callable[[Dict
         @functools.wraps(main)
         def run() -> None:
             args = parse(config_name, config_dir)
-            # As Hydra reads --config-path: beside the file of `main`, unless it is absolute.
+            # As Hydra reads --config-path: next to the file of `main`, unless it is absolute.
             folder = Path(inspect.getfile(main)).resolve().parent / (args.config_path or config_dir)
             try:
                 name = args.config_name or config_name
@@ -194,7 +196,7 @@ def show_help(command: str, module: str) -> None:
 
 
 def run_job(main: Callable[[DictConfig], None], plan: Plan, cfg: DictConfig) -> None:
-    """One job: the only one of a run, or one of a sweep."""
+    """Run one job: the only one of a run, or one of a sweep."""
     if plan.sweep:
         job = HydraConfig.get().job.num
         overrides = HydraConfig.get().overrides.task
@@ -207,6 +209,12 @@ def run_job(main: Callable[[DictConfig], None], plan: Plan, cfg: DictConfig) -> 
     for key in plan.lists:
         OmegaConf.update(cfg, key, [OmegaConf.select(cfg, key)])
     try:
+        if (
+            "target" in cfg
+            and HydraConfig.get().runtime.choices.get("target") == "hf"
+            and OmegaConf.is_missing(cfg.target, "path")
+        ):
+            raise ValueError(NEEDS_TARGET.format(HydraConfig.get().job.config_name))
         main(cfg)
     except Exception as error:
         code = explain(error, str(cfg.get("output_dir") or os.getcwd()))
@@ -224,7 +232,7 @@ def explain(error: Exception, folder: str) -> int:
 
 
 def sentence(error: BaseException, folder: str) -> str | None:
-    """`error` in a user's words, or None for a bug."""
+    """Return `error` in a user's words, or None for a bug."""
     if any(map(no_space, chain(error))):
         return f"no space left in {folder}"
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
@@ -245,14 +253,14 @@ def sentence(error: BaseException, folder: str) -> str | None:
 
 
 def raised_by_worker(error: BaseException) -> str:
-    """What a DataLoader's worker said: torch raises its error again, with the worker's traceback as the message. Empty for
-    an error that is not a worker's."""
+    """Return what a DataLoader's worker reported: torch raises its error again, with the worker's traceback as the message.
+    Empty for an error that is not a worker's."""
     text = str(error)
     return text.rpartition(f"\n{type(error).__name__}: ")[2].strip() if WORKER.match(text) else ""
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:
-    """`error` and what led to it. `raise error.__cause__` inside `except` makes a cycle, so each is given once."""
+    """Yield `error` and what led to it. `raise error.__cause__` inside `except` makes a cycle, so each is given once."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -261,14 +269,14 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def no_space(error: BaseException) -> bool:
-    """Does `error` report a full disk? Only Python's own writers do so by number."""
+    """Return whether `error` reports a full disk. Only Python's own writers do so by number."""
     # "unexpected pos": torch.save's zip writer wrote less than it was given
     named = "No space left on device" in str(error) or "unexpected pos" in str(error)
     return named or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))
 
 
 def expand_home(argument: str) -> str:
-    """Expand ~ where a path of an override begins, which a shell does at the beginning of an argument only."""
+    """Expand ~ at the start of a path in an override, which a shell does only at the start of an argument."""
     key, sign, value = argument.partition("=")
     if key.lstrip("+") in TEXTS:
         return argument
@@ -276,7 +284,7 @@ def expand_home(argument: str) -> str:
 
 
 def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> list[str]:
-    """What stands for `argument` in Hydra's language: target=ORG/NAME is target=hf target.path=ORG/NAME, drafter=DIRECTORY
+    """Return what `argument` means in Hydra's language: target=ORG/NAME is target=hf target.path=ORG/NAME, drafter=DIRECTORY
     is drafter=head drafter.spec=DIRECTORY, drafter=A+B is drafter=union drafter.spec=A+B, and a prompt is text whatever
     characters are in it. several: of a program that takes a list of drafters, drafter=A is drafters=[A]."""
     key, _, value = argument.partition("=")
@@ -284,6 +292,9 @@ def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> li
         return []  # DeepSpeed's launcher adds it; the variable LOCAL_RANK, which it sets too, says the same
     if key == "drafter" and several:
         return [f"drafters={value if value.startswith('[') else f'[{value}]'}"]
+    if key == "data" and value in DATA_SETS:
+        chosen = [f"data.{name}={wanted}" for name, wanted in DATA_SETS[value][1].items()]
+        return ["data=conversations", *chosen]
     if key == "learn" and value in ("true", "false"):
         return [f"learn.enabled={value}"]
     if key == "prompt" and value != "null" and value[:1] not in ("'", '"'):
@@ -307,13 +318,13 @@ def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> li
 
 
 def named_target(arguments: list[str], folder: Path = CONF) -> list[str]:
-    """target=hf where there is a target.path of one's own and nothing says what kind of target it is: the test model's
-    preset would not suit it."""
+    """Return target=hf if target.path is typed and nothing names the kind of target: the test model's preset would not suit
+    it."""
     keys = {argument.partition("=")[0] for argument in arguments}
     given = keys & {"target", "recipe", "--config-name", "-cn"}
     return ["target=hf"] if "target.path" in keys and not given and (folder / "target").is_dir() else []
 
 
 def quoted(path: str) -> str:
-    """A path in Hydra's language, which has uses of its own for = ( ) { } and others."""
+    """Quote a path for Hydra, which uses = ( ) { } and others itself."""
     return path if re.fullmatch(r"[\w./:@+~-]+", path) else "'" + path.replace("'", "\\'") + "'"

@@ -44,7 +44,7 @@ KINDS = {
 
 
 class Plan(NamedTuple):
-    """What the command line asks for, checked."""
+    """Hold what the command line asks for, checked."""
 
     sweep: bool
     jobs: int
@@ -76,12 +76,12 @@ def make_plan(args: argparse.Namespace, config_name: str, folder: Path) -> Plan:
 
 
 def search_path(args: argparse.Namespace) -> list[str]:
-    """--config-dir, as an override."""
+    """Return --config-dir as an override."""
     return [f"hydra.searchpath=['file://{os.path.abspath(args.config_dir)}']"] if args.config_dir else []
 
 
 def expand(overrides: list[Override]) -> list[list[str]]:
-    """The overrides of each job of a sweep, as Hydra's own sweeper combines them."""
+    """Return the overrides of each job of a sweep, as Hydra's own sweeper combines them."""
     values: dict[str, list[str]] = {}
     for override in overrides:
         key = override.get_key_element()
@@ -93,8 +93,8 @@ def expand(overrides: list[Override]) -> list[list[str]]:
 
 
 def check(config_name: str, overrides: list[str], number: int) -> tuple[str | None, set[str]]:
-    """Are the choices, keys and types of job `number` right? Returns the job's `output_dir`, if it has one, and the keys of
-    lists that were given one value without brackets."""
+    """Check the choices, keys and types of job `number`. Return the job's `output_dir`, if it has one, and the keys of lists
+    that were given one value without brackets."""
     parsed = OverridesParser.create().parse_overrides(overrides)
     for override in parsed:
         if override.is_sweep_override():
@@ -135,7 +135,8 @@ def check(config_name: str, overrides: list[str], number: int) -> tuple[str | No
 
 
 def is_value(override: Override) -> bool:
-    """`key=value` for an existing key; not a choice of yaml, not Hydra's own settings, no `+`, `++` or `~`."""
+    """Return whether it is `key=value` for an existing key: not a choice of yaml, not Hydra's own settings, no `+`, `++` or
+    `~`."""
     loader = GlobalHydra.instance().config_loader()
     change = override.type == OverrideType.CHANGE and not override.is_hydra_override()
     choice = not isinstance(override.value(), dict) and loader.get_group_options(override.key_or_group, None)
@@ -143,7 +144,7 @@ def is_value(override: Override) -> bool:
 
 
 def compose(config_name: str, overrides: list[str], number: int) -> DictConfig:
-    """The config of job `number`, where `${hydra:...}` resolves too; HydraException for an unknown choice."""
+    """Return the config of job `number`, in which `${hydra:...}` resolves too; raise HydraException for an unknown choice."""
     try:
         cfg = hydra.compose(config_name, overrides, return_hydra_config=True)
     except MissingConfigException as error:
@@ -161,7 +162,7 @@ def compose(config_name: str, overrides: list[str], number: int) -> DictConfig:
 
 
 def flat(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key of a config but Hydra's own, and what stands there, unresolved."""
+    """Yield every dotted key of a config but Hydra's own, and its unresolved node."""
     for name in map(str, cfg):
         if not prefix and name == "hydra":
             continue
@@ -172,7 +173,7 @@ def flat(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_call(key: str, node: DictConfig) -> None:
-    """HydraException if the constructor that `node` names takes no such argument, or not such a value."""
+    """Raise HydraException if the constructor that `node` names takes no such argument, or not such a value."""
     parameters = parameters_of(node)
     if parameters is None:
         return
@@ -200,12 +201,12 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     if near:
         return f"{key} is not known; did you mean {near}?"
     parent = key.rpartition(".")[0]
-    beside = [name for name in known if name.rpartition(".")[0] == parent] or [n for n in known if "." not in n]
-    return f"{key} is not known. Known: {', '.join(sorted(beside))}. (+{key}=... adds a key.)"
+    siblings = [name for name in known if name.rpartition(".")[0] == parent] or [n for n in known if "." not in n]
+    return f"{key} is not known. Known: {', '.join(sorted(siblings))}. (+{key}=... adds a key.)"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `word`. The last part counts most: max_steps is for trainer.max_steps."""
+    """Return the known name closest to `word`. The last part counts most: max_steps is for trainer.max_steps."""
 
     def alike(one: str, other: str) -> float:
         return SequenceMatcher(None, one, other).ratio()
@@ -221,7 +222,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def check_type(key: str, base: DictConfig, final: DictConfig) -> None:
-    """HydraException if `key` has a value in `final` whose type is not that of its default in `base`."""
+    """Raise HydraException if `key` has a value in `final` whose type is not that of its default in `base`."""
     try:
         default = plain(base, key)
     except OmegaConfBaseException:
@@ -241,7 +242,7 @@ def check_type(key: str, base: DictConfig, final: DictConfig) -> None:
 
 
 def takes_null(key: str, cfg: DictConfig) -> bool:
-    """Is it an argument of a constructor that takes None for it?"""
+    """Return whether it is an argument of a constructor that takes None for it."""
     group, _, name = key.rpartition(".")
     node = OmegaConf.select(cfg, group) if group else cfg
     if not isinstance(node, DictConfig) or "_target_" not in node:
@@ -251,7 +252,7 @@ def takes_null(key: str, cfg: DictConfig) -> bool:
 
 
 def parameters_of(node: DictConfig) -> Mapping[str, inspect.Parameter] | None:
-    """Of the constructor that it names; None where `instantiate` says what is wrong with it, in the words of Python."""
+    """Return the parameters of the constructor that it names; None if `instantiate` reports what is wrong with it."""
     try:
         return inspect.signature(get_object(node._target_), eval_str=True).parameters
     except (HydraException, ImportError, NameError, TypeError, ValueError):
@@ -264,7 +265,7 @@ def plain(cfg: DictConfig, key: str) -> Any:
 
 
 def type_mismatch(value: Any, default: Any) -> tuple[Any, Any] | None:
-    """A value and the default whose type it lacks. A whole number is a number; a null default takes anything."""
+    """Return a value and the default whose type it lacks. A whole number is a number; a null default takes anything."""
     if default is None or (isinstance(default, float) and type(value) is int):
         return None
     if isinstance(default, list):
@@ -275,5 +276,5 @@ def type_mismatch(value: Any, default: Any) -> tuple[Any, Any] | None:
 
 
 def first_line(error: Exception) -> str:
-    """OmegaConf adds lines about its own affairs."""
+    """Return the first line of a message; OmegaConf adds lines about its own affairs."""
     return str(error).partition("\n")[0]

@@ -4,6 +4,7 @@ The first comment line of a program's yaml is an example of its use; `# help: KE
 users need (without it, all keys of the program's own). `--help all` shows every key. Nothing here imports torch.
 """
 
+import ast
 import itertools
 import json
 import re
@@ -16,10 +17,17 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+ROOT = Path(__file__).resolve().parents[1]
 KEY = re.compile(r"^( *)([\w.\"' ,-]+):(?: |$)(.*)$")
-COMMENT = re.compile(r"""(?:"[^"]*"|'[^']*'|[^"'#]|(?<=\S)#)*(?<!\S)# *(.*)$""")  # a sign in quotes begins none
-COLUMN = 44  # where meanings begin
+COMMENT = re.compile(r"""(?:"[^"]*"|'[^']*'|[^"'#]|(?<=\S)#)*(?<!\S)# *(.*)$""")  # a sign in quotes starts no comment
+COLUMN = 44  # where meanings start
 HIDDEN = {"_target_", "_partial_", "_convert_"}
+# Keys whose words are the names of a table: the file that has it, and the table.
+TABLES = {
+    "data": ("train/data/known_sets.py", "DATA_SETS"),
+    "loss": ("train/losses.py", "LOSSES"),
+    "strategy": ("train/runtime/strategy.py", "STRATEGIES"),
+}
 
 
 def describe(about: str, config_name: str, overrides: list[str], folder: Path, everything: bool = False) -> str:
@@ -36,7 +44,8 @@ def describe(about: str, config_name: str, overrides: list[str], folder: Path, e
         cfg = loader.load_configuration(config_name, overrides, RunMode.RUN)
         meanings = meanings_of(loader.compute_defaults_list(config_name, overrides, RunMode.RUN).defaults, places)
         chosen = {name: option for name, option in cfg.hydra.runtime.choices.items() if not name.startswith("hydra/")}
-        options = list(options_of({group: chosen[group] for group in sorted(chosen)}, loader, places))
+        words = chosen | {key: cfg[key] for key in TABLES if isinstance(cfg.get(key), str)}
+        options = list(options_of(dict(sorted(words.items())), loader, places))
     if everything:
         keys = list(lines(cfg, meanings))
     else:
@@ -96,17 +105,30 @@ def missing_groups(file: Path, overrides: list[str]) -> list[str]:
 
 
 def options_of(chosen: dict[str, str | None], loader: Any, places: list[Path]) -> Iterator[str]:
-    """Yield a line for every group with its choice, and one for each of its options: the first comment line of its yaml."""
+    """Yield a line for every group with its choice, and one for each of its options: the first comment line of its yaml, or
+    its description in a table."""
     for group, choice in chosen.items():
         yield f"{group}={choice or 'null'}"
+        for option, meaning in described(*TABLES[group]) if group in TABLES else ():
+            yield f"  {option:20}{meaning}"
         for option in sorted(loader.get_group_options(group)):
             files = [file for place in places if (file := place / group / f"{option}.yaml").is_file()]
             about = comment_lines(files[0]) if files else []
             yield f"  {option:20}{(about or [''])[0]}".rstrip()
 
 
+def described(file: str, table: str) -> Iterator[tuple[str, str]]:
+    """Yield each name of a table and its description, the first text of its entry, without importing the file."""
+    for node in ast.parse((ROOT / file).read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == table:
+            assert isinstance(node.value, ast.Dict)
+            for key, value in zip(node.value.keys, node.value.values, strict=True):
+                texts = [part.value for part in ast.walk(value) if isinstance(part, ast.Constant)]
+                yield ast.literal_eval(key), str(texts[0])  # type: ignore[arg-type]
+
+
 def own(cfg: DictConfig) -> list[str]:
-    """Return the keys of a program that are no group of keys."""
+    """Return the keys of a program that are not a group of keys."""
     return [str(key) for key in cfg if not isinstance(cfg._get_node(key), DictConfig)]
 
 
@@ -124,7 +146,7 @@ def explained(left: str, meaning: str) -> str:
 
 
 def comments(text: str, package: str) -> dict[str, str]:
-    """Dotted key -> the comment beside it or above it. The comment that a file begins with is its package's."""
+    """Map each dotted key to the comment next to it or above it. The comment that a file starts with is its package's."""
     found: dict[str, str] = {}
     above: list[str] = []
     path: list[tuple[int, str]] = [(-1, package)]
@@ -148,7 +170,7 @@ def comments(text: str, package: str) -> dict[str, str]:
 
 
 def lines(cfg: DictConfig, meanings: dict[str, str], prefix: str = "") -> Iterator[str]:
-    """One line per key, indented as in yaml; what interpolations refer to is left as it is written."""
+    """Yield one line per key, indented as in yaml; interpolations stay unresolved."""
     for key in cfg:
         name = str(key)
         if name in HIDDEN or (not prefix and name == "hydra"):

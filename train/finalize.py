@@ -44,11 +44,11 @@ def finalize(
     rows: of held-out text (train/held_out.py)."""
     distillation, history = trainer.distillation, trainer.state.log_history
     head, target = distillation.head, distillation.target
-    strategy.forget_sharding(cfg.strategy.name)
+    strategy.forget_sharding(cfg.strategy)
     step = trainer.state.global_step
     # Where the target's adapter is trained too, the head of an earlier step would not fit to it.
     alone = all(name.startswith("head.") for name, _ in distillation.named_parameters())
-    best = checkpoints.best_step(history) if cfg.evaluate.keep_best and alone else None
+    best = checkpoints.best_step(history) if cfg.eval.keep_best and alone else None
     if best is not None and best != step:
         print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
         head = read_head(checkpoints.best_head(directory / CHECKPOINTS, best), target).float().to(target.device)
@@ -60,9 +60,9 @@ def finalize(
         metrics = apart.final_figures
     with tempfile.TemporaryDirectory() as scratch:
         saved = (directory if distributed.rank() == 0 else Path(scratch)) / "head"
-        save_final(distillation, saved, data, cfg.length)
+        save_final(distillation, saved, data, cfg.max_length)
         if not target.ends_only and has_prompts(data.test):
-            decoded, shown = measure(target, saved, data, cfg.evaluate)
+            decoded, shown = measure(target, saved, data, cfg.eval)
             metrics, samples = decoded | metrics, [shown]
     if distributed.rank() > 0:
         return
@@ -97,7 +97,7 @@ def finalize(
 
 
 def trained(state: TrainerState) -> dict[str, int]:
-    """How much the head has learned from, and of how many steps a limit of time took some away."""
+    """Return how much the head has learned from, and how many steps a time limit removed."""
     tokens = sum(entry["tokens"] for entry in state.log_history if "tokens" in entry)
     print(f"trained {state.global_step} steps on {tokens:,} tokens in {seconds_of(state):.0f} s", flush=True)
     limit = fitted(state.log_history)
@@ -113,7 +113,7 @@ def trained(state: TrainerState) -> dict[str, int]:
 
 @torch.no_grad()
 def rank_accuracies(distillation: DistillationModel, texts: Held, length: int, ranks: int = 8) -> list[list[float]]:
-    """[depth][rank]: how often the guess of this rank is the target's token, on held-out text; it shapes the tree."""
+    """Measure [depth][rank]: how often the guess of this rank is the target's token, on held-out text; it shapes the tree."""
     target, head = distillation.target, distillation.head
     data = Packed(held_out.tokenized(target.text_tokenizer, texts, range(len(texts))), length, seed=0)
     hits, counts = torch.zeros(head.depth, ranks), torch.zeros(head.depth)
@@ -140,23 +140,25 @@ def save_final(distillation: DistillationModel, directory: Path, data: Corpus, l
 
 
 def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tuple[dict[str, Any], Sample]:
-    """Decode the held-out prompts with the saved files. settings: conf/evaluate."""
-    rows = prompts(target.text_tokenizer, data.test, settings.prompts, settings.prompt_tokens)
+    """Decode the held-out prompts with the saved files. settings: `eval` of conf/train.yaml."""
+    rows = prompts(target.text_tokenizer, data.test, settings.final_num_prompts, settings.prompt_tokens)
     load = partial(load_drafter, str(directory), tree="fixed")
     drafter = load(target)
     ends = has_chats(data.test)
-    metrics = evaluate(target, drafter, rows, settings.new_tokens, settings.timed_prompts, ends)
-    metrics |= check_identical(target, load, rows, settings.new_tokens, ends) if settings.proof else NOT_CHECKED
+    metrics = evaluate(target, drafter, rows, settings.max_new_tokens, settings.timed_prompts, ends)
+    metrics |= (
+        check_identical(target, load, rows, settings.max_new_tokens, ends) if settings.check_float32 else NOT_CHECKED
+    )
     if data.test_sets:
         metrics["acceptance_length_by_set"] = by_set(target, drafter, data, settings)
-    return metrics, sample(target, drafter, rows[len(rows) // 2], **length_settings(settings.new_tokens, ends))
+    return metrics, sample(target, drafter, rows[len(rows) // 2], **length_settings(settings.max_new_tokens, ends))
 
 
 def by_set(target: Target, drafter: Drafter, data: Corpus, settings: Any) -> dict[str, float | None]:
-    """The acceptance length on each data set of a mix, over as many prompts in all as on the whole; None where all of a set's
+    """Measure the acceptance length on each data set of a mix, over as many prompts in total; None if all prompts of a set
     are too long."""
     found: dict[str, float | None] = {}
-    count = -(-settings.prompts // len(data.test_sets))
+    count = -(-settings.final_num_prompts // len(data.test_sets))
     for name, held in data.test_sets.items():
         try:
             rows = prompts(target.text_tokenizer, held, count, settings.prompt_tokens)
@@ -164,14 +166,18 @@ def by_set(target: Target, drafter: Drafter, data: Corpus, settings: Any) -> dic
             found[name] = None
             continue
         decoded = decode(
-            target, drafter, rows, what=f"measuring on {name}", **length_settings(settings.new_tokens, has_chats(held))
+            target,
+            drafter,
+            rows,
+            what=f"measuring on {name}",
+            **length_settings(settings.max_new_tokens, has_chats(held)),
         )
         found[name] = round(tokens_per_forward(decoded), 4)
     return found
 
 
 def sample(target: Target, drafter: Any, row: list[int], **settings: Any) -> Sample:
-    """One continuation and where each of its tokens came from: 0 the target's own choice, d drafted at depth d."""
+    """Return one continuation and where each of its tokens came from: 0 the target's own choice, d drafted at depth d."""
     ids = torch.tensor([row], device=target.device)
     out = generate(target, drafter, ids, seed=0, **settings)
     accepted, emitted = [step.accepted[0] for step in out.steps], [step.emitted[0] for step in out.steps]
@@ -179,12 +185,12 @@ def sample(target: Target, drafter: Any, row: list[int], **settings: Any) -> Sam
 
 
 def write_results(directory: Path, head: DraftHead, target: Target, data: Corpus, record: RunRecord) -> None:
-    """The model card, report.html, metrics.json (last: it marks a run as finished), and the table on the terminal."""
+    """Write the model card, report.html, metrics.json (last: it marks a run as finished), and the table on the terminal."""
     metrics = record.metrics
     facts = publish.about(head, target) | {"parameters": metrics["parameters"]}
     head_directory = directory / "head"
     (head_directory / "README.md").write_text(model_card(metrics, facts, dict(data_card.lines(data.card))))
-    # Beside the weights too, where `scripts/push.py` makes the Hub's card of it.
+    # Next to the weights too, where `scripts/push.py` makes the Hub's card of it.
     (head_directory / "metrics.json").write_text(
         json.dumps(metrics | {"about": facts, "data": data.card}, indent=2) + "\n"
     )

@@ -43,7 +43,7 @@ class Text(NamedTuple):
 
 
 def check(trained: str | Path, target: Target, file: Path, prompts: list[list[int]], new_tokens: int) -> str:
-    """A sentence on what was equal. Raises ValueError with the first place that is not, and where there is no server."""
+    """Return a sentence on what was equal. Raise ValueError with the first difference, or without a server."""
     head = load_head(trained, target)
     depth = head.depth if isinstance(head, BlockHead) else DEPTH
     ours = [decode_here(head, target, row, depth, new_tokens) for row in prompts]
@@ -58,7 +58,7 @@ def check(trained: str | Path, target: Target, file: Path, prompts: list[list[in
 
 
 def first_difference(ours: list[Text], theirs: list[Text]) -> str:
-    """Of llama.cpp's texts and ours, in words; "" where there is none."""
+    """Describe the first difference of llama.cpp's texts and ours; "" if there is none."""
     for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         place = next((i for i, pair in enumerate(zip(a.tokens, b.tokens, strict=True)) if pair[0] != pair[1]), None)
         if place is not None:
@@ -73,7 +73,7 @@ def first_difference(ours: list[Text], theirs: list[Text]) -> str:
 
 
 def gained(decoded: list[Text]) -> float:
-    """Tokens per forward; a text's first is of its prompt's."""
+    """Return tokens per forward; a text's first token is from its prompt's forward."""
     tokens = sum(len(text.tokens) - 1 for text in decoded)
     return tokens / (tokens - sum(sum(text.accepted) for text in decoded))
 
@@ -102,8 +102,8 @@ def decode_there(
 
 @contextmanager
 def serving(trained: str | Path, target: Target, file: Path, depth: int, exact: bool = True) -> Iterator[str]:
-    """The address of llama.cpp's server, which drafts with this head until the block is left; "none" drafts nothing. exact:
-    head, keys and values in float32, else in its usual half precision."""
+    """Yield the address of llama.cpp's server, which drafts with this head until the block is left; "none" drafts nothing.
+    exact: head, keys and values in float32, else in its usual half precision."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     place, dtype = ("parity", "127.0.0.1", port, 1), "f32" if exact else "f16"

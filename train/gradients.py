@@ -17,20 +17,20 @@ from torch.utils.checkpoint import checkpoint
 
 
 class PartialGradients:
-    """Sums the gradients of parts, which autograd would visit from the last to the first: given in this order, the sums are
+    """Sum the gradients of parts, which autograd would visit from the last to the first: given in this order, the sums are
     autograd's to the last digit."""
 
     def __init__(self, module: nn.Module, states: Sequence[Tensor], recompute: bool):
-        """module: whose parameters the parts use. states: what they read, (n, ...) each. recompute: leave the gradients to
-        the backward pass, and compute the parts there once more."""
+        """Prepare the sums. module: whose parameters the parts use. states: what they read, (n, ...) each. recompute: leave
+        the gradients to the backward pass, and compute the parts there once more."""
         self.states, self.parameters = states, [p for p in module.parameters() if p.requires_grad]
         self.recompute, self.learns = recompute, torch.is_grad_enabled() and not recompute
         self.of_states = [torch.zeros_like(state) for state in states] if self.learns else []
         self.of_parameters: list[Tensor | None] = [None] * len(self.parameters)
 
     def part(self, compute: Callable[[Tensor], Tensor], number: int, rows: Tensor, scale: Tensor) -> Tensor:
-        """What `compute` makes of states[number][rows], where rows (k,) int64 are in no other part; each number of it counts
-        `scale` in the loss."""
+        """Return what `compute` makes of states[number][rows], where rows (k,) int64 are in no other part; each number of it
+        counts `scale` in the loss."""
         if not self.learns:
             state = self.states[number][rows]
             return checkpoint(compute, state, use_reentrant=False) if self.recompute else compute(state)
@@ -44,7 +44,7 @@ class PartialGradients:
         return out.detach()
 
     def attach(self, loss: Tensor) -> Tensor:
-        """`loss`, the sum of all parts with their scales, with these gradients."""
+        """Attach these gradients to `loss`, the sum of all parts with their scales."""
         if not self.learns:
             return loss
         used = [(p, g) for p, g in zip(self.parameters, self.of_parameters, strict=True) if g is not None]

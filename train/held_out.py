@@ -34,7 +34,7 @@ class Agreement(NamedTuple):
 
     @property
     def final_figures(self) -> dict[str, Any]:
-        """As metrics.json has them."""
+        """Return the figures as metrics.json has them."""
         return {
             "held_out_agreement": [round(share, 4) for share in self.shares],
             "held_out_loss": round(self.loss, 4),
@@ -43,7 +43,7 @@ class Agreement(NamedTuple):
 
     @property
     def figures(self) -> dict[str, float]:
-        """As they are logged, beside `loss` and `acc_<depth>` of the training text."""
+        """Return the figures as they are logged, next to `loss` and `acc_<depth>` of the training text."""
         shares = {f"held_out_acc_{depth}": round(share, 4) for depth, share in enumerate(self.shares, start=1)}
         return {
             "held_out_loss": round(self.loss, 4),
@@ -53,27 +53,27 @@ class Agreement(NamedTuple):
 
 
 def documents(tokenizer: PreTrainedTokenizerBase, data: Corpus) -> Documents:
-    """Some documents that are held out for the measurements during training, spread evenly."""
+    """Return some documents that are held out for the measurements during training, spread evenly."""
     count = min(DOCUMENTS, len(data.validation))
     return tokenized(tokenizer, data.validation, [len(data.validation) * i // count for i in range(count)])
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, held: Held, chosen: Sequence[int]) -> Documents:
-    """These of the held-out texts."""
+    """Tokenize the chosen held-out texts."""
     if isinstance(held, HeldOut):
         return held.documents.select(np.array(chosen))
     return tokenize(tokenizer, (held[number] for number in chosen))
 
 
 def tokens(trained: int) -> int:
-    """How many tokens the target writes to measure on, where it writes `trained` to train on."""
+    """Return the number of tokens that the target writes to measure on, if it writes `trained` to train on."""
     return max(1, min(WRITTEN, trained // 8))
 
 
 def rows(documents: Documents, length: int, seed: int, context: int | None = None) -> list[dict[str, Tensor]]:
-    """Some TOKENS tokens of them, in rows of `length` or up to twice that, so that documents lie whole in them.
+    """Pack about TOKENS tokens of them into rows of `length` or up to twice that, so that documents lie whole in them.
 
-    In the rest of a cut document the target lacks the beginning that it has in decoding: of conversations of 350 tokens in
+    In the rest of a cut document the target lacks the start that it has in decoding: of conversations of 350 tokens in
     rows of 256 that lowered the agreement by 0.02. context: of the target, None for no limit."""
     longest = min(int(documents.sizes.max()), 2 * length, context or 2 * length)
     packed = Packed(documents, max(length, longest), seed, long="truncate")
@@ -84,7 +84,7 @@ def rows(documents: Documents, length: int, seed: int, context: int | None = Non
 
 @torch.no_grad()
 def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]) -> Agreement:
-    """Row by row, as one step of training would have it."""
+    """Measure agreement row by row, as one step of training would."""
     head, target = distillation.head, distillation.target
     texts = [PackedBatch(**send_to_device(collate([row]), target.device)) for row in rows]
     depths = range(1, head.depth + 1)
@@ -107,10 +107,10 @@ def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]
 
 
 def steps(hits: Tensor, counted: Tensor) -> list[int]:
-    """Tokens gained by each step of greedy decoding along a row. A step begins where the one before it ended, so oftener at
-    hard places than at others: the mean over all positions would be too high.
+    """Return the tokens gained by each step of greedy decoding along a row. A step starts where the previous one ended, so
+    more often at hard places than at others: the mean over all positions would be too high.
 
-    hits, counted: (depth, length) bool, by label position. The draft of depth d that begins at t is at t + d - 1.
+    hits, counted: (depth, length) bool, by label position. The draft of depth d that starts at t is at t + d - 1.
     """
     depth, length = hits.shape
     begun = torch.zeros(2, max(0, length - depth + 1), depth, dtype=torch.bool)
@@ -127,7 +127,7 @@ def steps(hits: Tensor, counted: Tensor) -> list[int]:
 
 
 def standard_error(generations: list[Generation]) -> float:
-    """Of their acceptance length, over the steps."""
+    """Return the standard error of their acceptance length, over the steps."""
     gained = torch.tensor(
         [count for g in generations for step in g.steps for count in step.emitted], dtype=torch.float64
     )

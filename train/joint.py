@@ -1,4 +1,4 @@
-"""Medusa-2's criterion: the heads first, then heads and target together (arXiv:2401.10774, sections 2.2.2 and 2.3.2).
+"""Train Medusa-2: the heads first, then heads and target together (arXiv:2401.10774, sections 2.2.2 and 2.3.2).
 
     loss = KL(target as it was, adapted target) + head_weight * the heads' loss
 
@@ -27,17 +27,17 @@ class JointDistillation(DistillationModel):
         heads_only: float = 0.4,
         head_weight: float = 1.0,
     ):
-        """heads_only: share of the training in which the heads learn alone. Their loss counts fully there."""
+        """Set the weights. heads_only: share of the training in which only the heads learn. Their loss counts fully there."""
         super().__init__(head, target, loss, depth_decay)
         self.heads_only, self.head_weight = heads_only, head_weight
         self.adapter = adapter.lora_layers(target)  # here they are saved, optimised and synchronised like the head
         if not len(self.adapter):
             raise ValueError(
-                f"criterion=joint trains the target's adapter, and head={head.kind} puts none on it: head=medusa2"
+                f"this objective trains the target's adapter, and head={head.kind} puts none on it: set head=medusa2"
             )
 
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
-        assert not stored, "check_features"
+        assert not stored, "check_hidden_states"
         if self.progress < self.heads_only:
             with torch.no_grad(), self.part("target"):
                 aux_hidden_states, last = self.forward_target(text)
@@ -54,7 +54,7 @@ class JointDistillation(DistillationModel):
         return outcome._replace(loss=self.drift(before[positions], last[positions]) + self.head_weight * outcome.loss)
 
     def drift(self, before: Tensor, now: Tensor) -> Tensor:
-        """Mean KL(before, now) of the target's distributions, from its last hidden states (n, hidden)."""
+        """Return the mean KL(before, now) of the target's distributions, from its last hidden states (n, hidden)."""
         total = now.new_zeros((), dtype=torch.float32)
         for start in range(0, len(now), self.chunk):
             part = slice(start, start + self.chunk)

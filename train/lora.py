@@ -27,18 +27,18 @@ class LowRank(nn.Module):
 
 
 def add(head: DraftHead, rank: int) -> None:
-    """From now on only these additions to the head's linear layers learn, which are zero at first."""
+    """Add low-rank additions, zero at first, to the head's linear layers; from now on only these learn."""
     if rank < 1:
-        raise ValueError(f"lora={rank} is the rank of what is learned, at least 1; null trains all weights")
+        raise ValueError(f"lora_r={rank} is the rank of what is learned, at least 1; null trains all weights")
     if isinstance(head, DraftModelHead | Medusa2Head):
-        raise ValueError(f"head={head.kind} has an adapter of its own: leave lora={rank} out, or choose another head")
+        raise ValueError(f"head={head.kind} has its own adapter: leave lora_r={rank} out, or choose another head")
     head.requires_grad_(False)
     for layer in [part for part in head.modules() if isinstance(part, nn.Linear)]:
         parametrize.register_parametrization(layer, "weight", LowRank(layer.weight, rank))
 
 
 def merge(head: DraftHead) -> None:
-    """Plain weights again, for saving and decoding."""
+    """Merge the additions into plain weights, for saving and decoding."""
     for layer in list(head.modules()):
         if isinstance(layer, nn.Linear) and parametrize.is_parametrized(layer, "weight"):
             weight = layer.weight.detach()

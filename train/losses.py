@@ -1,4 +1,4 @@
-"""How far a draft is from the target's distribution. Every loss has one signature, so that a yaml can name any of them.
+"""Measure how far a draft is from the target's distribution: the losses that `loss=NAME` selects from the table LOSSES.
 
     loss(draft, teacher) -> (n,) float32, one number per draft
 
@@ -7,9 +7,11 @@ train/module.py. p is the target's distribution and q the draft's; where the dra
 distribution given that the token can be drafted.
 """
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +20,13 @@ from torch.nn import functional as F
 
 
 def exact(logits: Tensor) -> Tensor:
-    """In float32 at least: a softmax over a vocabulary is not for half precision."""
+    """Convert to float32 at least: a softmax over a vocabulary is not for half precision."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The teacher's are compared with the drafts of all depths: their probabilities are computed once."""
+    """Hold logits. The teacher's are compared with the drafts of all depths, so probabilities are computed once."""
 
     logits: Tensor  # (n, draft vocab)
     hidden: Tensor  # (n, width): the hidden states that the logits were made of; the target's are (n, hidden)
@@ -40,18 +42,19 @@ class Prediction:
         return exact(self.logits).log_softmax(-1)
 
 
-def hard(draft: Prediction, teacher: Prediction) -> Tensor:
-    """Cross-entropy with the target's most probable token (Medusa, arXiv:2401.10774)."""
+def ce(draft: Prediction, teacher: Prediction) -> Tensor:
+    """Compute the cross-entropy with the target's most probable token (Medusa, arXiv:2401.10774)."""
     return F.cross_entropy(exact(draft.logits), teacher.logits.argmax(-1), reduction="none")
 
 
-def soft(draft: Prediction, teacher: Prediction) -> Tensor:
-    """Cross-entropy with the target's distribution (EAGLE-3, arXiv:2503.01840); its gradient is that of KL(p, q)."""
+def kl_div(draft: Prediction, teacher: Prediction) -> Tensor:
+    """Compute the cross-entropy with the target's distribution (EAGLE-3, arXiv:2503.01840), whose gradient is that of KL(p,
+    q)."""
     return SoftCrossEntropy.apply(exact(draft.logits), teacher.probabilities)
 
 
 class SoftCrossEntropy(torch.autograd.Function):
-    """-sum p log softmax(logits), whose gradient q - p takes half of autograd's passes over the vocabulary."""
+    """Compute -sum p log softmax(logits), whose gradient q - p takes half of autograd's passes over the vocabulary."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, p: Tensor) -> Tensor:
@@ -66,60 +69,57 @@ class SoftCrossEntropy(torch.autograd.Function):
         return log_q.exp().sub_(p).mul_(gradient[..., None]), None
 
 
-def reverse_kl(draft: Prediction, teacher: Prediction) -> Tensor:
-    """KL(q, p): a draft that cannot follow all of p keeps to its peaks (DistillSpec, arXiv:2310.08461)."""
+def rkl(draft: Prediction, teacher: Prediction) -> Tensor:
+    """Compute KL(q, p): a draft that cannot follow all of p keeps to its peaks (DistillSpec, arXiv:2310.08461)."""
     q, p = exact(draft.logits).log_softmax(-1), teacher.log_probabilities
     return (q.exp() * (q - p)).sum(-1)
 
 
-def total_variation(draft: Prediction, teacher: Prediction) -> Tensor:
-    """1 - sum min(p, q): the chance that a draft is rejected by the token-wise rule (DistillSpec, arXiv:2310.08461)."""
+def tv(draft: Prediction, teacher: Prediction) -> Tensor:
+    """Compute 1 - sum min(p, q): the chance that a draft is rejected by the token-wise rule (DistillSpec,
+    arXiv:2310.08461)."""
     return 0.5 * (teacher.probabilities - exact(draft.logits).softmax(-1)).abs().sum(-1)
 
 
 def l1(draft: Prediction, teacher: Prediction) -> Tensor:
-    """sum |p - q|, twice the total variation (DSpark, arXiv:2607.05147, in whose code it is called that)."""
-    return 2 * total_variation(draft, teacher)
+    """Compute sum |p - q|, twice the total variation (DSpark, arXiv:2607.05147, whose code has the name)."""
+    return 2 * tv(draft, teacher)
 
 
 def label(draft: Prediction, teacher: Prediction) -> Tensor:
-    """Cross-entropy with the token that stands in the text, which the target wrote itself, greedily or not (DFlash,
-    arXiv:2602.06036). Raises ValueError where nobody says which that is."""
+    """Compute the cross-entropy with the token of the text, which the target wrote itself, greedily or not (DFlash,
+    arXiv:2602.06036). Raise ValueError if the tokens are not known."""
     if teacher.tokens is None:
         raise ValueError(
-            "loss=label learns from the tokens of the text, which criterion=block has: choose loss=hard here"
+            "loss=label learns from the tokens of the text, and only heads that draft in blocks are given them: set loss=ce"
         )
     return F.cross_entropy(exact(draft.logits), teacher.tokens, reduction="none", ignore_index=-1)
 
 
 def weighted_sum(draft: Prediction, teacher: Prediction, weights: dict[str, float]) -> Tensor:
-    """The losses of these names, each times its weight. Raises ValueError for one that is not here."""
-    known = {loss.__name__: loss for loss in (hard, soft, reverse_kl, total_variation, l1, lk, coupled, top_k, label)}
-    unknown = sorted(weights.keys() - known.keys())
-    if unknown or not weights:
-        raise ValueError(f"loss.weights names {unknown or 'nothing'}: it weighs some of {', '.join(known)}")
-    return torch.stack([weight * known[name](draft, teacher) for name, weight in weights.items()]).sum(0)
+    """Return the sum of the losses of these names, each times its weight."""
+    return torch.stack([weight * LOSSES[name].function(draft, teacher) for name, weight in weights.items()]).sum(0)
 
 
-def adaptive_lk(draft: Prediction, teacher: Prediction, eta: float = 3.0) -> Tensor:
-    """w KL(p, q) + (1 - w) TV, w = exp(-eta * acceptance): total variation alone has no gradient from a bad start
+def lk_hybrid(draft: Prediction, teacher: Prediction, eta: float = 3.0) -> Tensor:
+    """Compute w KL(p, q) + (1 - w) TV, w = exp(-eta * acceptance): total variation alone has no gradient from a bad start
     (arXiv:2602.23881, section 3, where w is one per depth and batch; here one per draft)."""
-    distance = total_variation(draft, teacher)
+    distance = tv(draft, teacher)
     share = torch.exp(-eta * (1 - distance.detach()))
     p = teacher.log_probabilities
-    return share * (soft(draft, teacher) + (p.exp() * p).sum(-1)) + (1 - share) * distance
+    return share * (kl_div(draft, teacher) + (p.exp() * p).sum(-1)) + (1 - share) * distance
 
 
-def lk(draft: Prediction, teacher: Prediction) -> Tensor:
-    """-log sum min(p, q): expected acceptance (arXiv:2602.23881). Its gradient is total variation's over the acceptance, so
-    that it learns from a bad start too, where total variation has hardly any gradient."""
+def nla(draft: Prediction, teacher: Prediction) -> Tensor:
+    """Compute -log sum min(p, q) of the expected acceptance (arXiv:2602.23881). Its gradient is total variation's over the
+    acceptance, so that it learns from a bad start too, where total variation has hardly any gradient."""
     q, p = exact(draft.logits).log_softmax(-1), teacher.log_probabilities
     return -torch.minimum(q, p).logsumexp(-1)
 
 
 def coupled(draft: Prediction, teacher: Prediction, temperature: float = 1.0) -> Tensor:
-    """-log of the chance that draft and target choose the same token at this temperature by the same noise, as the verifier
-    has them do. With shared Gumbel noise token i wins both races with probability 1 / sum_j max(p_j / p_i, q_j / q_i), so
+    """Compute -log of the chance that draft and target choose the same token at this temperature by the same noise, as in the
+    verifier. With shared Gumbel noise token i wins both races with probability 1 / sum_j max(p_j / p_i, q_j / q_i), so
     no noise need be drawn: sorted by q / p, each such sum is a part of p's and a part of q's cumulative sum. Ours."""
     log_q = (exact(draft.logits) / temperature).log_softmax(-1)
     log_p = teacher.log_probabilities if temperature == 1 else (exact(teacher.logits) / temperature).log_softmax(-1)
@@ -133,23 +133,78 @@ def coupled(draft: Prediction, teacher: Prediction, temperature: float = 1.0) ->
 
 
 def top_k(draft: Prediction, teacher: Prediction, k: int = 10) -> Tensor:
-    """Cross-entropy over the target's k most probable tokens only, p not renormalised (HASS, arXiv:2408.15766)."""
+    """Compute the cross-entropy over only the target's k most probable tokens, p not renormalised (HASS,
+    arXiv:2408.15766)."""
     p = teacher.probabilities
     best = p.topk(min(k, p.shape[-1]))
     return -(best.values * exact(draft.logits).log_softmax(-1).gather(-1, best.indices)).sum(-1)
 
 
 def regression(
-    draft: Prediction, teacher: Prediction, soft_weight: float = 0.1, top_k_weight: float = 0.0, k: int = 10
+    draft: Prediction, teacher: Prediction, kl_weight: float = 0.1, top_k_weight: float = 0.0, k: int = 10
 ) -> Tensor:
-    """Smooth L1 between hidden states, mean over their width, plus cross-entropies (EAGLE-1, arXiv:2401.15077, section 4.2;
-    HASS with top_k_weight 1). Raises ValueError for a head whose drafts are no hidden states of the target."""
+    """Compute smooth L1 between hidden states, mean over their width, plus cross-entropies (EAGLE-1, arXiv:2401.15077,
+    section 4.2; HASS with top_k_weight 1). Raise ValueError for a head whose drafts are not hidden states of the target."""
     if draft.hidden.shape != teacher.hidden.shape:
         raise ValueError(
             f"loss=regression compares hidden states of width {teacher.hidden.shape[-1]}, this head's have "
-            f"{draft.hidden.shape[-1]}: choose loss=soft, or head=eagle"
+            f"{draft.hidden.shape[-1]}: choose loss=kl_div, or head=eagle"
         )
     loss = F.smooth_l1_loss(exact(draft.hidden), exact(teacher.hidden), reduction="none").mean(-1)
-    if soft_weight:
-        loss = loss + soft_weight * soft(draft, teacher)
+    if kl_weight:
+        loss = loss + kl_weight * kl_div(draft, teacher)
     return loss + top_k_weight * top_k(draft, teacher, k) if top_k_weight else loss
+
+
+class Loss(NamedTuple):
+    """Describe an entry of the table of losses; `--help` shows its description."""
+
+    description: str
+    function: Callable[..., Tensor]
+    arguments: dict[str, Any] = {}  # noqa: RUF012 -- in place of the function's own defaults
+
+
+LOSSES = {
+    "kl_div": Loss("cross-entropy with the target's whole distribution (EAGLE-3, Hydra++)", kl_div),
+    "ce": Loss("cross-entropy with the target's most probable token (Medusa)", ce),
+    "label": Loss("cross-entropy with the token of the text, for heads that draft in blocks (DFlash)", label),
+    "tv": Loss("total variation distance, the probability that a draft is rejected (DistillSpec)", tv),
+    "l1": Loss("sum of |p - q|, twice the total variation distance", l1),
+    "rkl": Loss("KL divergence from the target's distribution to the head's, mode-seeking (DistillSpec)", rkl),
+    "nla": Loss("negative log of the acceptance probability (LK, arXiv:2602.23881)", nla),
+    "lk_hybrid": Loss("KL divergence for a bad draft, total variation for a good one (LK); eta=3.0", lk_hybrid),
+    "coupled": Loss("negative log of the chance to sample the same token from shared noise; temperature=1.0", coupled),
+    "top_k": Loss("cross-entropy over the target's k most probable tokens; k=10", top_k),
+    "regression": Loss("smooth L1 on hidden states plus a small cross-entropy (EAGLE-1); kl_weight=0.1", regression),
+    "hass": Loss(
+        "regression plus top_k (HASS); kl_weight=0.1, top_k_weight=1.0, k=10", regression, {"top_k_weight": 1.0}
+    ),
+    "dspark": Loss(
+        "0.9 l1 + 0.1 label (DSpark); other weights={NAME: W}", weighted_sum, {"weights": {"l1": 0.9, "label": 0.1}}
+    ),
+    "xpress": Loss("0.9 tv + 0.1 ce (xPress); weights={NAME: W}", weighted_sum, {"weights": {"tv": 0.9, "ce": 0.1}}),
+}
+
+
+def parts_of(name: str, arguments: Mapping[str, Any] | None) -> set[str]:
+    """Return the names of the losses that `loss=NAME loss_args={...}` computes. Raise ValueError for one that is unknown."""
+    if name not in LOSSES:
+        raise ValueError(f"loss={name} is not one of {', '.join(LOSSES)}")
+    chosen = LOSSES[name]
+    given = chosen.arguments | dict(arguments or {})
+    try:
+        inspect.signature(chosen.function).bind(None, None, **given)
+    except TypeError as error:
+        raise ValueError(f"loss_args={dict(arguments or {})} of loss={name}: {error}") from None
+    if chosen.function is not weighted_sum:
+        return {name}
+    unknown = sorted(part for part in given["weights"] if part not in LOSSES or LOSSES[part].function is weighted_sum)
+    if unknown or not given["weights"]:
+        raise ValueError(f"loss_args: weights names {unknown or 'nothing'}, and it weighs some of {', '.join(LOSSES)}")
+    return set(given["weights"])
+
+
+def build(name: str, arguments: Mapping[str, Any] | None = None) -> Callable[[Prediction, Prediction], Tensor]:
+    """Return the loss that `loss=NAME loss_args={...}` selects."""
+    parts_of(name, arguments)
+    return partial(LOSSES[name].function, **LOSSES[name].arguments | dict(arguments or {}))

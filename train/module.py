@@ -15,15 +15,16 @@ from torch.profiler import record_function
 
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.target import Target
-from foredraft.train.features.online import forward_target, several_documents
-from foredraft.train.features.storage import sparse, unpack
 from foredraft.train.gradients import PartialGradients
+from foredraft.train.hidden_states.online import forward_target, several_documents
+from foredraft.train.hidden_states.storage import sparse, unpack
 from foredraft.train.losses import Prediction
 from foredraft.train.runtime.part_times import PartTimes
 
 Loss = Callable[[Prediction, Prediction], Tensor]
-# The loss holds so many logits at a time: what a CPU's caches hold, and on a GPU 512 MiB in float32, because the gradient of
-# the lm_head is read and written once for each time. Fewer than ROWS rows would read the lm_head itself for very few.
+# Number of logits that the loss holds at a time: what a CPU's caches hold, and on a GPU 512 MiB in float32, because the
+# gradient of the lm_head is read and written once for each time.
+# Fewer than ROWS rows would read the lm_head itself for very few.
 CHUNK, GPU_CHUNK, ROWS = 1 << 20, 1 << 27, 256
 
 
@@ -38,7 +39,7 @@ class Outcome(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """Of the target, at some label positions (...)."""
+    """Hold the target's prediction at some label positions (...)."""
 
     prediction: Prediction  # logits (..., draft vocab)
     best: Tensor  # (...) its best tokens
@@ -46,18 +47,18 @@ class Teacher(NamedTuple):
 
 
 class DistillationModel(nn.Module):
-    """A head with everything that turns a batch of text into a loss. DDP and FSDP wrap this, so that all uses of the
+    """Turn a batch of text into a loss, with a head. DDP and FSDP wrap this module, so that all uses of the
     head's weights lie inside one forward."""
 
     def __init__(self, head: DraftHead, target: Target, loss: Loss, depth_decay: float = 0.8, chunk: int | None = None):
-        """depth_decay: depth d counts by depth_decay^(d - 1). chunk: rows of logits at a time; None suits vocabulary and
-        device."""
+        """Set the weights of the loss. depth_decay: depth d counts by depth_decay^(d - 1). chunk: rows of logits at a time;
+        None suits vocabulary and device."""
         super().__init__()
         self.head, self.loss, self.depth_decay = head, loss, depth_decay
         self.chunk = chunk or rows_at_a_time(target.vocab_size, target.device.type)
         self.part_times = PartTimes(target.device)
         self.target: Target = target  # frozen, and no module: not a part of this one's state
-        self.top_k = False  # are teacher logits the target's k largest ones (features=disk, top_k)?
+        self.top_k = False  # are teacher logits the target's k largest ones (hidden_states=offline, top_k)?
         self.weights: Tensor | None = None  # of the batch
         self.label_positions: Tensor | None = None  # of the batch, those with a draft in the loss; None: to be computed
         self.bf16 = False  # are products in bfloat16? Weights, gradients and the loss are in float32 in any case
@@ -82,16 +83,16 @@ class DistillationModel(nn.Module):
         images: dict[str, Tensor] | None = None,
         **stored: Tensor,
     ) -> Outcome:
-        """multiple_documents, label_positions: as `prepare` gives them. weights: (batch, length) float32, of each token's
-        drafts in the loss. images: as in heads.base.PackedBatch. stored: the aux hidden states of the batch, from disk
-        (train/features/disk.py)."""
+        """Return the loss of a batch and its counts. multiple_documents, label_positions: as `prepare` returns them.
+        weights: (batch, length) float32, of each token's drafts in the loss. images: as in heads.base.PackedBatch. stored:
+        the aux hidden states of the batch, from disk (train/hidden_states/offline.py)."""
         self.weights, self.label_positions = weights, label_positions
         text = PackedBatch(tokens, loss_mask, documents, positions, anchors, multiple_documents, images)
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.bf16):
             return self.learn(text, stored)
 
     def prepare(self, text: PackedBatch, step: int) -> dict[str, Any]:
-        """Arguments of `forward` that are counted or chosen, so that no device need be waited for where the batch is still
+        """Return arguments of `forward` that are counted or chosen, without waiting for a device while the batch is still
         in the host's memory."""
         anchors = self.choose_anchors(text, step)
         several = {"multiple_documents": several_documents(text)}
@@ -100,7 +101,7 @@ class DistillationModel(nn.Module):
         return several | {"label_positions": self.nonempty(self.counted(text, self.head.depth))}
 
     def counted(self, text: PackedBatch, depth: int) -> Tensor:
-        """(depth, label positions) bool: which drafts are in the loss."""
+        """Return (depth, label positions) bool: which drafts are in the loss."""
         return torch.stack([draft_loss_mask(text, d).flatten() for d in range(1, depth + 1)])
 
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
@@ -111,16 +112,16 @@ class DistillationModel(nn.Module):
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is done inside has a name in profiles, and is timed."""
+        """Name what runs inside in profiles, and time it."""
         with record_function(name), self.part_times.part(name):
             yield
 
     def choose_anchors(self, text: PackedBatch, step: int) -> Tensor | None:
-        """(batch, n): where the drafts begin that this step learns from; None for everywhere."""
+        """Return (batch, n): the positions at which the drafts of this step start; None for all positions."""
         return None
 
     def compute_loss(self, text: PackedBatch, aux_hidden_states: Tensor, last: Tensor) -> Outcome:
-        """The head's loss on what `forward_target` gave."""
+        """Return the head's loss on what `forward_target` returned."""
         with record_function("head"):  # whose time is the rest of a step's
             outs = self.drafts(aux_hidden_states, self.target.embed(text.tokens), text)
         counted = self.counted(text, len(outs))
@@ -147,28 +148,29 @@ class DistillationModel(nn.Module):
         return Outcome(learned.attach((decay * losses / items).sum()), hits, counts)
 
     def drafts(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Any:
-        """What the head makes of a batch. `compile_head` compiles it."""
+        """Run the head on a batch. `compile_head` compiles this."""
         return self.head(aux_hidden_states, embeddings, text)
 
     def compile_head(self, backend: str) -> None:
-        """torch.compile for the head's part of `forward`: not for the target, nor for what lies in this module's state."""
+        """Apply torch.compile to the head's part of `forward`: not for the target, nor for what lies in this module's
+        state."""
         self.drafts = torch.compile(self.drafts, backend=backend)  # type: ignore[method-assign]
 
     def items(self, counts: Tensor) -> Tensor:
-        """(depth,): by what each depth's sum of losses is divided."""
+        """Return (depth,): the divisor of each depth's sum of losses."""
         return (counts if self.num_items is None else self.num_items).clamp(min=1)
 
     def nonempty(self, counted: Tensor) -> Tensor:
-        """(n,): the label positions at which a draft of some depth counts, of `counted` (depth, positions): only these need
-        logits."""
+        """Return (n,): the label positions at which a draft of some depth counts, of `counted` (depth, positions): only
+        these need logits."""
         return counted.any(0).nonzero()[:, 0]
 
     def forward_target(self, text: PackedBatch) -> tuple[Tensor, Tensor]:
-        """The aux hidden states (batch, length, width), and the last hidden state, which gives the teacher logits."""
+        """Return the aux hidden states (batch, length, width), and the last hidden state, which gives the teacher logits."""
         return forward_target(self.target, text, self.head.layers)
 
     def depth_loss(self, depth: int, teacher: Teacher, counts: Tensor, weights: Tensor | None, state: Tensor) -> Tensor:
-        """Sum of losses and number of hits, (2,), of drafts (n, width) of one depth. counts: (n,) bool."""
+        """Return the sum of losses and number of hits, (2,), of drafts (n, width) of one depth. counts: (n,) bool."""
         draft = self.head.logits(state, depth)
         learned = counts & teacher.draftable
         # max, not argmax, here and for the teacher: the same token for a third of the time on a CPU.
@@ -179,7 +181,8 @@ class DistillationModel(nn.Module):
 
     @torch.no_grad()
     def teacher(self, last: Tensor) -> Teacher:
-        """From the target's last hidden states; no gradient reaches the target through it (train/joint.py)."""
+        """Compute the teacher from the target's last hidden states; no gradient reaches the target through it
+        (train/joint.py)."""
         last = last.detach()
         logits = sparse(last, self.target.vocab_size) if self.top_k else self.target.logits(last)
         best, ids = logits.max(-1).indices, self.head.draft_ids
@@ -192,8 +195,8 @@ class DistillationModel(nn.Module):
     def guesses(
         self, text: PackedBatch, aux_hidden_states: Tensor, last: Tensor, ranks: int
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Per depth: its best guesses (n, ranks) and the target's tokens (n,), as target ids. aux_hidden_states, last: as
-        `forward_target` gives them."""
+        """Yield per depth its best guesses (n, ranks) and the target's tokens (n,), as target ids. aux_hidden_states, last:
+        as `forward_target` gives them."""
         best = torch.cat([self.target.logits(part).argmax(-1) for part in last.flatten(0, 1).split(self.chunk)])
         best = best.view_as(text.tokens).roll(-1, dims=1)
         for depth, out in enumerate(self.head(aux_hidden_states, self.target.embed(text.tokens), text), start=1):
@@ -202,7 +205,7 @@ class DistillationModel(nn.Module):
             yield depth, self.head.to_target_ids(torch.cat(guesses)), best[mask]
 
     def with_head(self, head: DraftHead) -> "DistillationModel":
-        """The same criterion for other weights, which is no part of what trains. Not of a model that FSDP has wrapped."""
+        """Return the same objective for other weights, which do not train. Do not use it on a model that FSDP has wrapped."""
         other = copy.copy(self)
         other._modules = self._modules | {"head": head}
         other.num_items, other.weights, other.label_positions, other.top_k = None, None, None, False

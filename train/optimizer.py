@@ -17,7 +17,7 @@ ADAPTER = "adapter."  # Medusa-2's
 
 
 class Float32Muon(torch.optim.Muon):
-    """torch's Muon orthogonalises in bfloat16 whatever the weights are; this one in float32, with the same state.
+    """Orthogonalize in float32, with the state of torch's Muon, which uses bfloat16 whatever the weights are.
 
     Where a CPU has no bfloat16 products torch's takes 5 (AVX-512) to 25 times as long."""
 
@@ -36,7 +36,8 @@ class Float32Muon(torch.optim.Muon):
 
 
 def orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
-    """Nearly U V^T of its singular value decomposition U S V^T, by Newton and Schulz's iteration in the matrix's dtype."""
+    """Return nearly U V^T of its singular value decomposition U S V^T, by Newton and Schulz's iteration in the matrix's
+    dtype."""
     a, b, c = group["ns_coefficients"]
     tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if tall else matrix
@@ -48,7 +49,7 @@ def orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Two optimizers in one: what shards, saves or schedules it sees one list of groups and one state."""
+    """Combine two optimizers: what shards, saves or schedules it sees one list of groups and one state."""
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW):
         self.parts = (muon, adamw)
@@ -56,7 +57,7 @@ class MuonAdamW(torch.optim.Optimizer):
         self.share()
 
     def share(self) -> None:
-        """The parts work on this one's groups and state."""
+        """Share this one's groups and state with the parts."""
         first, second = self.parts
         count = len(first.param_groups)
         first.param_groups, second.param_groups = self.param_groups[:count], self.param_groups[count:]
@@ -80,21 +81,21 @@ def muon(
     betas: tuple[float, float],
     weight_decay: float = 0.0,
     epsilon: float = 1e-8,
-    matrix_lr: float = 0.05,
-    head_multiplier: float = 4.0,
+    muon_lr: float = 0.05,
+    head_lr_multiplier: float = 4.0,
 ) -> torch.optim.Optimizer:
-    """learning_rate, betas, epsilon: of AdamW's share; weight_decay: of both, only on matrices. vocabulary: the head's
-    `vocabulary_parameters`. head_multiplier: the target's adapter, if it has one, learns at learning_rate /
-    head_multiplier."""
+    """Return Muon for the matrices and AdamW for the rest. learning_rate, betas, epsilon: of AdamW's share; weight_decay: of
+    both, only on matrices. vocabulary: the head's `vocabulary_parameters`. head_lr_multiplier: the target's adapter, if it
+    has one, learns at learning_rate / head_lr_multiplier."""
     named, adapter = split(module)
     by_token = {id(parameter) for parameter in vocabulary}
     matrices = [p for p in named if p.ndim == 2 and id(p) not in by_token]
     if not matrices:  # of a head without matrices
-        return adamw(module, vocabulary, learning_rate, betas, weight_decay, epsilon, head_multiplier)
+        return adamw(module, vocabulary, learning_rate, betas, weight_decay, epsilon, head_lr_multiplier)
     others = [p for p in named if p.ndim != 2 or id(p) in by_token]
-    parts = groups(others, adapter, learning_rate / head_multiplier, weight_decay)
+    parts = groups(others, adapter, learning_rate / head_lr_multiplier, weight_decay)
     kind = torch.optim.Muon if has_bfloat16_products(named[0].device) else Float32Muon
-    first = kind(matrices, lr=matrix_lr, weight_decay=weight_decay)
+    first = kind(matrices, lr=muon_lr, weight_decay=weight_decay)
     if not parts:  # torch refuses an optimizer of nothing
         return first
     return MuonAdamW(
@@ -109,22 +110,40 @@ def adamw(
     betas: tuple[float, float],
     weight_decay: float = 0.0,
     epsilon: float = 1e-8,
-    head_multiplier: float = 4.0,
+    head_lr_multiplier: float = 4.0,
 ) -> torch.optim.Optimizer:
-    """AdamW for all of it, as the papers train; the arguments as in `muon`."""
+    """Return AdamW for all weights, as the papers train; the arguments as in `muon`."""
     named, adapter = split(module)
-    parts = groups(named, adapter, learning_rate / head_multiplier, weight_decay)
+    parts = groups(named, adapter, learning_rate / head_lr_multiplier, weight_decay)
     return torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0, fused=fused([*named, *adapter]))
 
 
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": muon}  # trainer.optim
+
+
+def build(name: str, module: nn.Module, vocabulary: Sequence[nn.Parameter], settings: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of this name. settings: HeadTrainingArguments."""
+    more = {"muon_lr": settings.muon_lr} if name == "muon" else {}
+    return OPTIMIZERS[name](
+        module,
+        vocabulary,
+        settings.learning_rate,
+        (settings.adam_beta1, settings.adam_beta2),
+        weight_decay=settings.weight_decay,
+        epsilon=settings.adam_epsilon,
+        head_lr_multiplier=settings.head_lr_multiplier,
+        **more,
+    )
+
+
 def fused(parameters: list[nn.Parameter]) -> bool | None:
-    """One kernel for all weights on a GPU. On a CPU torch's default: the fused kernel gives other last digits, and saves 8 of
-    several hundred milliseconds a step."""
+    """Choose one kernel for all weights on a GPU. On a CPU torch's default stays: the fused kernel gives other last digits,
+    and saves 8 of several hundred milliseconds a step."""
     return True if parameters and all(parameter.is_cuda for parameter in parameters) else None
 
 
 def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trained parameters: the head's, and those of an adapter of the target (train/joint.py)."""
+    """Return the trained parameters: the head's, and those of an adapter of the target (train/joint.py)."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     parts = [parameter for name, parameter in named if not name.startswith(ADAPTER)]
     return parts, [parameter for name, parameter in named if name.startswith(ADAPTER)]
@@ -133,7 +152,7 @@ def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 def groups(
     parameters: list[nn.Parameter], adapter: list[nn.Parameter], adapter_lr: float, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Groups of parameters; as transformers does it, no norm and no bias decays. With no decay, one group each."""
+    """Return groups of parameters; as in transformers, no norm and no bias decays. With no decay, one group each."""
     found: list[dict[str, Any]] = []
     for part, settings in ((parameters, {}), (adapter, {"lr": adapter_lr})):
         decayed = [parameter for parameter in part if weight_decay and parameter.ndim > 1]

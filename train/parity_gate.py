@@ -63,7 +63,7 @@ def tolerance(head: DraftHead, target: Target, exact: bool, logits: Tensor) -> f
 
 
 def read(target: Target, tokens: Tensor, layers: Sequence[int]) -> Tensor:
-    """The aux hidden states of a text (1, length). Where the target's layers are not loaded, something in their place: what
+    """Return the aux hidden states of a text (1, length). If the target's layers are not loaded, return a substitute: what
     is compared must be the same whatever a head takes."""
     if not target.ends_only:
         return target.forward(tokens, layers=layers, keep_logits=1).aux_hidden_states
@@ -72,7 +72,7 @@ def read(target: Target, tokens: Tensor, layers: Sequence[int]) -> Tensor:
 
 
 def drafted_logits(head: DraftHead, target: Target, prompt: list[int], bonus: int) -> tuple[list[int], list[Tensor]]:
-    """What the drafter itself drafts after `prompt` and `bonus`: a chain, and the logits of each depth."""
+    """Return what the drafter itself drafts after `prompt` and `bonus`: a chain, and the logits of each depth."""
     options: dict[str, Any] = {}
     if isinstance(head, RecurrentHead | BlockHead):
         options = {"width": 1, "depth": head.depth, "min_probability": 0.0}
@@ -100,12 +100,12 @@ def drafted_logits(head: DraftHead, target: Target, prompt: list[int], bonus: in
 
 
 def trained_logits(head: DraftHead, target: Target, text: list[int], start: int) -> list[Tensor]:
-    """Draft logits per depth of the training forward, for drafts that begin at position `start` of `text`."""
+    """Return draft logits per depth of the training forward, for drafts that start at position `start` of `text`."""
     tokens = torch.tensor([text], device=target.device)
     length = torch.arange(len(text), device=target.device)[None]
     batch = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), length)
     aux_hidden_states = read(target, tokens, head.layers)
-    if target.dtype != torch.float32:  # of the drafter's own forward, up to where the drafts begin
+    if target.dtype != torch.float32:  # of the drafter's own forward, up to where the drafts start
         prompt = tokens[:, : start + 1]
         aux_hidden_states[:, : start + 1] = read(target, prompt, head.layers)
     outs = head(aux_hidden_states, target.embed(tokens), batch)
@@ -114,7 +114,7 @@ def trained_logits(head: DraftHead, target: Target, text: list[int], start: int)
 
 @torch.no_grad()
 def check(head: DraftHead, target: Target, prompt: list[int], saved: Path | None = None) -> float:
-    """The largest difference between the three; raises ValueError where one is above `tolerance`, saying where. `prompt`
+    """Return the largest difference between the three; raise ValueError if one is above `tolerance`, with its place. `prompt`
     needs two tokens.
 
     head: in float32. saved: the directory to read back.

@@ -40,7 +40,7 @@ class Passed(NamedTuple):
 
 
 def open_target(settings: DictConfig, head: str | Path) -> Target:
-    """The target of a script's config; where its path is null, the one that the config of `head` names."""
+    """Open the target of a script's config; if its path is null, the one that the config of `head` names."""
     path = settings.path
     if path is None:
         config = read_config(hub.find(head))
@@ -51,7 +51,7 @@ def open_target(settings: DictConfig, head: str | Path) -> Target:
 
 
 def own_texts(target: Target) -> list[list[int]]:
-    """Some that the target writes itself, of 1 + LENGTH tokens."""
+    """Return some texts that the target writes itself, of 1 + LENGTH tokens."""
     starts = [[1 + number * (target.vocab_size - 2) // TEXTS] for number in range(TEXTS)]
     written = run(target, None, starts, max_new_tokens=LENGTH, temperature=1.0, eos_token_id=-1)
     return [start + row for start, row in zip(starts, measure.texts(written), strict=True)]
@@ -82,7 +82,7 @@ def gate(trained: Path, target: Target, files: Path) -> Passed:
 
 
 def about(head: DraftHead, target: Target) -> dict[str, Any]:
-    """What the model card says of a head itself."""
+    """Return what the model card says about a head itself."""
     return {
         "kind": head.kind,
         "target": target.name,
@@ -123,9 +123,9 @@ def push(
     dry_run: bool = False,
     license: str | None = None,
 ) -> str:
-    """Stage the files, pass the gate with them, send them; a sentence on what was done."""
+    """Pass the gate with staged files and send them; return a sentence on what was done."""
     if not head.is_dir():
-        raise ValueError(f"head={head} is no directory: a head is pushed from where training wrote it")
+        raise ValueError(f"head={head} is not a directory: a head is pushed from where training wrote it")
     hub.check_name(repo)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -6,22 +6,69 @@ from collections.abc import Collection
 # and the new one is known, so that a key can keep a name in one program that it lost in another. Several new spellings:
 # the first known one.
 RENAMED: dict[str, str | tuple[str, ...]] = {
+    # groups and choices of training
     "target=embedded": "target=test_model",
+    "data=hub": "data=conversations",
+    "data=jsonl": "data=conversations",
+    "data=parquet": "data=conversations",
     "experiment": "recipe",
     "recipe=embedded": "preset=test_model",
     "recipe=embedded_log": "preset=test_model_log",
     "recipe=hf": "preset=gpu",
     "recipe=hours": "preset=cpu",
     "recipe=shape": "preset=gpu",
-    "data=hub": "data=conversations",
-    "data=jsonl": "data=conversations",
-    "data=parquet": "data=conversations",
+    "features=online": "hidden_states=online",
+    "features=disk": "hidden_states=offline",
+    "features=server": "hidden_states=server",
+    "loss=soft": "loss=kl_div",
+    "loss=hard": "loss=ce",
+    "loss=lk": "loss=nla",
+    "loss=adaptive_lk": "loss=lk_hybrid",
+    "loss=total_variation": "loss=tv",
+    "loss=reverse_kl": "loss=rkl",
+    "hidden_states.dtype=bf16": "hidden_states.dtype=bfloat16",
+    "hidden_states.dtype=fp8": "hidden_states.dtype=float8",
+    # keys of training
+    "criterion": "objective",
+    "data.max_rows": "data.max_samples",
+    "data.test_path": "data.val_path",
+    "data.test_share": "data.val_split",
+    "evaluate": "eval",
+    "evaluate.eval_prompts": "eval.num_prompts",
+    "evaluate.eval_steps": "eval.steps",
+    "evaluate.new_tokens": "eval.max_new_tokens",
+    "evaluate.proof": "eval.check_float32",
+    "evaluate.prompts": "eval.final_num_prompts",
+    "features": "hidden_states",
+    "features.also_layers": "hidden_states.extra_layer_ids",
+    "features.whole_target": "hidden_states.load_full_target",
     "head.alpha": "head.lora_alpha",
     "head.depth": ("head.ttt_steps", "head.num_heads", "head.num_depths"),
     "head.layers": "head.target_layer_ids",
     "head.lora_rank": "head.lora_r",
     "head.num_layers": "head.num_hidden_layers",
     "head.rank": "head.lora_r",
+    "judge.new_tokens": "judge.max_new_tokens",
+    "judge.prompts": "judge.num_prompts",
+    "length": "max_length",
+    "long": "packing",
+    "lora": "lora_r",
+    "loss.eta": "loss_args",
+    "loss.k": "loss_args",
+    "loss.soft_weight": "loss_args",
+    "loss.temperature": "loss_args",
+    "loss.top_k_weight": "loss_args",
+    "loss.weights": "loss_args",
+    "optimizer": "trainer.optim",
+    "optimizer.head_multiplier": "trainer.head_lr_multiplier",
+    "optimizer.matrix_lr": "trainer.muon_lr",
+    "strategy.arguments": "strategy_args",
+    "strategy.name": "strategy",
+    # keys of plan
+    "accumulation": "trainer.gradient_accumulation_steps",
+    "bf16": "trainer.bf16",
+    "rows": "trainer.per_device_train_batch_size",
+    # keys of serving
     "max_rows": "max_num_seqs",
 }
 
@@ -40,6 +87,7 @@ def new_key(key: str, known: Collection[str]) -> str | None:
     for old in (".".join(parts[:count]) for count in range(len(parts), 0, -1)):
         spellings = RENAMED.get(old, ())
         for new in (spellings,) if isinstance(spellings, str) else spellings:
-            if old not in known and new in known:
-                return f"{old} is {new} now" if old == key else f"{key} is {new}{key.removeprefix(old)} now"
+            sure = new in known or (spellings == new and new.rpartition(".")[0] in known)  # another choice may have it
+            if old not in known and sure:
+                return f"{key} is {new}{key.removeprefix(old)} now"
     return None

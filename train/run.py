@@ -29,10 +29,10 @@ from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import length_settings
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.inference.generation import tokens_per_forward
-from foredraft.train import held_out, lora
+from foredraft.train import held_out, lora, losses
 from foredraft.train.checks import (
-    check_features,
     check_fresh_text,
+    check_hidden_states,
     check_lora,
     check_saving,
     check_settings,
@@ -44,8 +44,8 @@ from foredraft.train.data.documents import Documents
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.data.self_generated import self_generate, write_more
-from foredraft.train.features.ends import load_target
 from foredraft.train.finalize import finalize
+from foredraft.train.hidden_states.ends import load_target
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal, fitted
 from foredraft.train.runtime.memory import keep_freed, out_of_memory_named
@@ -55,7 +55,7 @@ from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments, argument
 
 
 class Prepared(NamedTuple):
-    """What training needs, checked and ready for the first step."""
+    """Hold what training needs, checked and ready for the first step."""
 
     target: Target
     head: DraftHead
@@ -91,18 +91,36 @@ def main(cfg: DictConfig) -> None:
         distributed.shutdown()
 
 
+def preset_line(cfg: DictConfig) -> str:
+    """Return the first line of a run: the preset, why it was chosen, how to choose another, and what it sets."""
+    choices, typed = HydraConfig.get().runtime.choices, HydraConfig.get().overrides.task
+    found = "no GPU was found" if choices["target"] == "hf" else f"for target={choices['target']}"
+    reason = f"{found}; preset=gpu for published settings"
+    if choices["preset"] == "gpu":
+        reason = "published settings; preset=cpu for an hour or two on a CPU"
+    if any(override.startswith("preset=") for override in typed):
+        reason = "as typed"
+    trainer = cfg.trainer
+    return (
+        f"preset {choices['preset']} ({reason}): max_length={cfg.max_length} trainer.optim={trainer.optim} "
+        f"trainer.learning_rate={trainer.learning_rate:g} trainer.num_train_epochs={trainer.num_train_epochs} "
+        f"trainer.max_steps={trainer.max_steps}"
+    )
+
+
 def start_process(cfg: DictConfig) -> None:
     """Check what needs neither target nor data, and set device and seed."""
-    strategy.check(cfg.strategy.name, cfg.optimizer._target_)
+    cfg.strategy = strategy.choose(cfg.strategy, cfg.trainer.optim)
     loggers.check(cfg.trainer.report_to)
     check_lora(cfg)
-    check_features(cfg)
+    check_hidden_states(cfg)
     if cfg.trainer.max_steps == 0:
         raise ValueError(
             "trainer.max_steps=0 trains nothing: give a number of steps, or -1 for trainer.num_train_epochs"
         )
     if distributed.rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- one process prints, to its end
+    print(preset_line(cfg), flush=True)
     if cfg.push_to_hub is not None:
         hub.check_name(cfg.push_to_hub)  # not after hours of training
     strategy.choose_device()
@@ -113,10 +131,10 @@ def start_process(cfg: DictConfig) -> None:
 def load(cfg: DictConfig) -> tuple[Target, Corpus]:
     target = load_target(cfg)
     target.check_draftable()
-    if cfg.push_to_hub is not None and not cfg.features.get("whole_target", True):
+    if cfg.push_to_hub is not None and not cfg.hidden_states.get("load_full_target", True):
         raise ValueError(
             f"push_to_hub={cfg.push_to_hub}: a head is pushed with what was measured, which needs all of the target: give "
-            "features.whole_target=true, or push the finished head with scripts/push.py"
+            "hidden_states.load_full_target=true, or push the finished head with scripts/push.py"
         )
     if target.is_collective and cfg.push_to_hub is not None:
         raise ValueError(
@@ -124,12 +142,12 @@ def load(cfg: DictConfig) -> tuple[Target, Corpus]:
             "read: push the finished head with scripts/push.py"
         )
     data = load_corpus(cfg.data, target)
-    check_settings(target, data, cfg.evaluate, cfg.length)
+    check_settings(target, data, cfg.eval, cfg.max_length)
     return target, data
 
 
 def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
-    """Head, rows and directory. What fails only when the head is saved fails here."""
+    """Prepare head, rows and directory. What would fail only when the head is saved fails here."""
     counts = count_tokens(data.train, target.vocab_size)
     more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
     head = instantiate(cfg.head, target=target, **more)
@@ -149,11 +167,11 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
         )
     if cfg.fresh_text:
         check_fresh_text(cfg, target)
-    args = arguments(cfg.trainer, target, **instantiate(cfg.strategy.arguments, _convert_="all"))
+    args = arguments(cfg.trainer, target, **strategy.arguments_of(cfg.strategy, cfg.strategy_args))
     if distributed.rank() == 0 or target.is_collective:
         check_saving(head, target, data.train)
-    if cfg.lora is not None:
-        lora.add(head, cfg.lora)
+    if cfg.lora_r is not None:
+        lora.add(head, cfg.lora_r)
     parameters = sum(parameter.numel() for parameter in head.parameters())
     # Three checkpoints of weights, two moments and the head, the best head twice, and the finished one; in float32 at most.
     need_bytes = (3 * 4 + 3) * 4 * parameters + 2**20
@@ -166,8 +184,8 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     counts = count_tokens(data.train, target.vocab_size)
     if head.pruned and cfg.init_from is None:  # to what the target writes, which is what the head will draft
         head.init_projections(target, counts)
-    packed = Packed(data.train, cfg.length, cfg.data_seed, cfg.long)
-    if distributed.world_size() > 1:  # each node may have read files of its own, a cache in its home among them
+    packed = Packed(data.train, cfg.max_length, cfg.data_seed, cfg.packing)
+    if distributed.world_size() > 1:  # each node may have read separate files, such as a cache in its home
         distributed.check_same(packed.digest, f"training rows, of {data.card['source']},")
     card = data_card.describe(data.train) | data_card.coverage(counts, head.draft_ids)
     data = data._replace(card=data.card | card | packed.card)
@@ -177,7 +195,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
         data_card.save(directory, data.card)
     learned = (
         ""
-        if cfg.lora is None
+        if cfg.lora_r is None
         else f", of which {sum(p.numel() for p in head.parameters() if p.requires_grad):,} learn,"
     )
     print(
@@ -185,34 +203,35 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     )
     if len(packed) < distributed.world_size():
         raise ValueError(
-            f"the data gives {len(packed)} rows of length={cfg.length} for {distributed.world_size()} processes: take fewer"
+            f"the data gives {len(packed)} sequences of max_length={cfg.max_length} for {distributed.world_size()} "
+            "processes: use fewer"
         )
     if distributed.rank() == 0:
         loggers.prepare(args.report_to, directory)
-    measured_rows = held_out.rows(measured_on, cfg.length, cfg.data_seed, target.context)
+    measured_rows = held_out.rows(measured_on, cfg.max_length, cfg.data_seed, target.context)
     return Prepared(target, head, data, packed, later, measured_rows, args, directory, checkpoint)
 
 
 def fresh_rows(cfg: DictConfig, target: Target, texts: Documents, directory: Path, part: int) -> Packed:
-    """Rows for epoch `part` (from 1 on) of text that the target writes now, `self_generated_tokens` as the first text has."""
+    """Return rows for epoch `part` (from 1 on) of text that the target writes now, with as many tokens as the first text."""
     file = directory / f"self_generated.{part}.safetensors"
     written = write_more(target, texts, written_tokens(cfg), cfg.data_seed, file, part)
-    return Packed(written, cfg.length, cfg.data_seed + part, cfg.long)
+    return Packed(written, cfg.max_length, cfg.data_seed + part, cfg.packing)
 
 
 def written_tokens(cfg: DictConfig) -> int:
-    """How many the target writes before a run reads them: no more than it reads."""
+    """Return the number of tokens that the target writes before a run reads them: no more than it reads."""
     tokens = cfg.self_generated_tokens
     if cfg.trainer.max_steps > 0:
-        tokens = min(tokens, cfg.trainer.max_steps * rows_per_step(cfg) * cfg.length)
+        tokens = min(tokens, cfg.trainer.max_steps * rows_per_step(cfg) * cfg.max_length)
     return tokens
 
 
 def with_self_generated_text(
     cfg: DictConfig, target: Target, data: Corpus, directory: Path
 ) -> tuple[Corpus, Documents]:
-    """The corpus with text that the target wrote, as much as this run reads, and held-out documents of the same kind. One
-    process keeps for all what is written."""
+    """Return the corpus with text that the target wrote, as much as this run reads, and held-out documents of the same kind.
+    One process writes for all."""
     held = held_out.documents(target.text_tokenizer, data)
     tokens = written_tokens(cfg)
     if not tokens:
@@ -234,10 +253,12 @@ def with_self_generated_text(
 
 
 def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTrainer:
-    """The trainer after its last step. Ends the process where a signal stopped it before."""
+    """Return the trainer after its last step. End the process if a signal stopped it before."""
     target, args = run.target, run.args
-    dataset = instantiate(cfg.features)(run.packed, target, run.head.layers, cfg.trainer.per_device_train_batch_size)
-    distillation = instantiate(cfg.criterion, head=run.head, target=target, loss=instantiate(cfg.loss))
+    dataset = instantiate(cfg.hidden_states)(
+        run.packed, target, run.head.layers, cfg.trainer.per_device_train_batch_size
+    )
+    distillation = instantiate(cfg.objective, head=run.head, target=target, loss=losses.build(cfg.loss, cfg.loss_args))
     rows = rows_per_step(cfg)
     if args.max_steps <= 0:
         args.max_steps = math.ceil(args.num_train_epochs * len(dataset) / rows)
@@ -246,12 +267,12 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
         if before:
             args.max_steps, args.max_minutes = before["fitted_steps"], 0.0
     if (times := args.max_steps * rows / len(dataset)) > 1:
-        flatters = "loss and accuracy on them flatter, held out they do not"
+        note = "loss and accuracy on them overestimate the head, held-out figures do not"
         fresh = "after each time the target writes others"
-        print(f"the {len(dataset):,} rows are read {times:.1f} times: {fresh if run.later else flatters}", flush=True)
+        print(f"the {len(dataset):,} rows are read {times:.1f} times: {fresh if run.later else note}", flush=True)
 
-    decodes = cfg.evaluate.eval_steps and not target.ends_only and has_prompts(run.data.validation)
-    settings = cfg.evaluate.eval_prompts, cfg.evaluate.prompt_tokens
+    decodes = cfg.eval.steps and not target.ends_only and has_prompts(run.data.validation)
+    settings = cfg.eval.num_prompts, cfg.eval.prompt_tokens
     validation = prompts(target.text_tokenizer, run.data.validation, *settings) if decodes else []
 
     def validate(head: DraftHead) -> dict[str, float]:
@@ -268,16 +289,15 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
         distillation,
         args,
         train_dataset=EpochStream(dataset, args.max_steps * rows, cfg.seed, run.later),
-        build_optimizer=instantiate(cfg.optimizer),
         measure=validate,
-        callbacks=[stop, Progress(), Measure(cfg.evaluate.eval_steps if decodes else 0), *callbacks],
+        callbacks=[stop, Progress(), Measure(cfg.eval.steps if decodes else 0), *callbacks],
     )
     trainer.remove_callback(PrinterCallback)
-    strategy.check_distributed_type(cfg.strategy.name, trainer.accelerator.distributed_type)
+    strategy.check_distributed_type(cfg.strategy, trainer.accelerator.distributed_type)
     named = out_of_memory_named(
         cfg.trainer.per_device_train_batch_size,
-        cfg.length,
-        f"target={target.name} head={run.head.kind} strategy={cfg.strategy.name} gpus={distributed.world_size()}",
+        cfg.max_length,
+        f"target={target.name} head={run.head.kind} strategy={cfg.strategy} gpus={distributed.world_size()}",
     )
     try:
         with named:

@@ -1,4 +1,4 @@
-"""Where a head's weights begin: new, or those of a head that was trained before."""
+"""Start from the weights of a head that was trained before."""
 
 import torch
 
@@ -9,12 +9,12 @@ from foredraft.heads.target import Target
 
 
 def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
-    """The head at `path`, a directory or a repository of the Hub in any layout that decoding reads, with the settings of
-    training that `head` has. Its vocabulary, layers and shape stay its own. Raises ValueError for one of another kind."""
+    """Return the head at `path`, a directory or a repository of the Hub in any layout that decoding reads, with the training
+    settings of `head`. Its vocabulary, layers and shape stay. Raise ValueError for one of another kind."""
     found = read_head(path, target)
     if type(found) is not type(head):
         raise ValueError(
-            f"init_from={path} is a head of the kind {found.kind}, and head={head.kind}: take head={found.kind}"
+            f"init_from={path} is a head of the kind {found.kind}, and head={head.kind}: set head={found.kind}"
         )
     if isinstance(found, RecurrentHead) and found.limit is None:
         found.depth = head.depth  # its weights are the same for all depths

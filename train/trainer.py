@@ -23,30 +23,31 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.training_args import OptimizerNames
 
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.hub.client import HEAD
 from foredraft.heads.target import Target
-from foredraft.train import lora
+from foredraft.train import lora, optimizer
 from foredraft.train.data.packing import collate
 from foredraft.train.module import DistillationModel
+from foredraft.train.optimizer import OPTIMIZERS
 from foredraft.train.runtime import callbacks, checkpoints, distributed
 from foredraft.train.runtime.callbacks import FitToTime, KeepCheckpoints, Profile, TimeOptimizer
 from foredraft.train.runtime.memory import peak_memory
 from foredraft.train.runtime.strategy import load_full_weights, shard_on_cpus_too, without_weights
 
 NOT_HERE = {  # arguments of Trainer that would change nothing here, and what does
-    "optim": "choose optimizer=adamw or optimizer=muon",
-    "optim_args": "set the keys of conf/optimizer",
-    "optim_target_modules": "choose optimizer=adamw or optimizer=muon",
+    "optim_args": "set trainer.muon_lr or trainer.head_lr_multiplier",
+    "optim_target_modules": "choose trainer.optim=adamw or trainer.optim=muon",
     "label_smoothing_factor": "the labels are the target's own distributions: choose a loss",
     **dict.fromkeys(
         ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
         "set trainer.compile_head, which leaves the target",
     ),
-    **dict.fromkeys(("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"), "set evaluate.eval_steps"),
-    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "set evaluate.keep_best"),
+    **dict.fromkeys(("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"), "set eval.steps"),
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "set eval.keep_best"),
     **dict.fromkeys(
         ("fp16", "bf16_full_eval", "fp16_full_eval"), "products are in bfloat16 or float32: set trainer.bf16"
     ),
@@ -57,7 +58,7 @@ NOT_HERE = {  # arguments of Trainer that would change nothing here, and what do
             "gradient_checkpointing",  # the same, by their earlier names
             "gradient_checkpointing_kwargs",
         ),
-        "lower trainer.per_device_train_batch_size or length",
+        "lower trainer.per_device_train_batch_size or max_length",
     ),
     "auto_find_batch_size": "set trainer.per_device_train_batch_size (foredraft plan counts what fits)",
     **dict.fromkeys(
@@ -72,9 +73,12 @@ NOT_HERE = {  # arguments of Trainer that would change nothing here, and what do
 
 @dataclass
 class HeadTrainingArguments(TrainingArguments):
-    """Raises ValueError for an argument that would be ignored, and for a compiler that torch does not know."""
+    """Check the arguments. Raise ValueError for one that would be ignored, and for a compiler that torch does not support."""
 
     bf16: bool = False  # are products in bfloat16?
+    optim: str = "adamw"  # see train/optimizer.py
+    muon_lr: float = 0.05
+    head_lr_multiplier: float = 4.0
     compile_head: str | None = None
     max_minutes: float = 0.0  # see FitToTime
     gpu_tflops: float | None = None  # what a device can do: the share of it that is used is logged
@@ -83,7 +87,7 @@ class HeadTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if self.compile_head is not None and self.compile_head not in (known := torch.compiler.list_backends(())):
             raise ValueError(
-                f"trainer.compile_head={self.compile_head} is no backend of torch.compile: {', '.join(known)}"
+                f"trainer.compile_head={self.compile_head} is not a backend of torch.compile: {', '.join(known)}"
             )
         defaults = {field.name: field.default for field in fields(TrainingArguments)}
         for name in (name for name in NOT_HERE if name in defaults):  # versions of transformers have not all of them
@@ -91,6 +95,9 @@ class HeadTrainingArguments(TrainingArguments):
                 raise ValueError(f"trainer.{name}={value} has no effect on a head: {NOT_HERE[name]}")
         if self.max_minutes < 0:
             raise ValueError(f"trainer.max_minutes={self.max_minutes} must not be negative; 0 is no limit")
+        if self.optim not in OPTIMIZERS:
+            raise ValueError(f"trainer.optim={self.optim} is not one of {', '.join(OPTIMIZERS)}")
+        self.optimizer, self.optim = self.optim, OptimizerNames.ADAMW_TORCH  # Trainer would build its own
         # accelerate and DeepSpeed would cast weights, gradients and the loss as well: DistillationModel casts products alone.
         self.products_in_bf16, self.bf16 = self.bf16, False
         os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # `accelerate launch` may have said otherwise
@@ -98,13 +105,13 @@ class HeadTrainingArguments(TrainingArguments):
 
     @property
     def n_gpu(self) -> int:
-        """At most one device for each process: Trainer would wrap the head in nn.DataParallel on a machine with several, and
-        its copies would meet a target on another device. All of them take strategy=ddp under torchrun."""
+        """Return at most one device for each process: Trainer would wrap the head in nn.DataParallel on a machine with
+        several, and its copies would meet a target on another device. All of them take strategy=ddp under torchrun."""
         return min(1, super().n_gpu)
 
 
 def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArguments:
-    """The arguments that conf/trainer and conf/strategy give. From here on the processes of a run can communicate."""
+    """Return the arguments of `trainer` and of a strategy. From here on the processes of a run can communicate."""
     if not settings.get("dataloader_num_workers"):  # nobody reads ahead then
         strategy["dataloader_prefetch_factor"] = None
     fixed = {
@@ -112,7 +119,7 @@ def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArg
         "remove_unused_columns": False,
         "disable_tqdm": True,
         "train_sampling_strategy": "sequential",  # train/data/row_order.py has the order
-        "logging_nan_inf_filter": False,  # it waits for the loss of every batch, to hide one that is no number
+        "logging_nan_inf_filter": False,  # it waits for the loss of every batch, to hide one that is not a number
     }
     for name in sorted(fixed.keys() & settings.keys()):
         if settings[name] != fixed[name]:
@@ -122,8 +129,8 @@ def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArg
 
 
 class HeadTrainer(Trainer):
-    """A loss is a sum over drafts, divided by their number in the whole step: so neither it nor its gradient depends on how
-    a step is spread over batches and processes."""
+    """Train a head. A loss is a sum over drafts, divided by their number in the whole step: so neither it nor its gradient
+    depends on how a step is spread over batches and processes."""
 
     optimizer: Any
     control: Any
@@ -136,13 +143,11 @@ class HeadTrainer(Trainer):
         self,
         distillation: DistillationModel,
         args: HeadTrainingArguments,
-        build_optimizer: Callable[..., torch.optim.Optimizer],
         measure: Callable[[DraftHead], dict[str, float]],
         **kwargs: Any,
     ):
-        """build_optimizer: one of train/optimizer.py; the schedule is the trainer's. measure: what is logged of a
-        head, its `acceptance_length` at least."""
-        self.distillation, self.build_optimizer, self.measure = distillation, build_optimizer, measure
+        """Prepare training. measure: what is logged of a head, its `acceptance_length` at least."""
+        self.distillation, self.measure = distillation, measure
         self.eval_head = without_weights(
             copy.deepcopy(distillation.head, {id(distillation.target): distillation.target})
         )
@@ -170,13 +175,8 @@ class HeadTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            self.optimizer = self.build_optimizer(
-                model or self.model,
-                self.distillation.head.vocabulary_parameters,
-                self.args.learning_rate,
-                (self.args.adam_beta1, self.args.adam_beta2),
-                weight_decay=self.args.weight_decay,
-                epsilon=self.args.adam_epsilon,
+            self.optimizer = optimizer.build(
+                self.args.optimizer, model or self.model, self.distillation.head.vocabulary_parameters, self.args
             )
         return self.optimizer
 
@@ -186,7 +186,7 @@ class HeadTrainer(Trainer):
         return schedule
 
     def reschedule(self, steps: int) -> None:
-        """Let the learning rate fall over so many steps, from the next one on."""
+        """Let the learning rate fall over this number of steps, from the next one on."""
         args, unused = self.args, torch.optim.SGD([torch.zeros(1)])
         warmup, own = args.get_warmup_steps(steps), args.lr_scheduler_kwargs
         (rate,) = get_scheduler(args.lr_scheduler_type, unused, warmup, steps, own).lr_lambdas
@@ -195,7 +195,7 @@ class HeadTrainer(Trainer):
             schedule.lr_lambdas = [rate] * len(schedule.lr_lambdas)
 
     def get_batch_samples(self, *args: Any) -> tuple[list, Tensor]:
-        """The batches of a step, and (depth,) how many drafts they have in the loss, over all processes."""
+        """Return the batches of a step, and (depth,) the number of their drafts in the loss, over all processes."""
         if self.saving_since is not None:
             self.since += time.perf_counter() - self.saving_since
             self.saving_since = None
@@ -213,7 +213,7 @@ class HeadTrainer(Trainer):
         return batches, distributed.all_reduce(counts).to(self.args.device, non_blocking=True)
 
     def get_train_dataloader(self) -> DataLoader:
-        """Its batches stay in the host's memory until `get_batch_samples` has read them."""
+        """Return a loader whose batches stay in the host's memory until `get_batch_samples` has read them."""
         loader: Any = super().get_train_dataloader()
         loader.device = None
         return loader
@@ -246,7 +246,7 @@ class HeadTrainer(Trainer):
 
     @contextlib.contextmanager
     def not_timed(self) -> Iterator[None]:
-        """What happens inside counts in no rate."""
+        """Exclude what happens inside from all rates."""
         start = time.perf_counter()
         yield
         self.since += time.perf_counter() - start
@@ -270,7 +270,8 @@ class HeadTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def seconds_of_parts(self) -> dict[str, float]:
-        """Of an optimizer step of this process, since the last entry. The head's are its forward, loss and backward."""
+        """Return the seconds of each part of an optimizer step of this process since the last entry. The head's are its
+        forward, loss and backward."""
         times = self.distillation.part_times
         found = times.seconds()
         found["head"] = found.pop("step") - found["target"]
@@ -293,14 +294,14 @@ class HeadTrainer(Trainer):
         )
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """The first part of a checkpoint, its head among it; the next step begins after the last one."""
+        """Save the first part of a checkpoint, including the head; the next step starts after the last one."""
         self.saving_since = time.perf_counter()
         super().save_model(output_dir, *args, **kwargs)
         self.save_head(self.full_head(), Path(output_dir or self.args.output_dir) / HEAD)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """The Trainer's, after it has read a checkpoint. Raises ValueError for one that has not the weights of this head, as
-        those of other versions."""
+        """Raise ValueError, after the Trainer has read a checkpoint, if it lacks weights of this head, as those of other
+        versions."""
         if odd := [*load_result.missing_keys, *load_result.unexpected_keys]:
             raise ValueError(
                 f"the checkpoints in {self.args.output_dir} were written by another version of foredraft, which has not "
@@ -311,12 +312,12 @@ class HeadTrainer(Trainer):
 
     @property
     def measures(self) -> bool:
-        """One process measures, unless the target runs them together."""
+        """Return whether this process measures: one does, unless the target runs in all of them together."""
         return distributed.rank() == 0 or self.distillation.target.is_collective
 
     def full_head(self) -> DraftHead:
-        """The head with its full weights in the processes that may measure it, empty in the others; every process must call
-        this. Without shards the tensors are those in training."""
+        """Return the head with its full weights in the processes that may measure it, empty in the others; every process
+        must call this. Without shards the tensors are those in training."""
         state = self.accelerator.get_state_dict(self.model_wrapped)
         if self.distillation.target.is_collective:
             state = distributed.broadcast({name: tensor.cpu() for name, tensor in state.items()})

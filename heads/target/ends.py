@@ -1,5 +1,5 @@
 """The ends of a target: embedding, final norm and lm_head, without the layers between them. They are all that training takes
-of it where its hidden states come from a disk or an engine (train/features).
+of it where its hidden states come from a disk or an engine (train/hidden_states).
 
 Everything else of the model has shapes and no numbers (the device `meta`), so that it says of itself what it always does, and
 is read from no file: of the checkpoint's shards only those with the ends are opened, or fetched from the Hub.
@@ -26,7 +26,7 @@ from foredraft.heads.target.loading import first_line, load_model, model_class, 
 if TYPE_CHECKING:
     from foredraft.heads.target.model import Target
 
-WHOLE = "features.whole_target=true loads all of it"
+WHOLE = "hidden_states.load_full_target=true loads all of it"
 
 
 def load_ends(

@@ -81,11 +81,11 @@ def head_of(drafter: Drafter) -> DraftHead:
 def train_overrides(head: DraftHead) -> list[str]:
     """Return arguments of `foredraft train` to continue the training of a head."""
     more = ["data.rejection_weight=1"] if isinstance(head, BlockHead) else []
-    few = ["evaluate.eval_steps=0", "evaluate.prompts=16", "evaluate.new_tokens=64", "evaluate.timed_prompts=1"]
+    few = ["eval.steps=0", "eval.final_num_prompts=16", "eval.max_new_tokens=64", "eval.timed_prompts=1"]
     depth = [f"head.{head.depth_key}={head.depth}"] if head.depth_key else []
     if isinstance(head, DFlashHead):
         depth = [
             f"head.block_size={head.block_size}",
             f"head.sample_from_anchor={str(head.sample_from_anchor).lower()}",
         ]
-    return [f"head={head.kind}", *depth, *more, *few, "evaluate.proof=false"]
+    return [f"head={head.kind}", *depth, *more, *few, "eval.check_float32=false"]

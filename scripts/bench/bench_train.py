@@ -1,12 +1,12 @@
-"""How fast a head trains:  python scripts/bench/bench_train.py head=eagle3 length=4096 steps=8 [baseline=PYTHON]
+"""How fast a head trains:  python scripts/bench/bench_train.py head=eagle3 max_length=4096 steps=8 [baseline=PYTHON]
 
 Tokens per second of the trainer's own steps, the process's peak memory, and model-flops utilisation: products of the
 target's forward and of the head's forward and backward per second, as a share of what one large matrix product reaches on
 this device. With `baseline`, speculators 0.9.0 trains its EAGLE-3 or DFlash in the same run: same target, rows, length,
-steps, dtype and threads, from hidden states on disk; foredraft runs the target, or reads such states too (features=disk
-features.whole_target=true). The baseline's start-up is not counted: its time is the difference of two runs. Where other
-programs share the machine, `processor_time=true threads=1 trainer.dataloader_num_workers=0` counts the processor's seconds of
-both.
+steps, dtype and threads, from hidden states on disk; foredraft runs the target, or reads such states too
+(hidden_states=offline hidden_states.load_full_target=true). The baseline's start-up is not counted: its time is the
+difference of two runs. Where other programs share the machine, `processor_time=true threads=1
+trainer.dataloader_num_workers=0` counts the processor's seconds of both.
 """
 
 import json
@@ -28,10 +28,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PrinterCallback, TrainerCallback
 
 from foredraft.heads import Target
+from foredraft.train import losses
 from foredraft.train.cli import entry
 from foredraft.train.data.corpus import Document, Packed
 from foredraft.train.data.row_order import EpochStream
-from foredraft.train.features.probe import final_norm, read_states
+from foredraft.train.hidden_states.probe import final_norm, read_states
 from foredraft.train.runtime.memory import keep_freed, peak_memory
 from foredraft.train.trainer import HeadTrainer, arguments
 
@@ -46,7 +47,7 @@ def main(cfg: DictConfig) -> None:
     target: Target = instantiate(cfg.target)
     batch = cfg.trainer.per_device_train_batch_size
     generator = torch.Generator().manual_seed(cfg.seed)
-    tokens = torch.randint(target.vocab_size, (cfg.steps * batch, cfg.length), generator=generator)
+    tokens = torch.randint(target.vocab_size, (cfg.steps * batch, cfg.max_length), generator=generator)
     results = {"foredraft": train(cfg, target, tokens)}
     if cfg.baseline:
         results["speculators"] = train_baseline(cfg, target, tokens, of_kind)
@@ -64,16 +65,15 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     documents = [Document(row, [True] * len(row)) for row in tokens.tolist()]
     more = {"counts": torch.bincount(tokens.flatten(), minlength=target.vocab_size)}
     head = instantiate(cfg.head, target=target, **(more if "draft_vocab_size" in cfg.head else {}))
-    distillation = instantiate(cfg.criterion, head=head, target=target, loss=instantiate(cfg.loss))
+    distillation = instantiate(cfg.objective, head=head, target=target, loss=losses.build(cfg.loss, cfg.loss_args))
     args = arguments(cfg.trainer, target)
     args.max_steps = cfg.steps * (EPOCHS if cfg.baseline else 1)  # as long as the baseline is timed
-    packed, batch = Packed(documents, cfg.length, cfg.seed), cfg.trainer.per_device_train_batch_size
-    dataset = instantiate(cfg.features)(packed, target, head.layers, batch)
+    packed, batch = Packed(documents, cfg.max_length, cfg.seed), cfg.trainer.per_device_train_batch_size
+    dataset = instantiate(cfg.hidden_states)(packed, target, head.layers, batch)
     trainer = HeadTrainer(
         distillation,
         args,
         train_dataset=EpochStream(dataset, len(packed), cfg.seed),
-        build_optimizer=instantiate(cfg.optimizer),
         measure=lambda head: {},
     )
     trainer.remove_callback(PrinterCallback)
@@ -81,12 +81,12 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     trainer.add_callback(ends)
     trainer.train()
     # From the end of the last step that warms up: no first step is timed.
-    rate = batch * cfg.length * (args.max_steps - cfg.warmup) / (ends.times[-1] - ends.times[cfg.warmup - 1])
+    rate = batch * cfg.max_length * (args.max_steps - cfg.warmup) / (ends.times[-1] - ends.times[cfg.warmup - 1])
     peak = peak_memory(target.device)
     row = {name: value[None].to(target.device) for name, value in dataset[0].items()}
     with FlopCounterMode(display=False) as flops:
         distillation(**row).loss.backward()
-    work = flops.get_total_flops() / cfg.length
+    work = flops.get_total_flops() / cfg.max_length
     facts = {"tokens_per_second": rate, "peak_gib": peak / 2**30, "gflop_per_token": work / 1e9}
     return facts | {"utilisation": rate * work / top_speed(target)}
 
@@ -126,7 +126,7 @@ def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor, of_kin
             "data-path": folder,
             "hidden-states-path": folder / "hidden_states",
             "on-missing": "raise",
-            "total-seq-len": cfg.length,
+            "total-seq-len": cfg.max_length,
             "num-workers": 0,
             "hidden-states-dtype": str(target.dtype).removeprefix("torch."),
             "loss-implementation": "eager",
@@ -164,7 +164,7 @@ def baseline_settings(cfg: DictConfig) -> dict[str, Any]:
             "num-layers": cfg.head.num_hidden_layers,
             "mask-token-id": cfg.head.mask_token_id or 0,
             "full-attention-indices": list(range(cfg.head.num_hidden_layers)),
-            "max-anchors": round(cfg.criterion.anchors * cfg.length),
+            "max-anchors": round(cfg.objective.anchors * cfg.max_length),
             "per-position-loss-weight": "fixed-exp-decay",
         }
     raise ValueError(f"head={kind} is not compared with speculators here: head=eagle3, head=dflash, or baseline=null")

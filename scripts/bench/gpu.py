@@ -188,13 +188,15 @@ def bandwidth(device: torch.device, size: int = 1 << 28) -> float:
 
 def training(cfg: DictConfig, path: str) -> dict[str, Any]:
     """EAGLE-3's, by scripts/bench/bench_train.py, and what scripts/plan.py says of it."""
-    shape = [f"target.path={path}", f"target.dtype={cfg.dtype}", f"length={cfg.length}"]
+    shape = [f"target.path={path}", f"target.dtype={cfg.dtype}", f"max_length={cfg.max_length}"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         size = [f"steps={cfg.steps}", f"warmup={cfg.warmup}", f"output={file}", f"output_dir={folder}"]
         program("bench/bench_train.py", "target=shape", *shape, f"target.device={cfg.device}", *size)
         found = json.loads(file.read_text())["foredraft"]
-    planned = re.search(r"sum +([\d.]+)", program("plan.py", *shape, "strategy=single", "rows=1"))
+    planned = re.search(
+        r"sum +([\d.]+)", program("plan.py", *shape, "strategy=single", "trainer.per_device_train_batch_size=1")
+    )
     assert planned is not None
     return {
         "training, tokens/s": found["tokens_per_second"],

@@ -17,7 +17,7 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target.loading import model_class, read_config
 from foredraft.inference import drafter_for, generate
 from foredraft.inference.evaluation.measure import left_pad
-from foredraft.train.losses import soft
+from foredraft.train.losses import kl_div
 from foredraft.train.module import DistillationModel
 from tests.conformance.checks import check_texts, support
 from tests.conformance.families import default_settings
@@ -63,7 +63,7 @@ def small_family(kind: type[PreTrainedConfig]) -> Target:
 
 def train(head: DraftHead, target: Target, steps: int = 3) -> None:
     """A few steps on packed rows of random tokens."""
-    model = DistillationModel(head, target, soft)
+    model = DistillationModel(head, target, kl_div)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
     documents = torch.tensor([[0] * 20 + [1] * 28, [0] * 40 + [-1] * 8])

@@ -110,9 +110,9 @@ def smollm2_heads(tmp_path_factory) -> dict[str, Path]:
     """Return heads of SmolLM2: the EAGLE-3 head of the repository, and a DFlash head that is trained here for a minute."""
     folder = tmp_path_factory.mktemp("smollm2")
     rows = ROOT / "scripts" / "smollm2" / "self_written.jsonl"
-    data = [f"data.path={rows}", "data.tokens=0", "length=256"]
-    steps = ["trainer.max_steps=60", "evaluate.eval_steps=0", "evaluate.proof=false", "evaluate.prompts=2"]
-    size = ["head=dflash", "head.draft_vocab_size=6144", "evaluate.timed_prompts=1", "evaluate.new_tokens=16"]
+    data = [f"data.path={rows}", "data.tokens=0", "max_length=256"]
+    steps = ["trainer.max_steps=60", "eval.steps=0", "eval.check_float32=false", "eval.final_num_prompts=2"]
+    size = ["head=dflash", "head.draft_vocab_size=6144", "eval.timed_prompts=1", "eval.max_new_tokens=16"]
     call(sys.executable, "train/run.py", "target=smollm2", *data, *steps, *size, f"output_dir={folder}")
     return {"eagle3": ROOT / "scripts" / "smollm2" / "eagle3", "dflash": folder / "head"}
 

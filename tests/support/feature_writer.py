@@ -11,7 +11,7 @@ import torch
 
 from foredraft.heads import Target
 from foredraft.train.data.packing import Packed
-from foredraft.train.features import disk
+from foredraft.train.hidden_states import offline
 from tests.support.batches import documents
 
 LAYERS = [1, 2, 3]
@@ -23,20 +23,20 @@ def rows() -> Packed:
 
 
 def facts(target: Target) -> dict:
-    return disk.describe(rows(), target, LAYERS, "float32", None, 2)
+    return offline.describe(rows(), target, LAYERS, "float32", None, 2)
 
 
 def main(path: str, folder: str, rank: str) -> None:
     torch.set_num_threads(1)
     target = Target.from_pretrained(path, dtype="float32", device="cpu")
-    shard = disk.shard
+    shard = offline.shard
 
     def slow(*given):
         time.sleep(0.3)
         return shard(*given)
 
-    disk.shard = slow
-    disk.write(rows(), target, facts(target), Path(folder), 2, int(rank), 2)
+    offline.shard = slow
+    offline.write(rows(), target, facts(target), Path(folder), 2, int(rank), 2)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from hydra.utils import instantiate
 
 from foredraft.heads import Target
 from foredraft.heads.base import DraftHead
+from foredraft.train.losses import build
 from foredraft.train.module import DistillationModel
 from tests.support import names
 from tests.support.configs import composed
@@ -121,7 +122,7 @@ def build_head(kind: str, target: Target, **overrides: Any) -> DraftHead:
 def criterion(name: str, head: DraftHead, target: Target) -> DistillationModel:
     """With the loss, as its yaml has them, in the middle of the training."""
     settings = composed("train", f"head={OVERRIDES.get(name, {}).get('kind', name)}")
-    made = instantiate(settings.criterion, head=head, target=target, loss=instantiate(settings.loss))
+    made = instantiate(settings.objective, head=head, target=target, loss=build(settings.loss, settings.loss_args))
     made.progress = 0.5
     return made
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from foredraft.heads import Target
 from foredraft.heads.target.sharding import COLLECTIVE
-from foredraft.train.features import online
+from foredraft.train.hidden_states import online
 from tests.support.batches import batch
 
 

@@ -25,7 +25,7 @@ from foredraft.train.data.sources import Row, Source
 
 
 class LoggedRequests(Encoder):
-    """Rows as a server logs them (inference/serve). Their tokens are the target's own: there is nothing to tokenize."""
+    """Read rows as a server logs them (inference/serve). Their tokens are the target's own: there is nothing to tokenize."""
 
     def digest(self) -> str:
         facts = f"{self.source.digest()} {len(self.tokenizer)}"
@@ -59,17 +59,17 @@ def corpus(
     tokenizer: PreTrainedTokenizerBase,
     path: str,
     rejection_weight: float = 2.0,
-    max_rows: int | None = None,
-    test_share: float = 0.05,
+    max_samples: int | None = None,
+    val_split: float = 0.05,
     num_proc: int | None = None,
     cache_dir: str | None = None,
 ) -> Corpus:
-    """The logged requests. rejection_weight: of a draft whose token stands where one was rejected, against others; the mean
-    weight is 1. Raises ValueError where nothing can be trained on."""
+    """Load the logged requests. rejection_weight: of a draft whose token stands where one was rejected, against others; the
+    mean weight is 1. Raises ValueError where nothing can be trained on."""
     if rejection_weight <= 0:
         raise ValueError(f"data.rejection_weight={rejection_weight} must be above 0; 1 weighs all drafts alike")
-    encoder = LoggedRequests(tokenizer, Source(path, max_rows=max_rows))
-    data = assemble([encode(encoder, cache_dir, num_proc)], [encoder], None, test_share)
+    encoder = LoggedRequests(tokenizer, Source(path, max_samples=max_samples))
+    data = assemble([encode(encoder, cache_dir, num_proc)], [encoder], None, val_split)
     counts = np.sum([np.bincount(flags, minlength=REJECTED + 1) for _, _, flags in data.train.blocks()], axis=0)
     card = data.card | {"rejected_share": round(float(counts[REJECTED] / counts[1:].sum()), 4)}
     if rejection_weight != 1:

@@ -30,7 +30,7 @@ Tools = list[dict] | None
 
 
 class TurnEnd(NamedTuple):
-    """What a template writes after an answer."""
+    """Hold what a template writes after an answer."""
 
     mark: str = ""  # after every answer
     chat: str = ""  # after the mark of a chat's last answer
@@ -38,7 +38,7 @@ class TurnEnd(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A conversation up to an answer, as the target saw and wrote it."""
+    """Hold a conversation up to an answer, as the target saw and wrote it."""
 
     text: str
     start: int  # of the answer
@@ -148,7 +148,7 @@ def without_thoughts(form: "ChatFormat", history: list[Message], answer: Message
         rest = after_header(form, history, prompt, text, tools, thinking)
         written = Written(prompt + rest, len(prompt), thinking, None)
     if (written.message is None and OPENED.search(prompt)) or EMPTY.match(written.text, len(prompt)):
-        raise SkippedRow("an answer without the thoughts that its target begins with")
+        raise SkippedRow("an answer without the reasoning that its target starts with")
     return written
 
 
@@ -168,7 +168,7 @@ def after_header(
     more = at < len(header) and at < begin + len(since)
     if not found or text[:at] != header[:at] or (more and not EMPTY.fullmatch(header, at)):
         raise ValueError(
-            f"{form.name} begins an answer otherwise than its generation prompt does ({prompt[-40:]!r}), so the "
+            f"{form.name} starts an answer otherwise than its generation prompt does ({prompt[-40:]!r}), so the "
             "loss mask cannot be found: give a template with {% generation %} marks (data.template=FILE)"
             + (", or another data.thinking" if form.switch else "")
         )
@@ -177,7 +177,7 @@ def after_header(
 
 
 def common(one: str, other: str) -> int:
-    """Return the length of what two texts begin with."""
+    """Return the length of the common start of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -28,13 +28,15 @@ HARMONY = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|ret
 
 
 def template_file(template: str) -> Path:
-    """The Jinja file that data.template names; "plain" is the one that lies beside this file."""
+    """Return the Jinja file that data.template names; "plain" is the one next to this file."""
     return Path(__file__).with_name("plain_chat.jinja") if template == "plain" else Path(template)
 
 
 class ChatFormat:
-    """template: a Jinja file in place of the tokenizer's own, or the name of one that the tokenizer has. thinking: the
-    template's switch for thoughts; None leaves it at its default. images: of a target that takes them. tools: use the
+    """Turn conversations into tokens and loss masks by a chat template.
+
+    template: a Jinja file in place of the tokenizer's own, or the name of one that the tokenizer has. thinking: the
+    template's switch for reasoning; None leaves it at its default. images: of a target that takes them. tools: use the
     template for rows with tools, of a tokenizer that has a separate one. Raises ValueError where there is no template, or it
     has no such switch."""
 
@@ -56,7 +58,7 @@ class ChatFormat:
         if template is None and named and "default" not in named:
             raise ValueError(f"{where} has the chat templates {', '.join(named)}: choose one with data.template=NAME")
         if template is not None and template not in named and not template_file(template).is_file():
-            raise ValueError(f"data.template={template} is no file: give a Jinja chat template, or plain")
+            raise ValueError(f"data.template={template} is not a file: give a Jinja chat template, or plain")
         if not tokenizer.is_fast:
             raise ValueError(f"{where} is a slow tokenizer: masks need the characters of each token; save a fast one")
         self.tokenizer = tokenizer
@@ -70,7 +72,9 @@ class ChatFormat:
         self.knows_thoughts = bool(re.search("think|reasoning", self.template))
         self.switch, self.thinking, self.options = bool(SWITCH.search(self.template)), thinking, switched(thinking)
         if thinking is not None and not self.switch:
-            raise ValueError(f"data.thinking={str(thinking).lower()}: {self.name} knows no thinking; leave it null")
+            raise ValueError(
+                f"data.thinking={str(thinking).lower()}: {self.name} does not support thinking; leave it null"
+            )
         added = {token.content for token in tokenizer.added_tokens_decoder.values()} | {"<think>", "</think>"}
         self.marks = sorted((mark for mark in added if mark.strip()), key=len, reverse=True)  # one may hold another
         with_tools = template is None and not tools and "tool_use" in named
@@ -78,14 +82,14 @@ class ChatFormat:
 
     @property
     def digest(self) -> str:
-        """A hash of all that decides tokens and masks, but for the conversation."""
+        """Return a hash of all that decides tokens and masks, except the conversation."""
         tokenizer = self.tokenizer.backend_tokenizer.to_str()
         return hashlib.sha256(f"{self.template}\0{self.options}\0{tokenizer}".encode()).hexdigest()[:16]
 
     def render(
         self, messages: list[Message], prompt: bool = False, tools: list[dict] | None = None
     ) -> tuple[str, list[Span]]:
-        """As `write`, of messages as layouts.py has them."""
+        """Do the same as `write` for messages in the form of layouts.py."""
         return self.write([self.shown(message) for message in messages], prompt, tools=tools)
 
     def write(
@@ -114,7 +118,7 @@ class ChatFormat:
         return texts[0], spans[0] if marked else []
 
     def shown(self, message: Message) -> Message:
-        """Return an earlier message as the template wants it. Thoughts have one of several names; those in the text stay
+        """Return an earlier message as the template wants it. Reasoning has one of several names; reasoning in the text stays
         there if the template reads no name."""
         if message["role"] != "assistant" or not (
             self.knows_thoughts and (self.names_thoughts or self.thinking is False)
@@ -127,7 +131,7 @@ class ChatFormat:
 
     @cached_property
     def names_thoughts(self) -> bool:
-        """Does the template read thoughts by a name, apart from the text?"""
+        """Return whether the template reads reasoning under a name, apart from the text."""
         answer = {"role": "assistant", "content": "?"} | dict.fromkeys(THOUGHTS, STAND_IN)
         try:
             return STAND_IN in self.write([{"role": "user", "content": "?"}, answer])[0]
@@ -136,7 +140,7 @@ class ChatFormat:
 
     @cached_property
     def opens_thoughts(self) -> bool:
-        """Does the generation prompt open the reasoning?"""
+        """Return whether the generation prompt opens the reasoning."""
         asked = [{"role": "user", "content": "?"}]
         return bool(OPENED.search(self.write(asked, True, thinking=self.switched_to(True))[0]))
 
@@ -145,11 +149,11 @@ class ChatFormat:
         return turn_end(self)
 
     def switched_to(self, thinking: bool) -> bool | None:
-        """Return the setting of the template's switch for an answer with thoughts or without; None if it is given."""
+        """Return the setting of the template's switch for an answer with reasoning or without; None if it is given."""
         return thinking if self.switch and self.thinking is None else None
 
     def shared(self, one: str, other: str) -> str:
-        """Return how both texts begin, without a part of a mark."""
+        """Return the common start of both texts, without a part of a mark."""
         end = common(one, other)
         for text in (one, other):
             for mark in self.marks:
@@ -158,7 +162,7 @@ class ChatFormat:
         return one[:end]
 
     def documents(self, messages: list[Message], tools: list[dict] | None = None) -> list[Document]:
-        """Tokens and masks. Raises SkippedRow for a conversation without an answer, or that the template refuses."""
+        """Return tokens and masks. Raise SkippedRow for a conversation without an answer, or that the template refuses."""
         if tools and self.with_tools is not self:
             return self.with_tools.documents(messages, tools)
         contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
@@ -177,7 +181,7 @@ class ChatFormat:
         return message
 
     def tokenize(self, text: str, spans: list[Span], images: Sequence[str] = ()) -> Document:
-        """A token belongs to the answer where its first character does. images: of the whole conversation, of which the text
+        """Assign each token to the answer if its first character is. images: of the whole conversation, of which the text
         may be a beginning."""
         if images and self.images is not None:
             images = images[: text.count(self.images.placeholder)]
@@ -195,14 +199,14 @@ class ChatFormat:
         return Document(tokens, mask.tolist(), tuple(images))
 
     def prompt(self, messages: list[Message], tools: list[dict] | None = None) -> list[int]:
-        """The tokens that the target continues with its answer to the last turn."""
+        """Return the tokens that the target continues with its answer to the last turn."""
         form = self.with_tools if tools else self
         text, _ = form.render(normalize_messages(messages, form.template), True, tools)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def message(self, tokens: list[int], prompt: list[int]) -> Message:
-        """The answer that a target wrote in these tokens to a prompt, for the turns that follow it. gpt-oss' channels become
-        thoughts and content; the <think> tags of others stay in the content, where their templates look for them."""
+        """Return the answer that a target wrote in these tokens to a prompt, for the turns that follow it. gpt-oss' channels
+        become thoughts and content; the <think> tags of others stay in the content, where their templates look for them."""
         if tokens and self.tokenizer.added_tokens_decoder.get(tokens[-1], None) is not None:
             tokens = tokens[:-1] if self.tokenizer.added_tokens_decoder[tokens[-1]].special else tokens
         before = answer_context(self.tokenizer, prompt)
@@ -217,5 +221,5 @@ class ChatFormat:
 
 
 def switched(thinking: bool | None) -> dict[str, bool]:
-    """A template's switch for thoughts, which has one of two names."""
+    """Return a template's switch for reasoning, which has one of two names."""
     return {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}

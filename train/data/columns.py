@@ -48,13 +48,13 @@ def cells(row: dict) -> dict[str, Any]:
 
 
 def system(row: dict) -> list[Message]:
-    """Return the system prompt that a row has in a column of its own."""
+    """Return the system prompt that a row has in a separate column."""
     given = [{"role": "system", "content": row[name]} for name in SYSTEMS if row.get(name)]
     return turns(given)[:1] if given else []
 
 
 def pair(row: dict, prompt: str, response: str | None) -> list[Message]:
-    """A prompt and its answer; either may be a list of messages (TRL's layout). Without an answer: a prompt alone."""
+    """Return a prompt and its answer; either may be a list of messages (TRL's layout). Without an answer only the prompt."""
     question, answer = listed(row[prompt]), listed(None if response is None else row[response])
     answer = first(parsed(answer) if response == "answers" else answer)
     messages = turns(question) if isinstance(question, list) else [{"role": "user", "content": content(question)}]
@@ -88,7 +88,7 @@ def earlier(row: dict) -> list[Message]:
 
 
 def first(answer: Any) -> Any:
-    """An answer, or the first one of alternatives (NQ, TriviaQA, SQuAD)."""
+    """Return an answer, or the first one of alternatives (NQ, TriviaQA, SQuAD)."""
     if isinstance(answer, dict):
         answer = answer.get("value") or answer.get("text") or answer
     texts = isinstance(answer, list) and all(isinstance(text, str) for text in answer)
@@ -142,7 +142,7 @@ def declared(row: dict, messages: str | None = None) -> list[dict] | None:
 
 
 def cut_off(messages: list[Message], reasons: Any) -> list[Message]:
-    """The messages, with `finish_reason` at each answer that ended at its limit of tokens. reasons: of the answers, as
+    """Return the messages, with `finish_reason` at each answer that ended at its limit of tokens. reasons: of the answers, as
     regeneration writes them."""
     answers = [message for message in messages if message["role"] == "assistant"]
     if isinstance(reasons, list) and len(reasons) == len(answers):
@@ -153,7 +153,7 @@ def cut_off(messages: list[Message], reasons: Any) -> list[Message]:
 
 
 def has_images(row: dict, messages: str | None) -> bool:
-    """Does a row have images, beside its turns or in them? messages: its column of turns, where that is named."""
+    """Return whether a row has images, next to its turns or in them. messages: its column of turns, if that is named."""
     column = pick(row, messages, LISTS)
     turns = row[column] if column and isinstance(row[column], list) else []
     contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]

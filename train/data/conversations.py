@@ -16,7 +16,7 @@ from foredraft.train.data.sources import Source
 
 
 class HeldOut(Sequence[str | Document]):
-    """Some documents, raw text as text; read from disk when they are needed."""
+    """List some documents, raw text as text, read from disk when they are needed."""
 
     def __init__(self, documents: Documents, raws: Any):
         self.documents, self.raws = documents, raws
@@ -46,43 +46,43 @@ def corpus(
     weights: list[float] | None = None,
     template: str | None = None,
     thinking: bool | None = None,
-    test_share: float = 0.05,
-    test_path: str | None = None,
+    val_split: float = 0.05,
+    val_path: str | None = None,
     num_proc: int | None = None,
     cache_dir: str | None = None,
     images: ImageReader | None = None,
     **source: Any,
 ) -> Corpus:
-    """Conversations or raw text of a train.data.sources.Source, or of several with the same columns; template and thinking as
-    in chat_template.ChatFormat.
+    """Load conversations or raw text of a train.data.sources.Source, or of several with the same columns. template, thinking:
+    as in chat_template.ChatFormat.
 
-    weights: how often each path's conversations are read in an epoch (2 twice, 0.5 half of them). `test_share` of the
+    weights: how often each path's conversations are read in an epoch (2 twice, 0.5 half of them). `val_split` of the
     questions is held out for the last measurement and as much for those during training, by their hash, so that a question
-    is always in the same part, in whatever file it stands. test_path: a file, or a Hub dataset's split `test`, for the last
+    is always in the same part, in whatever file it stands. val_path: a file, or a Hub dataset's split `test`, for the last
     measurement instead; its questions are trained on nowhere. images: of a target that takes them. Raises ValueError where
     nothing can be trained on.
     """
     paths = [path] if isinstance(path, str) else path
-    if not 0 < test_share < 0.5:
-        raise ValueError(f"data.test_share={test_share} must lie between 0 and 0.5")
+    if not 0 < val_split < 0.5:
+        raise ValueError(f"data.val_split={val_split} must lie between 0 and 0.5")
     if weights is not None and (len(weights) != len(paths) or min(weights) < 0):
         raise ValueError(f"data.weights={weights} must be one number, at least 0, for each of {len(paths)} paths")
     encoders = [Encoder(tokenizer, Source(one, **source), template, thinking, images) for one in paths]
-    if test_path is not None:
-        given = source | {"split": "test", "data_files": None, "max_rows": None}
-        encoders.append(Encoder(tokenizer, Source(test_path, **given), template, thinking, images))
+    if val_path is not None:
+        given = source | {"split": "test", "data_files": None, "max_samples": None}
+        encoders.append(Encoder(tokenizer, Source(val_path, **given), template, thinking, images))
     encoded = [encode(encoder, cache_dir, num_proc) for encoder in encoders]
-    return assemble(encoded, encoders, weights, test_share, test_path is not None)
+    return assemble(encoded, encoders, weights, val_split, val_path is not None)
 
 
 def assemble(
     encoded: list[Any],
     encoders: Sequence[Encoder],
     weights: list[float] | None,
-    test_share: float,
+    val_split: float,
     last_is_test: bool = False,
 ) -> Corpus:
-    """The corpus of encoded sets, of which the last may be for the test alone. Raises ValueError where nothing in it can be
+    """Build the corpus of encoded sets, of which the last may be only for the test. Raise ValueError if nothing in it can be
     trained on."""
     import datasets  # seconds to import, which most runs need not wait for
 
@@ -97,11 +97,11 @@ def assemble(
             "with data.messages, or data.prompt and data.response, or data.text"
         )
     parts = np.repeat(np.arange(len(encoded)), [len(part) for part in encoded])[good]
-    test, validation = held_out(keys[good], test_share)
+    test, validation = held_out(keys[good], val_split)
     if last_is_test:
         test = parts == len(encoded) - 1
         if not test.any():
-            raise ValueError(f"data.test_path={encoders[-1].source.path} holds nothing to measure on: {dict(dropped)}")
+            raise ValueError(f"data.val_path={encoders[-1].source.path} holds nothing to measure on: {dict(dropped)}")
         validation &= ~np.isin(keys[good], keys[good[test]])
         validation = validation if validation.any() else test
         weights = weights and [*weights, 0]
@@ -123,7 +123,9 @@ def assemble(
         else:
             documents.images = documents.pictured = None
     elif left := int(np.isin(whole.data.column("images").to_numpy(), ["[]"])[good].sum()):
-        card["images_left_out"] = f"of {left} conversations: this target takes none, or not as they are read here"
+        card["images_left_out"] = (
+            f"of {left} conversations: this target does not support images, or not as they are read here"
+        )
     raws = whole.data.column("raw")
     trained = good[~held]
     if weights is not None:
@@ -143,15 +145,15 @@ def assemble(
 
 
 def weighted(numbers: np.ndarray, keys: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Each of these documents as often as its weight says; of a fraction a hash decides, so that all that was made of a
-    conversation goes together. (The key itself has decided what is held out.)"""
+    """Repeat each of these documents as often as its weight says; a hash decides about fractions, so that all that was made
+    of a conversation goes together. (The key itself has decided what is held out.)"""
     share = (keys[numbers] * 2654435761 & 0x7FFFFFFF) / 2**31
     times = weights[numbers].astype(np.int64) + (share < weights[numbers] % 1)
     return np.repeat(numbers, times)
 
 
 def held_out(keys: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
-    """Which documents are for the test and which for validation; of a small set the lowest keys, so that neither is empty."""
+    """Choose documents for the test and for validation; of a small set the lowest keys, so that neither is empty."""
     edge = int(share * 2**31)
     lowest = np.unique(keys)[:2]
     test = keys < edge if (keys < edge).any() else keys == lowest[0]
@@ -162,10 +164,10 @@ def held_out(keys: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def source_of(data: Any) -> Source:
-    """The rows that a conf/data yaml names, without reading them. Raises ValueError where it names none."""
+    """Return the rows that a conf/data yaml names, without reading them. Raise ValueError if it names none."""
     names = {field.name for field in fields(Source)}
     if "path" not in data or data._target_ != "foredraft.train.data.conversations.corpus":
-        raise ValueError("these data are no conversations: give data=conversations data.path=FILE, or a set by name")
+        raise ValueError("these data are not conversations: give data=conversations data.path=FILE, or a set by name")
     if not isinstance(data.path, str):
         raise ValueError(f"data.path={data.path}: give one set at a time here")
     return Source(**{name: value for name, value in data.items() if name in names})

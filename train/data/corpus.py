@@ -29,14 +29,14 @@ class Corpus(NamedTuple):
 
 
 def standard_library(tokenizer: PreTrainedTokenizerBase, max_files: int | None = None) -> Corpus:
-    """The running Python's own library (train/data/stdlib.py), without its tests."""
+    """Load the running Python's own library (train/data/stdlib.py), without its tests."""
     texts = {part: [text for _, text in stdlib.documents(part, tests=False)] for part in stdlib.PARTS}
     train, card = texts["train"][:max_files], {"source": "standard library"}
     return from_texts(tokenizer, train, texts["validation"], texts["test"], card)
 
 
-def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*", test_share: float = 0.1) -> Corpus:
-    """Every file below `path` that matches `glob`, or the one file `path`, as raw text.
+def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*", val_split: float = 0.1) -> Corpus:
+    """Load every file below `path` that matches `glob`, or the one file `path`, as raw text.
 
     A share of the files, picked by name, is held out; a single file is cut, its last part held out. Raises ValueError
     that names what is missing, empty, not UTF-8, or a file of rows.
@@ -51,15 +51,17 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
     texts = [(file, read_text(file)) for file in files]
     texts = [(file, text) for file, text in texts if text.strip()]
     if not texts:
-        raise ValueError(f"data.path={path} holds no text: {len(files)} files match {glob}, none with anything in it")
+        raise ValueError(
+            f"data.path={path} contains no text: {len(files)} files match {glob}, none with anything in it"
+        )
     if len(texts) == 1:
         text = texts[0][1]
-        cut = text.rfind("\n", 0, int(len(text) * (1 - test_share))) + 1 or int(len(text) * (1 - test_share))
+        cut = text.rfind("\n", 0, int(len(text) * (1 - val_split))) + 1 or int(len(text) * (1 - val_split))
         held = text[cut:]
         train, validation, test = [text[:cut]], [held], [held]
     else:
         ranked = sorted(texts, key=lambda pair: hashlib.sha256(pair[0].name.encode()).digest())
-        count = max(1, round(len(ranked) * test_share))
+        count = max(1, round(len(ranked) * val_split))
         test = [text for _, text in ranked[:count]]
         validation = [text for _, text in ranked[count : 2 * count]] if len(ranked) >= 3 * count else test
         train = [text for _, text in ranked[count:] if text not in validation]
@@ -67,7 +69,7 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
 
 
 def read_text(file: Path) -> str:
-    """The text without what makes it a file: a byte order mark, and the end of its last line."""
+    """Read a text without the parts of a file: a byte order mark, and the end of its last line."""
     try:
         return file.read_text(encoding="utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -78,7 +80,7 @@ def read_text(file: Path) -> str:
 def from_texts(
     tokenizer: PreTrainedTokenizerBase, train: list[str], validation: list[str], test: list[str], card: dict[str, Any]
 ) -> Corpus:
-    """A corpus of raw texts; ValueError where `train` holds none."""
+    """Return a corpus of raw texts; raise ValueError if `train` contains none."""
     documents = tokenize(tokenizer, train)
     if not len(documents):
         raise ValueError(f"the data ({card['source']}) gives no tokens to train on")
@@ -86,21 +88,21 @@ def from_texts(
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """What the tokenizer puts before every text by default: its bos token, or nothing. A model that was trained with a bos
-    token drafts and writes badly without one."""
+    """Return what the tokenizer puts before every text by default: its bos token, or nothing. A model that was trained with
+    a bos token drafts and writes badly without one."""
     first = tokenizer("a", verbose=False)["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
 def with_start(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
-    """A text's tokens behind those that every text starts with, unless the text has them itself."""
+    """Return a text's tokens after those that every text starts with, unless the text has them itself."""
     start = start_tokens(tokenizer)
     return tokens if tokens[: len(start)] == start else [*start, *tokens]
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | Document]) -> Documents:
-    """Raw texts as documents, with the tokens that a text begins and ends with, all in the loss but the bos token. A text
-    that is rendered already has some of these itself. Empty texts are left out; documents stay as they are."""
+    """Turn raw texts into documents, with the tokens that a text starts and ends with, all in the loss but the bos token. A
+    text that is rendered already has some of these itself. Empty texts are left out; documents stay as they are."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     parts, left = [], iter(texts)
     while some := list(islice(left, TEXTS)):
@@ -114,7 +116,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | Document]
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text without white space around the bos and eos token that it has itself."""
+    """Return the text without white space around its own bos and eos token."""
     bare = text.rstrip()
     text = bare if tokenizer.eos_token and bare.endswith(tokenizer.eos_token) else text
     bare = text.lstrip()
@@ -122,7 +124,7 @@ def rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def count_tokens(documents: Sequence[Document], vocab: int) -> Tensor:
-    """(vocab,) int64: how often each token is in the loss, those left out that the target takes and never writes."""
+    """Return (vocab,) int64: how often each token is in the loss, without those that the target reads and never writes."""
     counts = np.zeros(vocab, np.int64)
     for _, tokens, flags in Documents.of(documents).blocks():
         counts += np.bincount(tokens[flags > 0], minlength=vocab)[:vocab]
@@ -130,12 +132,12 @@ def count_tokens(documents: Sequence[Document], vocab: int) -> Tensor:
 
 
 def has_chats(held: Held) -> bool:
-    """Are there conversations among these? Measured text ends with an answer then; raw text ends at a limit alone."""
+    """Return whether these include conversations. Measured text ends with an answer then; raw text ends only at a limit."""
     return any(isinstance(document, Document) for document in held)
 
 
 def has_prompts(held: Held) -> bool:
-    """Is there a text without images among these? Only such are decoded."""
+    """Return whether these include a text without images. Only such texts are decoded."""
     return any(isinstance(document, str) or not document.images for document in held)
 
 
@@ -151,7 +153,7 @@ def prompt_sizes(held: Held) -> dict[int, int]:
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: int) -> list[list[int]]:
-    """`count` prompts, spread evenly: `length` tokens of raw texts, or all of a conversation before its first answer.
+    """Return `count` prompts, spread evenly: `length` tokens of raw texts, or all of a conversation before its first answer.
 
     A conversation is not cut (its prompt would lose its question or its form); one of more than 8 * `length` tokens is
     skipped. Raises ValueError where there is no prompt.
@@ -161,7 +163,7 @@ def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: 
         fitting = [number for number, size in chats.items() if 0 < size <= 8 * length]
         if not fitting:
             raise ValueError(
-                f"every held-out conversation has a prompt of more than {8 * length} tokens: evaluate.prompt_tokens={length} "
+                f"every held-out conversation has a prompt of more than {8 * length} tokens: eval.prompt_tokens={length} "
                 "is an eighth of the longest that is measured on, raise it"
             )
         count = min(count, len(fitting))
@@ -187,6 +189,6 @@ def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: 
     if not found:
         raise ValueError(
             f"the held-out text is too short for prompts of {length} tokens: hold out more of it, or ask for shorter "
-            "prompts (evaluate.prompt_tokens)"
+            "prompts (eval.prompt_tokens)"
         )
     return found

@@ -19,7 +19,8 @@ BINS = 12  # of the histogram
 
 
 def describe(documents: Sequence[Document]) -> dict[str, Any]:
-    """Counts of the documents as they are trained on, their hash (tokens and masks), and the histogram of their lengths."""
+    """Return counts of the documents that are trained on, their hash (tokens and masks), and the histogram of their
+    lengths."""
     found = Documents.of(documents)
     lengths = found.sizes
     edges = sorted({int(edge) for edge in np.linspace(lengths.min(), lengths.max() + 1, BINS + 1)})
@@ -36,13 +37,13 @@ def describe(documents: Sequence[Document]) -> dict[str, Any]:
 
 
 def coverage(counts: Tensor, draft_ids: Tensor | None) -> dict[str, Any]:
-    """counts: (vocab,) of the supervised tokens. How many different ones, and which share can be drafted."""
+    """Count different supervised tokens, and the share that can be drafted. counts: (vocab,) of the supervised tokens."""
     drafted = 1.0 if draft_ids is None else vocab.coverage(counts, draft_ids.to(counts.device))
     return {"different_tokens": int((counts > 0).sum()), "vocabulary_coverage": round(drafted, 6)}
 
 
 def lines(card: dict[str, Any]) -> list[tuple[str, str]]:
-    """(label, value), as they are printed and shown."""
+    """Return (label, value) pairs, as they are printed and shown."""
     shown = []
     for name, value in card.items():
         if name in ("histogram", "first_dropped"):
@@ -58,12 +59,12 @@ def lines(card: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def summary(card: dict[str, Any]) -> str:
-    """The card for the terminal."""
+    """Format the card for the terminal."""
     return aligned(lines(card), indent="  ")
 
 
 def histogram(card: dict[str, Any]) -> str:
-    """The lengths as a chart."""
+    """Draw the lengths as a chart."""
     shape = card["histogram"]
     bars = [
         Bar(f"from {edge:,} tokens", count, plots.depth_color(1), f"{100 * count / card['documents']:.1f} %")
@@ -84,7 +85,7 @@ def check_same(directory: Path, card: dict[str, Any]) -> None:
 
 
 def save(directory: Path, card: dict[str, Any]) -> None:
-    """data_card.json, and data_card.html."""
+    """Write data_card.json and data_card.html."""
     (directory / "data_card.json").write_text(json.dumps(card, indent=2) + "\n")
     shown = {"lines": lines(card), "histogram": histogram(card)}
     write_page(directory / "data_card.html", "data_card.html.jinja", "foredraft.train.data", **shown)

@@ -29,8 +29,8 @@ class Document(NamedTuple):
 
 
 class MappedFile:
-    """An Arrow file of `datasets` in memory: its columns `tokens` (lists of int32) and `flags` (of uint8). A copy in another
-    process, which a loader's worker gets, maps the file again."""
+    """Map an Arrow file of `datasets` into memory: its columns `tokens` (lists of int32) and `flags` (of uint8). A copy in
+    another process, which a loader's worker gets, maps the file again."""
 
     def __init__(self, path: str):
         import pyarrow.ipc  # with its libraries, which most runs need not load
@@ -48,7 +48,8 @@ class MappedFile:
 
 
 class Documents(Sequence[Document]):
-    """Document n is tokens[chunk[n]][begin[n] : begin[n] + sizes[n]], and the same stretch of `flags`.
+    """Store documents in few arrays: document n is tokens[chunk[n]][begin[n] : begin[n] + sizes[n]], and the same stretch of
+    `flags`.
 
     tokens: int32 arrays. flags: uint8 arrays, 0 where a token is not in the loss. chunk, begin, sizes: (documents,) int64.
     weights: of the loss of a token, by its flag; None weighs all alike. files: where arrays lie that are mapped.
@@ -76,13 +77,13 @@ class Documents(Sequence[Document]):
 
     @classmethod
     def flat(cls, tokens: np.ndarray, flags: np.ndarray, sizes: np.ndarray) -> "Documents":
-        """Documents that lie one after the other in two arrays."""
+        """Return documents that lie one after the other in two arrays."""
         sizes = sizes.astype(np.int64)
         return cls([tokens], [flags], np.zeros_like(sizes), sizes.cumsum() - sizes, sizes)
 
     @classmethod
     def of(cls, documents: Sequence[Document]) -> "Documents":
-        """Documents as they are, or copied from a list of them."""
+        """Return documents unchanged, or copied from a list of them."""
         if isinstance(documents, Documents):
             return documents
         empty = [np.empty(0)]
@@ -92,7 +93,7 @@ class Documents(Sequence[Document]):
 
     @classmethod
     def joined(cls, parts: Sequence["Documents"]) -> "Documents":
-        """The documents of all parts, in order, where they lie."""
+        """Return the documents of all parts, in order, without a copy."""
         arrays = np.cumsum([0, *(len(part.tokens) for part in parts)])
         columns = [np.empty((3, 0), np.int64)]
         columns += [np.stack([p.chunk + first, p.begin, p.sizes]) for p, first in zip(parts, arrays, strict=False)]
@@ -103,7 +104,7 @@ class Documents(Sequence[Document]):
 
     @classmethod
     def mapped(cls, path: str) -> "Documents":
-        """The documents of an Arrow file of `datasets`, where they lie."""
+        """Return the documents of an Arrow file of `datasets`, without a copy."""
         file = MappedFile(path)
         chunk = np.repeat(np.arange(len(file.offsets)), [len(part) - 1 for part in file.offsets])
         begin, sizes = np.concatenate([np.stack([part[:-1], np.diff(part)]) for part in file.offsets], axis=1)
@@ -134,13 +135,13 @@ class Documents(Sequence[Document]):
         return Document(tokens.tolist(), flags.astype(bool).tolist(), self.images_of(number))
 
     def images_of(self, number: int) -> tuple[str, ...]:
-        """Where the images of document `number` are."""
+        """Return where the images of document `number` are."""
         return (
             () if self.pictured is None else tuple(json.loads(self.images[int(self.pictured[number])].as_py() or "[]"))
         )
 
     def with_images(self) -> np.ndarray:
-        """(documents,) bool: which of them have some."""
+        """Return (documents,) bool: which of them have images."""
         if self.pictured is None:
             return np.zeros(len(self), bool)
         import pyarrow.compute
@@ -148,7 +149,7 @@ class Documents(Sequence[Document]):
         return (pyarrow.compute.binary_length(self.images).to_numpy() > 0)[self.pictured]
 
     def stretch(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and flags of a part of document `number`, without a copy. Gives back mapped pages now and then."""
+        """Return tokens and flags of a part of document `number`, without a copy. Give back mapped pages now and then."""
         self.touched += stop - start
         if self.touched > KEPT:
             self.touched = 0
@@ -159,7 +160,7 @@ class Documents(Sequence[Document]):
         return self.tokens[chunk][part], self.flags[chunk][part]
 
     def select(self, numbers: np.ndarray) -> "Documents":
-        """These documents, in this order, of the same arrays."""
+        """Return these documents, in this order, of the same arrays."""
         found = Documents(self.tokens, self.flags, self.chunk[numbers], self.begin[numbers], self.sizes[numbers])
         found.weights, found.files, found.reader = self.weights, self.files, self.reader
         if self.pictured is not None:
@@ -167,7 +168,7 @@ class Documents(Sequence[Document]):
         return found
 
     def blocks(self) -> Iterator[tuple[range, np.ndarray, np.ndarray]]:
-        """Numbers, tokens and flags (copies, end to end) of some BLOCK tokens at a time."""
+        """Yield numbers, tokens and flags (copies, end to end) of about BLOCK tokens at a time."""
         ends = self.sizes.cumsum()
         total = int(ends[-1]) if len(ends) else 0
         cuts = np.unique([0, *np.searchsorted(ends, np.arange(BLOCK, total, BLOCK)).tolist(), len(self)])
@@ -178,7 +179,7 @@ class Documents(Sequence[Document]):
 
     @cached_property
     def digest(self) -> str:
-        """A hash of all tokens and masks."""
+        """Return a hash of all tokens and masks."""
         total = hashlib.sha256()
         for number in range(len(self)):
             tokens, flags = self.stretch(number, 0, self.sizes[number])
@@ -189,5 +190,5 @@ class Documents(Sequence[Document]):
 
     @cached_property
     def supervised(self) -> int:
-        """How many tokens are in the loss."""
+        """Return the number of tokens in the loss."""
         return sum(int(np.count_nonzero(flags)) for _, _, flags in self.blocks())

@@ -41,7 +41,7 @@ TRIED = 256  # rows that are encoded before all others, to see whether the templ
 
 
 class Encoder:
-    """Rows of a source as documents. (train/data/accepted.py has rows of another kind.)"""
+    """Encode rows of a source as documents. (train/data/accepted.py has rows of another kind.)"""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class Encoder:
         thinking: bool | None = None,
         images: ImageReader | None = None,
     ):
-        """images: of a target that takes them; None leaves them out."""
+        """Prepare encoding. images: of a target that supports them; None leaves them out."""
         self.tokenizer, self.source, self.template, self.thinking = tokenizer, source, template, thinking
         self.images = images
         self.form: ChatFormat | None = None
 
     def digest(self) -> str:
-        """Of all that decides the documents."""
+        """Hash all that decides the documents."""
         words = self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else self.tokenizer.name_or_path
         file = template_file(self.template) if self.template else None
         written = file.read_text() if file is not None and file.is_file() else self.tokenizer.chat_template
@@ -66,9 +66,9 @@ class Encoder:
         return hashlib.sha256(hash_of_code(CODE) + settings.encode()).hexdigest()[:16]
 
     def documents(self, row: Row) -> tuple[list[Document], Any]:
-        """A row's documents (a thinking model's conversation can give several), and the conversation or text that they were
-        made of. Token ids that the target wrote are taken as they are. Raises SkippedRow, and ValueError where the template
-        fits no row."""
+        """Return a row's documents (a reasoning model's conversation can give several), and the conversation or text that
+        they were made of. Token ids that the target wrote are used unchanged. Raise SkippedRow, and ValueError where the
+        template fits no row."""
         if isinstance(row.value, dict) and row.value.get("tokens") and row.value.keys() & {"written", "dropped"}:
             return self.as_written(row.value)
         messages = self.source.conversation(row, self.images is not None)
@@ -80,7 +80,7 @@ class Encoder:
         return self.form.documents(messages, declared(row.value, self.source.messages)), messages
 
     def located(self, message: Message) -> Message:
-        """The message with whole paths of its images, which may be given as they lie beside the file."""
+        """Return the message with full paths of its images, which may be relative to the file."""
         if isinstance(message["content"], str):
             return message
         folder = Path(self.source.path).absolute()
@@ -93,7 +93,7 @@ class Encoder:
         return message | {"content": found}
 
     def as_written(self, row: dict[str, Any]) -> tuple[list[Document], Any]:
-        """The documents of a row as train/data/written_rows.py describes it."""
+        """Return the documents of a row as train/data/written_rows.py describes it."""
         if "dropped" in row:
             raise SkippedRow(row["dropped"])
         tokens = row["tokens"]
@@ -140,9 +140,9 @@ class Encoder:
         )
 
     def rows(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
-        """Per row its documents, or one entry that says why it has none."""
+        """Yield per row its documents, or one entry with the reason why it has none."""
         ticker = Ticker(f"encoding {self.source.path}")  # by each process
-        for row in islice(chain.from_iterable(map(self.source.read, shards)), self.source.max_rows):
+        for row in islice(chain.from_iterable(map(self.source.read, shards)), self.source.max_samples):
             ticker.add()
             blank: dict[str, Any] = {"first": True, "tokens": [], "flags": [], "raw": "", "reason": ""}
             blank |= {"where": row.where, "key": 0, "images": ""}
@@ -171,7 +171,7 @@ class Encoder:
 
 
 def encode(encoder: Encoder, cache_dir: str | None, num_proc: int | None) -> Any:
-    """A datasets.Dataset of documents and of dropped rows, from the cache where it is there.
+    """Return a datasets.Dataset of documents and of dropped rows, from the cache if it is there.
 
     num_proc: processes; None takes one per core, as far as there are parts for them."""
     import datasets  # seconds to import, which most runs need not wait for
@@ -184,19 +184,19 @@ def encode(encoder: Encoder, cache_dir: str | None, num_proc: int | None) -> Any
         "tokens": datasets.List(datasets.Value("int32")),
         "flags": datasets.List(datasets.Value("uint8")),
         "raw": datasets.Value("string"),
-        "images": datasets.Value("string"),  # JSON: where they are, in their order; [] where they are left out
+        "images": datasets.Value("string"),  # JSON: their places, in order; [] if they are left out
         "reason": datasets.Value("string"),
         "where": datasets.Value("string"),
     }
     shards = encoder.source.shards()
-    processes = min(num_proc or len(os.sched_getaffinity(0)), len(shards)) if encoder.source.max_rows is None else 1
+    processes = min(num_proc or len(os.sched_getaffinity(0)), len(shards)) if encoder.source.max_samples is None else 1
     try:
         return datasets.Dataset.from_generator(
             encoder.rows,
             features=datasets.Features(features),
             cache_dir=cache_dir,
-            # A list is shared out, a tuple is not: the first so many rows are counted by one process.
-            gen_kwargs={"shards": shards if encoder.source.max_rows is None else tuple(shards)},
+            # A list is shared out, a tuple is not: the first rows are counted by one process.
+            gen_kwargs={"shards": shards if encoder.source.max_samples is None else tuple(shards)},
             num_proc=processes if processes > 1 else None,
             fingerprint=encoder.digest(),
         )
@@ -210,7 +210,7 @@ def hash_of_code(names: tuple[str, ...]) -> bytes:
 
 
 def key(messages: list[Message] | str) -> int:
-    """31 bits of a hash of a conversation's questions, whatever file it stands in: another answer to a question that is
-    trained on would be no held-out text."""
+    """Return 31 bits of a hash of a conversation's questions, whatever file it stands in: another answer to a question that
+    is trained on would not be held-out text."""
     asked = messages if isinstance(messages, str) else [one["content"] for one in messages if one["role"] == "user"]
     return int.from_bytes(hashlib.sha256(json.dumps(asked or messages).encode()).digest()[:4], "big") >> 1

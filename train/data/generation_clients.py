@@ -27,16 +27,16 @@ TOKEN_IDS = "return_token_ids"  # of vLLM and SGLang
 
 
 class Refused(ValueError):
-    """This conversation cannot be answered, others can."""
+    """Signal that this conversation cannot be answered, but others can."""
 
 
 class Failed(ValueError):
-    """This conversation was not answered after all retries: for its own sake, or because the server is broken."""
+    """Signal that this conversation was not answered after all retries: because of itself, or of a broken server."""
 
 
 class Server:
-    """A server that speaks OpenAI's protocol. The `openai` package retries (429 with Retry-After, 408, 409, 5xx, time-outs,
-    cut connections: exponential, with jitter); an answer that cannot be read is requested again here."""
+    """Ask a server that speaks OpenAI's protocol. The `openai` package retries (429 with Retry-After, 408, 409, 5xx,
+    time-outs, cut connections: exponential, with jitter); an answer that cannot be read is requested again here."""
 
     def __init__(
         self, endpoint: str, model: str | None, timeout: float, retries: int, settings: GenerationSettings, extra: dict
@@ -134,7 +134,7 @@ class Server:
         )
 
     async def converse(self, row: ConversationRequest, answered: AnsweredRow) -> None:
-        """An answer after each of the user's turns, as far as they go. Raises Failed, with its reason in `answered`."""
+        """Add an answer after each of the user's turns, as far as they go. Raise Failed, with its reason in `answered`."""
         try:
             for turn in row.turns:
                 answered.messages.append(turn)
@@ -195,14 +195,14 @@ def in_process(
     settings: GenerationSettings,
     output: Output,
 ) -> None:
-    """By our own engine, `batch` conversations at once, each written when it is done. An answer depends on its own row
-    alone."""
+    """Answer by our own engine, `batch` conversations at once, each written when it is done. An answer depends only on its
+    own row."""
     engine = Engine(target, None, max_num_seqs=batch, prefixes=PrefixCache(PREFIXES))
     params = SamplingParams(temperature=settings.temperature, top_p=settings.top_p)
     texts: dict[Request, tuple[ConversationRequest, deque[Message], AnsweredRow, list[int]]] = {}
 
     def ask(row: ConversationRequest, turns: deque[Message], answered: AnsweredRow) -> None:
-        """The next answer, or the row where there is none to ask for."""
+        """Ask for the next answer, or finish the row if none is left."""
         while turns and answered.error is None:
             answered.messages.append(turn := turns.popleft())
             if turn["role"] != "user":

@@ -27,7 +27,7 @@ ROLES = {name: role for role, names in NAMES.items() for name in names.split()}
 # Whether a message is learned, as OpenAI, axolotl, tinker, AgentInstruct and ms-swift name it: 0 or false if it is not.
 LEARNED = ("weight", "train", "train_turn", "training", "trainable", "loss", "loss_mask", "mask")
 
-# A model's thoughts, as engines, templates and data sets call them (DeepSeek and Qwen, vLLM, gpt-oss).
+# A model's reasoning, as engines, templates and data sets call them (DeepSeek and Qwen, vLLM, gpt-oss).
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
 IMAGES = ("image", "image_url", "input_image")
 # A question and its answer in one item of a list of turns.
@@ -43,7 +43,7 @@ IN_TEXT = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)  # a genera
 
 
 class SkippedRow(ValueError):
-    """Why a row is not used: a reason to count by."""
+    """Carry why a row is not used: a reason to count by."""
 
 
 def listed(value: Any) -> Any:
@@ -68,8 +68,8 @@ def has_system(messages: list[Message]) -> bool:
 
 
 def turns(items: list, all_user: bool = False, images: list | None = None) -> list[Message]:
-    """all_user: plain strings are all the user's; else they take turns, the user first. images: those that the row has beside
-    its turns, for turns that only say where one stands; None leaves images out."""
+    """Return a row's turns. all_user: plain strings are all the user's; else they alternate, the user first. images: those
+    that the row has next to its turns, for turns that only mark their place; None leaves images out."""
     if not items:
         raise SkippedRow("a conversation without a turn")
     messages = []
@@ -105,7 +105,7 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
             names = ("tool_call_id", "name")
             message |= {name: str(item[name]) for name in names if isinstance(item.get(name), str | int)}
             text = text if text is None or is_text(text) else json.dumps(text, ensure_ascii=False)
-        # An answer may be nothing but thoughts that were cut off, or a call.
+        # An answer may be only reasoning that was cut off, or a call.
         pictured = None if images is None or role != "user" else parts(text, images)
         nothing = not text and (role == "tool" or message.keys() & {"reasoning_content", "tool_calls"})
         message["content"] = pictured or ("" if nothing else content(text))
@@ -123,13 +123,13 @@ def unpaired(item: Any) -> list[Any]:
 
 
 def not_learned(item: dict, names: tuple[str, ...]) -> bool:
-    """Does a message or a row say that it is not learned? CSV and some JSON have numbers and truth values as text."""
+    """Return whether a message or a row is marked as not learned. CSV and some JSON have numbers and truth values as text."""
     found = [parsed(value.lower()) if isinstance(value := item.get(name), str) else value for name in names]
     return any(isinstance(value, bool | int | float) and value <= 0 for value in found)
 
 
 def split_thoughts(message: Message) -> Message:
-    """The answer with thoughts that stand in its content, <think>so</think>, apart."""
+    """Separate reasoning in an answer's content, <think>so</think>, from its text."""
     found = IN_TEXT.fullmatch(message["content"] or "")
     if found is None or "reasoning_content" in message:
         return message
@@ -138,7 +138,8 @@ def split_thoughts(message: Message) -> Message:
 
 
 def tool_calls(calls: Any) -> list[dict]:
-    """OpenAI's, with the arguments as templates want them: an object, which APIs and data sets write as JSON."""
+    """Return OpenAI's tool calls, with the arguments as templates want them: an object, which APIs and data sets write as
+    JSON."""
     found, calls = [], parsed(calls)
     for call in calls if isinstance(calls, list) else [calls]:
         call = parsed(call)
@@ -153,7 +154,7 @@ def tool_calls(calls: Any) -> list[dict]:
 
 
 def tools(column: Any) -> list[dict] | None:
-    """The functions that a row's `tools` column declares, in OpenAI's layout; None where there are none. Raises SkippedRow
+    """Return the functions that a row's `tools` column declares, in OpenAI's layout; None if there are none. Raise SkippedRow
     for what is not a list of functions."""
     column = parsed(column)
     if not column:
@@ -166,7 +167,7 @@ def tools(column: Any) -> list[dict] | None:
 
 
 def parsed(value: Any) -> Any:
-    """JSON that a data set holds as text; other text stays text."""
+    """Parse JSON that a data set holds as text; other text stays text."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -174,8 +175,8 @@ def parsed(value: Any) -> Any:
 
 
 def parts(value: Any, images: list) -> list[dict] | None:
-    """The parts of a turn with images, of OpenAI's and transformers' spellings, or of a text with LLaVA's <image>; None of a
-    turn without. Takes from `images` what the parts do not hold themselves."""
+    """Return the parts of a turn with images, of OpenAI's and transformers' spellings, or of a text with LLaVA's <image>;
+    None for a turn without images. Take from `images` what the parts do not hold themselves."""
     if isinstance(value, str) and images and "<image>" in value:
         texts = [{"type": "text", "text": text} for text in value.split("<image>")]
         value = [part for text in texts for part in ({"type": "image"}, text)][1:]
@@ -193,7 +194,7 @@ def parts(value: Any, images: list) -> list[dict] | None:
 
 
 def place(part: dict, images: list) -> str:
-    """Where the image of this part is."""
+    """Return where the image of this part is."""
     named = next((name for name in ("image", "image_url", "url", "path", "base64") if part.get(name)), None)
     if named is None and not images:
         raise SkippedRow("an image of which nothing says where it is")
@@ -209,7 +210,7 @@ def place(part: dict, images: list) -> str:
 
 
 def content(value: Any) -> str:
-    """Text, or the text among OpenAI's list of parts (of an image, say, nothing is left)."""
+    """Return the text, or the text among OpenAI's list of parts (nothing of an image, say)."""
     if isinstance(value, list):
         texts = [part for part in value if not (isinstance(part, dict) and part.get("type") in IMAGES)]
         if texts and not is_text(texts):
@@ -223,7 +224,7 @@ def content(value: Any) -> str:
 
 
 def is_text(value: Any) -> bool:
-    """Is it a text, or a list of parts with text?"""
+    """Return whether it is a text, or a list of parts with text."""
     parts = isinstance(value, list) and all(
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in value
     )
@@ -231,7 +232,7 @@ def is_text(value: Any) -> bool:
 
 
 def unicode(text: str) -> str:
-    """JSON may spell half of a character (a lone surrogate), which no tokenizer takes."""
+    """Replace half characters (lone surrogates), which JSON may spell and no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -56,8 +56,9 @@ EXHAUSTED = 1000  # the same, where earlier rows were kept
 
 @dataclass(frozen=True)
 class MagpieSettings:
-    """question_temperature, answer_temperature: from, to. greedy: share of the answers that are not sampled. tasks: questions
-    about a text, which stands at {text}; task_share: of the rows that have one."""
+    """Set how a target writes. question_temperature, answer_temperature: lowest and highest. greedy: share of the answers
+    that are not sampled. tasks: questions about a text, which replaces {text}. task_share: share of the rows that have
+    one."""
 
     turns: int = 2
     question_temperature: tuple[float, float] = (0.6, 1.05)
@@ -90,14 +91,14 @@ class MagpieSettings:
 
 @dataclass
 class Conversation:
-    """One row while it is written. tokens: all that is settled; spans as in train/data/written_rows.py."""
+    """Hold one row while it is written. tokens: all that is settled; spans as in train/data/written_rows.py."""
 
     number: int
     random: random.Random
     turns: int
     opening: list[int]  # what the question in hand continues
-    begins: str = ""  # its first words, where a seed gives them
-    task: str | None = None  # of the row's second conversation, as long as it has not begun
+    first_words: str = ""  # of its question, if a seed gives them
+    task: str | None = None  # of the row's second conversation, as long as it has not started
     start: int = 0  # in tokens, of the conversation in hand
     tokens: list[int] = field(default_factory=list)
     written: list[list[int]] = field(default_factory=list)
@@ -116,7 +117,7 @@ class Conversation:
 
 
 class Writer:
-    """Lets a target write rows into a file, many at a time."""
+    """Let a target write rows into a file, many at a time."""
 
     def __init__(self, target: Target, openings: Openings, settings: MagpieSettings, rows: RowFile, batch: int):
         self.target, self.openings, self.settings, self.rows, self.batch = target, openings, settings, rows, batch
@@ -134,7 +135,7 @@ class Writer:
         self.advised = False
 
     def write(self, tokens: int) -> None:
-        """Until the file holds `tokens` in the loss. What is in hand then is left: its numbers are written next time."""
+        """Write until the file has `tokens` in the loss. Unfinished rows are left: their numbers are written next time."""
         begun, since, base = time.monotonic(), time.monotonic(), self.rows.tokens
         while self.rows.tokens < tokens:
             for _ in range(self.batch - len(self.texts)):  # a row may be done at once
@@ -153,7 +154,7 @@ class Writer:
         self.engine.close()
 
     def answered(self) -> int:
-        """Tokens of answers in rows that are not done."""
+        """Return the number of answer tokens in unfinished rows."""
         return sum(
             sum(end - start for start, end in conversation.written) + len(text) * conversation.answering
             for conversation, text in self.texts.values()
@@ -205,17 +206,17 @@ class Writer:
         draw = random.Random(f"{self.settings.seed} {number}")
         turns = 1 if self.openings.between is None else draw.randint(1, self.settings.turns)
         seed = draw.choice(self.settings.seeds) if self.settings.seeds else None
-        begins = seed.removesuffix("...") if seed and seed.endswith("...") else ""
+        start = seed.removesuffix("...") if seed and seed.endswith("...") else ""
         has_task = self.settings.tasks and draw.random() < self.settings.task_share
         task = draw.choice(self.settings.tasks) if has_task else None
-        return Conversation(number, draw, turns, self.openings.opening(None if begins else seed), begins, task)
+        return Conversation(number, draw, turns, self.openings.opening(None if start else seed), start, task)
 
     def ask(self, conversation: Conversation) -> None:
         """Let the target write the next question."""
         temperature = round(conversation.random.uniform(*self.settings.question_temperature), 2)
         conversation.temperatures.append(temperature)
         conversation.answering = False
-        prompt = conversation.opening + self.openings.tokens(conversation.begins)
+        prompt = conversation.opening + self.openings.tokens(conversation.first_words)
         params = SamplingParams(temperature=temperature, min_p=self.settings.min_p)
         end = self.openings.after.split()[0]
         self.send(conversation, prompt, params, self.settings.max_question, (end,))
@@ -242,7 +243,7 @@ class Writer:
         self.engine.add(request)
 
     def advance(self, conversation: Conversation, text: list[int], reason: str) -> None:
-        """The target has written a question or an answer."""
+        """Take in a question or an answer that the target has written."""
         if reason == "error":
             raise ValueError(
                 f"{self.target.name} gives logits that are not numbers: another dtype may do (target.dtype)"
@@ -259,7 +260,7 @@ class Writer:
         marks = any(token in self.special for token in said)
         before = conversation.last[: len(conversation.last) - len(text)]
         written = continuation(self.openings.tokenizer, before, said, skip_special_tokens=False)
-        question = (conversation.begins + written.partition(end)[0]).strip()
+        question = (conversation.first_words + written.partition(end)[0]).strip()
         reason = self.filter.reason(question, said, marks, ended)
         if reason is not None:
             self.close(conversation, reason)
@@ -274,7 +275,7 @@ class Writer:
             conversation.tokens = self.openings.tokens(self.openings.before + question + self.openings.after)
         after = len(conversation.tokens) - len(self.openings.tokens(self.openings.after))
         conversation.asked.append([after - len(self.openings.tokens(question)), after])
-        conversation.begins = ""
+        conversation.first_words = ""
         self.answer(conversation)
 
     def take_answer(self, conversation: Conversation, text: list[int], ended: bool) -> None:
@@ -293,7 +294,7 @@ class Writer:
             self.close(conversation)
 
     def pose(self, conversation: Conversation, task: str) -> None:
-        """Begin the row's second conversation: a task about what the target answered in the first."""
+        """Start the row's second conversation: a task about what the target answered in the first."""
         spans = [conversation.tokens[start:end] for start, end in conversation.written]
         answers = self.openings.tokenizer.batch_decode(spans, skip_special_tokens=True)
         question = task.replace(TEXT, "\n\n".join(answer.strip() for answer in answers))
@@ -302,7 +303,7 @@ class Writer:
         self.answer(conversation)
 
     def close(self, conversation: Conversation, dropped: str | None = None) -> None:
-        """A conversation is done, and the row if it has no task. Where a later turn failed, the turns before it stay."""
+        """Close a conversation, and the row if it has no task. If a later turn failed, the turns before it stay."""
         if conversation.written:
             dropped = None
             conversation.tokens = conversation.tokens[: conversation.written[-1][1]]
@@ -314,11 +315,11 @@ class Writer:
 
 
 def read_lines(key: str, file: str | None) -> tuple[str, ...]:
-    """Of data.seeds or data.tasks; a line's \\n is a line break."""
+    """Read data.seeds or data.tasks; a line's \\n is a line break."""
     if file is None:
         return ()
     if not Path(file).is_file():
-        raise ValueError(f"data.{key}={file} is no file: conf/data/self.yaml says what a line of it is")
+        raise ValueError(f"data.{key}={file} is not a file: conf/data/self.yaml describes its lines")
     lines = [line.strip().replace("\\n", "\n") for line in Path(file).read_text("utf-8").splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"data.{key}={file} has no line")
@@ -326,14 +327,14 @@ def read_lines(key: str, file: str | None) -> tuple[str, ...]:
 
 
 def row_file(target: Target, form: ChatFormat, settings: MagpieSettings) -> Path:
-    """Where the rows of this target and these settings are, for all runs."""
+    """Return where the rows of this target and these settings are, for all runs."""
     facts = json.dumps([fingerprint(target)["embedding_digest"], form.digest, asdict(settings), str(target.dtype)])
     key = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return cache_directory() / "self_written" / f"{Path(target.name).name}-{key}.jsonl"
 
 
 def write(target: Target, form: ChatFormat, settings: MagpieSettings, file: Path, tokens: int, batch: int) -> None:
-    """Until the file has so many tokens in the loss. One process writes; others that want the same wait for it."""
+    """Write until the file has `tokens` in the loss. One process writes; others that want the same wait for it."""
     if target.is_collective:
         raise ValueError(
             f"target.sharding={target.sharding}: data=self lets one process write; write the rows on one device first, then "
@@ -368,17 +369,17 @@ def corpus(
     template: str | None = None,
     thinking: bool | None = None,
     batch: int = 64,
-    test_share: float = 0.05,
+    val_split: float = 0.05,
     num_proc: int | None = None,
     cache_dir: str | None = None,
     **settings: Any,
 ) -> Corpus:
-    """At least `tokens` tokens of answers that the target wrote, and `conversations` (as data=conversations reads them) among
-    them. The rows that are there are taken first; the target writes the rest.
+    """Return at least `tokens` tokens of answers that the target wrote, mixed with `conversations` (as data=conversations
+    reads them). Existing rows are used first; the target writes the rest.
 
-    tokens: 0 takes what the file holds. path: the file of rows; None is one in the cache, of this target and these
+    tokens: 0 uses the file unchanged. path: the file of rows; None is one in the cache, of this target and these
     settings. weights: how often the rows, and each path of conversations, are read in an epoch. settings: of
-    `MagpieSettings`. Raises ValueError where there is no target to write what is missing.
+    `MagpieSettings`. Raise ValueError without a target to write what is missing.
     """
     pairs: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     chosen = MagpieSettings(seeds=read_lines("seeds", seeds), tasks=read_lines("tasks", tasks), **pairs)
@@ -398,7 +399,7 @@ def corpus(
         )
     lines = bisect_left(held.lines, tokens) + 1 if tokens else None  # that hold them
     paths = [conversations] if isinstance(conversations, str) else conversations or []
-    encoders = [Encoder(tokenizer, Source(str(file), max_rows=lines))]
+    encoders = [Encoder(tokenizer, Source(str(file), max_samples=lines))]
     encoders += [Encoder(tokenizer, Source(one), template, thinking) for one in paths]
-    data = assemble([encode(encoder, cache_dir, num_proc) for encoder in encoders], encoders, weights, test_share)
+    data = assemble([encode(encoder, cache_dir, num_proc) for encoder in encoders], encoders, weights, val_split)
     return data._replace(card=data.card | {"rows_kept": held.kept / max(1, len(held.numbers))})

@@ -9,15 +9,15 @@ MARK = "\u2402question\u2403"  # stands for what is not written yet when a templ
 
 
 class Openings:
-    """What stands around questions and answers in a target's own template.
+    """Find what stands around questions and answers in a target's own template.
 
-    Raises ValueError for a template that does not mark where a question ends."""
+    Raise ValueError for a template that does not mark where a question ends."""
 
     def __init__(self, form: ChatFormat):
         self.form, self.tokenizer = form, form.tokenizer
         whole = form.render([{"role": "user", "content": MARK}], prompt=True)[0]
         if whole.count(MARK) != 1:
-            raise ValueError(f"{form.name} does not show a question as it is: data=self needs a template that does")
+            raise ValueError(f"{form.name} does not show a question unchanged: data=self needs a template that does")
         self.before, self.after = whole.split(MARK)
         if not self.after.strip():
             raise ValueError(
@@ -26,10 +26,10 @@ class Openings:
         self.between = self.next_turn()
 
     def next_turn(self) -> str | None:
-        """What stands between an answer and the next question; None where the template shows earlier answers otherwise than
-        they were written, or takes no further turn."""
+        """Return what stands between an answer and the next question; None if the template shows earlier answers otherwise
+        than they were written, or allows no further turn."""
         if re.search("think|reasoning", self.form.template):
-            return None  # thoughts of earlier answers are taken out
+            return None  # reasoning of earlier answers is removed
         answer = MARK.replace("question", "answer")
         turns: list[Message] = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
         try:
@@ -44,7 +44,7 @@ class Openings:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def opening(self, topic: str | None) -> list[int]:
-        """What the target continues with a question. topic: what the system prompt says that the user asks about."""
+        """Return what the target continues with a question. topic: what the system prompt names as the user's topic."""
         if topic is None:
             return self.tokens(self.before)
         system: Message = {"role": "system", "content": f"You are a helpful assistant. The user asks about {topic}."}
@@ -53,6 +53,6 @@ class Openings:
         except SkippedRow as error:
             raise ValueError(
                 f"data.seeds names topics, for which {self.form.name} takes no system prompt ({error}): write lines that end "
-                "in ..., which questions begin with"
+                "in ..., which questions start with"
             ) from None
         return self.tokens(text.partition(MARK)[0])

@@ -15,13 +15,13 @@ from foredraft.train.data.documents import Documents
 
 
 class Packed(Dataset):
-    """Rows of exactly `length` tokens, each document whole in one of them (best fit, the longest first), and padding.
+    """Pack documents into rows of exactly `length` tokens, each document whole in one row (best fit, the longest first).
 
-    A document that is longer than a row begins with the first `length` tokens. long="split": the rest is in other rows, as
-    documents of their own, behind the tokens before its first one in the loss (a conversation's prompt, a text's bos token):
-    without, the target would read its middle as a beginning, as it never does in decoding. Where that prompt takes half a row
-    or more, and with long="truncate", the rest is left out. Rows without a draft to learn are left out too. `card` counts all
-    of it; `headless_share` is the share of the loss in rests of texts that have no bos token to stand behind.
+    A document that is longer than a row starts with the first `length` tokens. packing="split": the rest is in other rows,
+    as separate documents, after the tokens before its first one in the loss (a conversation's prompt, a text's bos token):
+    without, the target would read its middle as a start, as it never does in decoding. If that prompt takes half a row or
+    more, and with packing="truncate", the rest is left out. Rows without a draft to learn are left out too. `card` counts all
+    of it; `headless_share` is the share of the loss in rests of texts that have no bos token to come first.
 
     It is a plan, a few numbers per document: a row is put together when it is read, from where its documents lie. Row n holds
     pieces[edges[n] : edges[n + 1]]; piece p is the first heads[p] tokens of document numbers[p], and those from begins[p] to
@@ -30,9 +30,9 @@ class Packed(Dataset):
 
     def __init__(self, documents: Sequence[Document], length: int, seed: int, long: str = "split"):
         if length < 8:
-            raise ValueError(f"length={length} is too short to hold a prompt and its drafts")
+            raise ValueError(f"max_length={length} is too short to hold a prompt and its drafts")
         if long not in ("split", "truncate"):
-            raise ValueError(f"long={long} is not known: split, or truncate")
+            raise ValueError(f"packing={long} is not known: split, or truncate")
         found, self.length = Documents.of(documents), length
         self.made_of = found, f"{length} {seed} {long} whole"
         # A part of an image is none.
@@ -50,7 +50,7 @@ class Packed(Dataset):
         self.numbers = np.repeat(np.arange(len(whole)), later + 1)
         after = np.arange(len(self.numbers)) - np.repeat(
             (later + 1).cumsum() - later - 1, later + 1
-        )  # 0 begins a document
+        )  # 0 starts a document
         room = length - prompts[self.numbers]
         self.begins = np.where(after > 0, length + (after - 1) * room, 0)
         self.ends = np.minimum(whole[self.numbers], length + after * room)
@@ -62,7 +62,7 @@ class Packed(Dataset):
         self.edges = np.cumsum([0, *map(len, rows)])
         if not rows:
             raise ValueError(
-                f"rows of length={length} hold no token of the loss that could be drafted: longer rows, or other data"
+                f"rows of max_length={length} hold no token of the loss that could be drafted: longer rows, or other data"
             )
         kept = np.zeros(len(self.numbers), bool)
         kept[self.pieces] = True
@@ -80,7 +80,7 @@ class Packed(Dataset):
         }
 
     def learned(self) -> np.ndarray:
-        """How many drafts there are to learn in each piece: tokens in the loss with two before them."""
+        """Return the number of drafts to learn in each piece: tokens in the loss with two before them."""
         pieces = self.store.select(self.numbers)
         pieces.begin, pieces.sizes = pieces.begin + self.begins, self.ends - self.begins
         found = np.zeros(len(pieces), np.int64)
@@ -97,7 +97,7 @@ class Packed(Dataset):
 
     @property
     def digest(self) -> str:
-        """A hash of what all rows hold."""
+        """Return a hash of the content of all rows."""
         documents, settings = self.made_of
         return hashlib.sha256(f"{documents.digest} {settings}".encode()).hexdigest()[:16]
 
@@ -132,8 +132,8 @@ class Packed(Dataset):
 def read_images(
     reader: ImageReader, row: dict[str, Tensor], images: Sequence[tuple[int, int, Sequence[str]]]
 ) -> dict[str, Tensor]:
-    """`images` of heads.base.PackedBatch for a batch of one row, whose `positions` become M-RoPE's of time. images: of each
-    document that has some its first column, its end, and where they are."""
+    """Return `images` of heads.base.PackedBatch for a batch of one row, whose `positions` become M-RoPE's of time. images:
+    of each document that has some its first column, its end, and where they are."""
     inputs: list[dict[str, Tensor]] = []
     every = row["positions"].expand(3, -1).clone()
     block, at = torch.full_like(row["tokens"], -1), []
@@ -150,7 +150,7 @@ def read_images(
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A batch of rows."""
+    """Collate rows into a batch."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name != "images"}
     pictured = [(number, row["images"]) for number, row in enumerate(rows) if "images" in row]
     if not pictured:
@@ -165,7 +165,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def best_fit(sizes: list[int], length: int) -> list[list[int]]:
-    """Numbers of the documents in each row: the longest first, each into the fullest row that has room for it."""
+    """Return numbers of the documents in each row: the longest first, each into the fullest row that has room for it."""
     rows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(length + 1)]
     rooms = 0  # bit n: is there a row with room for n?

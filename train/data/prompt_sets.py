@@ -42,13 +42,13 @@ class Prompt(NamedTuple):
 
 
 def questions(name: str, limit: int | None) -> list[Question]:
-    """Of a set or a file; at most `limit`, spread evenly. Raises ValueError for a name or a row that is none."""
+    """Read the questions of a set or a file; at most `limit`, spread evenly. Raise ValueError for an unknown name or row."""
     if name not in SETS and name != "spec_bench" and not Path(name).is_file():
         known = ", ".join(["held_out", "spec_bench", *SETS])
         raise ValueError(f"prompts={name} is neither a file nor one of {known}")
     found = [question(row, Path(name).stem) for row in rows(name)]
     if not found:
-        raise ValueError(f"prompts={name} holds no prompt")
+        raise ValueError(f"prompts={name} contains no prompt")
     if {one.category for one in found} - MT_BENCH:
         found = [one._replace(category="mt_bench") if one.category in MT_BENCH else one for one in found]
     count = len(found) if limit is None else min(limit, len(found))
@@ -76,10 +76,12 @@ def spec_bench() -> Iterator[Row]:
 
 
 def question(row: Row, category: str) -> Question:
-    """Raises ValueError, with the row's place, for one that is no prompt."""
+    """Read one question. Raise ValueError, with the row's place, for a row that is not a prompt."""
     value = row.value
     if isinstance(value, SkippedRow) or not isinstance(value, dict):
-        raise ValueError(f"{row.where} holds no prompt: {value if isinstance(value, SkippedRow) else 'no object'}")
+        raise ValueError(
+            f"{row.where} contains no prompt: {value if isinstance(value, SkippedRow) else 'not an object'}"
+        )
     category = str(value.get("category") or category)
     asked = next((value[name] for name in ("turns", "prompt", "question") if value.get(name)), None)
     try:
@@ -95,14 +97,14 @@ def question(row: Row, category: str) -> Question:
             said = turns([asked] if isinstance(asked, str) else asked, all_user=True)
             return Question(category, [[*(system(value) if one is said[0] else []), one] for one in said])
     except SkippedRow as reason:
-        raise ValueError(f"{row.where} holds no prompt: {reason}") from None
-    raise ValueError(f"{row.where} holds no prompt: it needs `turns`, `messages`, `question` or `prompt`")
+        raise ValueError(f"{row.where} contains no prompt: {reason}") from None
+    raise ValueError(f"{row.where} contains no prompt: it needs `turns`, `messages`, `question` or `prompt`")
 
 
 def tokenize(
     found: list[Question], tokenizer: PreTrainedTokenizerBase, most: int, answer: Callable[[list[int]], list[int]]
 ) -> Iterator[Prompt]:
-    """The prompts of these questions, one per turn, of at most `most` tokens. answer: the target's to a prompt."""
+    """Yield the prompts of these questions, one per turn, of at most `most` tokens. answer: the target's to a prompt."""
     form: ChatFormat | None = None
     for one in found:
         if not one.turns:
@@ -121,7 +123,7 @@ def tokenize(
 
 
 def summary(prompts: list[Prompt]) -> str:
-    """How many of which category, and how many were cut."""
+    """Return the number of prompts per category, and how many were cut."""
     counts = Counter(prompt.category for prompt in prompts)
     cut = sum(prompt.cut > 0 for prompt in prompts)
     names = ", ".join(f"{count} {category}" for category, count in counts.items())

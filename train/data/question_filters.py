@@ -19,7 +19,8 @@ LONGEST_PERIOD = 16
 
 
 class QuestionFilter:
-    """Knows the questions that were kept. script: the only script wanted (LATIN, CJK, ARABIC ...), None for any."""
+    """Filter questions, and remember those that were kept. script: the only script wanted (LATIN, CJK, ARABIC ...), None for
+    any."""
 
     def __init__(self, script: str | None = None):
         self.script = None if script is None else script.upper()
@@ -40,8 +41,8 @@ class QuestionFilter:
         return any(count >= DUPLICATE * (len(found) + self.sizes[number] - count) for number, count in shared.items())
 
     def reason(self, question: str, tokens: Sequence[int], special: bool, ended: bool) -> str | None:
-        """Why not to keep a question, None where it is kept. special: does it hold marks of the template? ended: did the
-        target end it?"""
+        """Return why a question is rejected, None if it is kept. special: whether it contains marks of the template. ended:
+        whether the target ended it."""
         if not ended:
             return "question without an end"
         if special:
@@ -68,7 +69,7 @@ def shingles(text: str) -> set[int]:
 
 
 def main_script(text: str) -> tuple[str, float]:
-    """The script of most letters, as Unicode names it, and its share of them."""
+    """Return the script of most letters, as Unicode names it, and its share of them."""
     counts = Counter(unicodedata.name(sign, "NONE").split()[0] for sign in text if sign.isalpha())
     if not counts:
         return "NONE", 1.0
@@ -77,7 +78,7 @@ def main_script(text: str) -> tuple[str, float]:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Does a text repeat a few tokens over and over at its end, or little else from beginning to end?"""
+    """Return whether a text repeats a few tokens over and over at its end, or little else from start to end."""
     ids = list(tokens)
     if len(ids) >= 48:
         grams = [tuple(ids[i : i + 6]) for i in range(len(ids) - 5)]
@@ -89,7 +90,7 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def before_loop(tokens: Sequence[int]) -> int:
-    """How many tokens a text has before it says REPEATED tokens a second time."""
+    """Return the number of tokens of a text before REPEATED tokens occur a second time."""
     seen: set[tuple[int, ...]] = set()
     for i in range(len(tokens) - REPEATED + 1):
         some = tuple(tokens[i : i + REPEATED])

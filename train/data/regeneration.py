@@ -57,12 +57,12 @@ class Reply(NamedTuple):
 
     @property
     def goes_on(self) -> bool:
-        """Can another turn follow? Not behind thoughts that were cut off, nor a tool's call."""
+        """Return whether another turn can follow: not after reasoning that was cut off, nor a tool's call."""
         return bool(self.message["content"]) and "tool_calls" not in self.message
 
 
 class AnsweredRow:
-    """A conversation while it is answered."""
+    """Hold a conversation while it is answered."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -80,7 +80,7 @@ class AnsweredRow:
         self.messages.append(reply.message)
         self.reasons.append(reply.finish_reason)
         if reply.tokens and reply.prompt:
-            # A template may show earlier answers otherwise than they were written: then this one is a document of its own.
+            # A template may show earlier answers otherwise than they were written: then this one is a separate document.
             before = self.tokens[self.starts[-1] :] if self.starts else []
             if not before or reply.prompt[: len(before)] != before:
                 self.starts.append(len(self.tokens))
@@ -102,7 +102,7 @@ class AnsweredRow:
 
 
 def questions(source: Source, dropped: dict[str, int]) -> Iterator[ConversationRequest]:
-    """Every conversation's turns without the answers. Rows without a question are counted in `dropped`."""
+    """Yield every conversation's turns without the answers. Rows without a question are counted in `dropped`."""
     number = 0
     for row in source.rows():
         try:
@@ -123,7 +123,7 @@ def questions(source: Source, dropped: dict[str, int]) -> Iterator[ConversationR
 
 
 class Output:
-    """The file of answered rows, locked against a second writer. `done`: the digests of its rows, by their numbers."""
+    """Write the file of answered rows, locked against a second writer. `done`: the digests of its rows, by their numbers."""
 
     def __init__(self, file: Path, settings: dict[str, Any]):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +160,7 @@ class Output:
         self.done[number] = digest
 
     def remaining(self, rows: Iterable[ConversationRequest]) -> Iterator[ConversationRequest]:
-        """The rows that are not done. Raises ValueError where those that are were other rows."""
+        """Yield the rows that are not done. Raise ValueError if the done ones were other rows."""
         for row in rows:
             if row.number not in self.done:
                 yield row

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 
 class EpochStream(Dataset):
-    """`size` rows out of `rows`, epoch after epoch, each epoch in an order of its own.
+    """Stream `size` rows out of `rows`, epoch after epoch, each epoch in another order.
 
     A step takes the next rows of the stream: which ones depends on how many rows a step takes, and not on how many
     processes, batches and restarts they are spread over. No epoch ends with a smaller batch. (Trainer's own sampler starts
@@ -18,8 +18,8 @@ class EpochStream(Dataset):
     """
 
     def __init__(self, rows: Any, size: int, seed: int, later: Callable[[int], Any] | None = None):
-        """rows: any dataset with a length and an index; seed: of the orders; later: gives the rows of any epoch but the
-        first, where they are others."""
+        """Set the stream. rows: any dataset with a length and an index. seed: of the orders. later: returns the rows of any
+        epoch but the first, if they differ."""
         self.first, self.size, self.seed, self.later = rows, size, seed, later
         self.rows, self.epoch, self.order = rows, -1, torch.empty(0)
 
@@ -34,7 +34,7 @@ class EpochStream(Dataset):
         return self.rows[number]
 
     def locate(self, index: int) -> int:
-        """The number of this row in its epoch's rows, `self.rows` from here on."""
+        """Return the number of this row in its epoch's rows, `self.rows` from here on."""
         epoch, place = divmod(index, len(self.first))
         if epoch != self.epoch:
             self.rows = self.first if epoch == 0 or self.later is None else self.later(epoch)

@@ -23,24 +23,24 @@ from foredraft.inference.generation import generate
 from foredraft.train.data.corpus import Corpus, start_tokens
 from foredraft.train.data.documents import Document, Documents
 
-# In a folder: serving engines take every safetensors file beside the weights for weights.
+# In a folder: serving engines take every safetensors file next to the weights for weights.
 NAME = "self_generated/self_generated.safetensors"
 BATCH = 256  # rows that the target writes at once, half of them greedily
 POSITIONS = 1 << 15  # of all rows that are written at once, padded to the longest: 4 GiB of cache for a target of 8B
-BEGIN, NEW = 32, 224  # tokens of raw text that a row begins with; that the target writes in it, at most
+BEGIN, NEW = 32, 224  # tokens of raw text that a row starts with; most tokens that the target writes in it
 
 
 def self_generate(
     target: Target, data: Corpus, tokens: int, seed: int, file: Path, begin: int = BEGIN, new: int = NEW
 ) -> Corpus:
-    """The corpus with training text that the target wrote: some `tokens` tokens in rows of at most `new`.
+    """Return the corpus with training text that the target wrote: about `tokens` tokens in rows of at most `new`.
 
-    Each row continues a beginning from the documents: `begin` tokens of raw text, or all of a conversation before an
+    Each row continues the start of a document: `begin` tokens of raw text, or all of a conversation before an
     answer. Only what the target wrote is in the loss. Every other row is greedy and the rest is sampled at temperature 1,
-    so that both uses are covered; no beginning is continued greedily twice, which would give the same text again.
+    so that both uses are covered; no start is continued greedily twice, which would give the same text again.
 
-    file: where the rows are kept for a resumed run. Text beside the target's weights is taken before any is written.
-    Raises ValueError where no document has a beginning.
+    file: where the rows are kept for a resumed run. Text next to the target's weights is used before any is written.
+    Raise ValueError if no document has a start to continue.
     """
     documents = load(file) if file.exists() else load_stored(target, data.card["source"], tokens)
     if documents is None:
@@ -52,7 +52,7 @@ def self_generate(
 def write_more(
     target: Target, texts: Documents, tokens: int, seed: int, file: Path, part: int, begin: int = BEGIN, new: int = NEW
 ) -> Documents:
-    """Text for a run that has read all it had: as many tokens again, from other beginnings as long as there are some.
+    """Write text for a run that has read all it had: as many tokens again, from other starts as long as there are some.
     part: 1 for the first such text; `self_generate` writes part 0.
 
     Every process of a run asks for the same parts, each when it has read the part before. The first one to ask writes it;
@@ -64,7 +64,8 @@ def write_more(
 
 
 def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, new: int, part: int = 0) -> Documents:
-    """Some `tokens` tokens in rows of at most `new`. All parts are of one size, and together one endless list of rows."""
+    """Write about `tokens` tokens in rows of at most `new`. All parts have one size, and together form one endless list of
+    rows."""
     start = start_tokens(target.text_tokenizer)
     most = (target.context or 1 << 30) - new - len(start)
     places = np.concatenate([beginnings(number, texts, begin) for number in range(len(texts))])
@@ -72,7 +73,7 @@ def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, 
     if not len(places):
         raise ValueError(
             f"no training document has {begin} tokens, or a prompt that leaves room for {new}, for the target to continue: "
-            "self_generated_tokens=0 trains on the documents as they are"
+            "self_generated_tokens=0 trains on the documents unchanged"
         )
     order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).numpy()
     size = max(1, -(-tokens // new))
@@ -116,8 +117,8 @@ def batches_of(prompts: list[list[int]], new: int) -> Iterator[list[list[int]]]:
 
 
 def beginnings(number: int, texts: Documents, begin: int) -> np.ndarray:
-    """(n, 3): document, start, end of what the target can continue: all before an answer of a conversation, or any stretch of
-    `begin` tokens of raw text."""
+    """Return (n, 3): document, start, end of what the target can continue: all before an answer of a conversation, or any
+    stretch of `begin` tokens of raw text."""
     size = int(texts.sizes[number])
     flags = texts.stretch(number, 0, size)[1] != 0
     if flags[1:].all():  # raw text, behind its bos token
@@ -128,7 +129,7 @@ def beginnings(number: int, texts: Documents, begin: int) -> np.ndarray:
 
 
 def masked(tokens: list[int], given: int) -> Document:
-    """The first `given` tokens are not in the loss."""
+    """Return a document whose first `given` tokens are not in the loss."""
     return Document(tokens, [False] * given + [True] * (len(tokens) - given))
 
 
@@ -158,8 +159,8 @@ def load(file: Path) -> Documents:
 
 
 def load_stored(target: Target, source: str, tokens: int) -> Documents | None:
-    """At least `tokens` tokens that these very weights wrote from this source (the file's metadata say so), or None where
-    there are not so many."""
+    """Load at least `tokens` tokens that these very weights wrote from this source, by the file's metadata, or None if there
+    are fewer."""
     file = Path(target.checkpoint) / NAME
     if not file.is_file():
         return None

@@ -35,7 +35,7 @@ SHARD_ROWS = 10_000  # and rows of a dataset from the Hub
 
 
 class Shard(NamedTuple):
-    """A part of a source's rows, which one process reads."""
+    """Name a part of a source's rows, which one process reads."""
 
     reader: str  # of READERS
     path: str
@@ -51,29 +51,30 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Where rows come from, and which columns hold what. A column left None is looked for under its usual names."""
+    """Describe where rows come from, and which columns hold what. A column that is None is looked for under its usual
+    names."""
 
     path: str  # a JSON Lines or Parquet file, a folder of them, or a dataset's id on the Hub
     name: str | None = None  # of a Hub dataset with several configurations
     split: str = "train"
     data_files: str | None = None  # which files of a Hub dataset
-    max_rows: int | None = None  # the first so many; of a Hub dataset only these are downloaded
+    max_samples: int | None = None  # number of rows to read; of a Hub dataset only these are downloaded
     messages: str | None = None
     prompt: str | None = None
     response: str | None = None
     text: str | None = None
 
     def rows(self) -> Iterator[Row]:
-        """Every row, in order. Raises ValueError that names a path with nothing to read."""
-        return islice(chain.from_iterable(map(self.read, self.shards())), self.max_rows)
+        """Return every row, in order. Raise ValueError that names a path with nothing to read."""
+        return islice(chain.from_iterable(map(self.read, self.shards())), self.max_samples)
 
     def shards(self) -> list[Shard]:
-        """All rows, in parts that several processes may read. With max_rows a dataset on the Hub is one part."""
+        """Return all rows, in parts that several processes may read. With max_samples a dataset on the Hub is one part."""
         here = files(self.path)
         if here:
             return [shard for file in here for shard in shards(file)]
-        if self.max_rows is not None:
-            return [Shard("hub", self.path, 0, self.max_rows, 0)]
+        if self.max_samples is not None:
+            return [Shard("hub", self.path, 0, self.max_samples, 0)]
         table = hub(self, streamed=False)
         found: list[Shard] = []
         first = 0
@@ -90,11 +91,11 @@ class Source:
     def read(self, shard: Shard) -> Iterator[Row]:
         if shard.reader != "hub":
             return READERS[shard.reader](shard)
-        rows = hub(self, streamed=self.max_rows is not None)
+        rows = hub(self, streamed=self.max_samples is not None)
         return (Row(f"row {number}", without_nulls(value)) for number, value in enumerate(rows))
 
     def conversation(self, row: Row, images: bool = False) -> list[Message] | str:
-        """The row's conversation, with its images or without, or its raw text. Raises SkippedRow."""
+        """Return the row's conversation, with its images or without, or its raw text. Raise SkippedRow."""
         if isinstance(row.value, SkippedRow):
             raise row.value
         if not isinstance(row.value, dict):
@@ -124,11 +125,11 @@ class Source:
         response = pick(value, self.response, RESPONSES)
         if prompt and (response or prompt != "input"):
             return pair(value, prompt, response)
-        chosen = listed(value.get("chosen"))  # a preference without a prompt of its own
+        chosen = listed(value.get("chosen"))  # a preference without a separate prompt
         return turns(chosen) if isinstance(chosen, list) else None
 
     def digest(self) -> str:
-        """A hash of the files, or of what names a Hub dataset."""
+        """Return a hash of the files, or of what names a Hub dataset."""
         total = hashlib.sha256(repr(self).encode())
         for file in files(self.path):
             with file.open("rb") as opened:
@@ -137,12 +138,12 @@ class Source:
 
 
 def files(path: str) -> list[Path]:
-    """The files at `path`, or none where it can only be a dataset on the Hub."""
+    """Return the files at `path`, or none if it can only be a dataset on the Hub."""
     root = Path(path)
     if root.is_dir():
         found = sorted(file for file in root.rglob("*") if file.suffix in (".jsonl", ".json", ".parquet"))
         if not found:
-            raise ValueError(f"data.path={path} holds no .jsonl, .json or .parquet file (raw text: data=text)")
+            raise ValueError(f"data.path={path} contains no .jsonl, .json or .parquet file (raw text: data=text)")
         return found
     if root.is_file():
         return [root]
@@ -157,7 +158,7 @@ def shards(file: Path) -> list[Shard]:
         if begins.startswith(b"PAR1"):
             return parquet_shards(file)
         if file.suffix == ".parquet":
-            raise ValueError(f"{file} is no Parquet file: its first bytes are {begins[:4]!r}, not b'PAR1'")
+            raise ValueError(f"{file} is not a Parquet file: its first bytes are {begins[:4]!r}, not b'PAR1'")
         if begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             return [Shard("array", str(file), 0, 0, 0)]
         opened.seek(0)
@@ -170,7 +171,7 @@ def shards(file: Path) -> list[Shard]:
 
 
 def json_lines(shard: Shard) -> Iterator[Row]:
-    """Line by line, not by `datasets`, whose reader rejects a whole file for one bad line or one odd type."""
+    """Read line by line, not by `datasets`, whose reader rejects a whole file for one bad line or one odd type."""
     with open(shard.path, "rb") as lines:
         lines.seek(shard.start)
         for number, line in enumerate(lines, start=shard.first + 1):
@@ -194,11 +195,11 @@ def parsed(line: bytes) -> Any:
 
 
 def json_array(shard: Shard) -> Iterator[Row]:
-    """A file that is one list of rows, as ShareGPT is published."""
+    """Read a file that is one list of rows, as ShareGPT is published."""
     file = Path(shard.path)
     rows = parsed(file.read_bytes().removeprefix(b"\xef\xbb\xbf"))
     if isinstance(rows, SkippedRow):
-        raise ValueError(f"{file} begins like a list of rows but is {rows}: write one JSON object per line")
+        raise ValueError(f"{file} starts like a list of rows but is {rows}: write one JSON object per line")
     for number, value in enumerate(rows):
         yield Row(f"{file.name}[{number}]", value)
 
@@ -209,7 +210,7 @@ def parquet_shards(file: Path) -> list[Shard]:
     try:
         facts = pyarrow.parquet.read_metadata(file)
     except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{file} is no Parquet file that can be read: {' '.join(str(error).split())[:300]}") from error
+        raise ValueError(f"{file} is not a readable Parquet file: {' '.join(str(error).split())[:300]}") from error
     rows = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
     return [Shard("parquet", str(file), group, group + 1, sum(rows[:group])) for group in range(len(rows))]
 
@@ -227,7 +228,7 @@ def parquet(shard: Shard) -> Iterator[Row]:
 
 
 def arrow(shard: Shard) -> Iterator[Row]:
-    """Rows of what `datasets` has downloaded."""
+    """Yield the rows of what `datasets` has downloaded."""
     import datasets  # seconds to import, and most runs read files
 
     table = datasets.Dataset.from_file(shard.path)
@@ -236,8 +237,8 @@ def arrow(shard: Shard) -> Iterator[Row]:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without fields that are null: Arrow gives every object of a column the fields of all others, arguments of
-    other tools' calls among them."""
+    """Return the value without fields that are null: Arrow gives every object of a column the fields of all others,
+    arguments of other tools' calls among them."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -247,13 +248,12 @@ READERS = {"lines": json_lines, "array": json_array, "parquet": parquet, "arrow"
 
 
 def read(file: Path) -> Iterator[Row]:
-    """All rows of a file."""
+    """Yield all rows of a file."""
     return (row for shard in shards(file) for row in READERS[shard.reader](shard))
 
 
 def hub(source: Source, streamed: bool) -> Any:
-    """A dataset of the Hub, downloaded whole into the cache of `datasets`, or streamed. Raises ValueError where there is
-    none."""
+    """Load a dataset of the Hub, downloaded into the cache of `datasets`, or streamed. Raise ValueError if there is none."""
     import datasets
 
     trouble = f"data.path={source.path} is neither here nor a dataset that the Hub gives"

@@ -19,7 +19,7 @@ LONGEST = 400_000  # bytes; larger files are generated tables
 
 
 def group(relative: Path) -> str:
-    """The module a file is about: `test/test_json/test_scan.py` and `json/decoder.py` both give `json`."""
+    """Return the module a file is about: `test/test_json/test_scan.py` and `json/decoder.py` both give `json`."""
     names = [part.removesuffix(".py") for part in relative.parts]
     if names[0] in ("test", "tests") and len(names) > 1:
         names = names[1:]
@@ -27,7 +27,7 @@ def group(relative: Path) -> str:
 
 
 def part(relative: Path) -> str:
-    """`train` (86 of 100 groups), `validation` (5) or `test` (9), the same for every Python version."""
+    """Return `train` (86 of 100 groups), `validation` (5) or `test` (9), the same for every Python version."""
     number = int.from_bytes(hashlib.sha256(f"{SALT}:{group(relative)}".encode()).digest()[:4], "big") % 100
     return "validation" if number < 5 else "test" if number < 14 else "train"
 
@@ -38,7 +38,7 @@ def is_test(relative: Path) -> bool:
 
 
 def documents(wanted: str, root: Path | None = None, tests: bool = True) -> Iterator[tuple[Path, str]]:
-    """Path (relative to `root`) and text of every file of the part `wanted`, in a fixed order.
+    """Yield path (relative to `root`) and text of every file of the part `wanted`, in a fixed order.
 
     `root` defaults to the running Python's library. Files that are not UTF-8, not mostly ASCII, or
     not mostly words (tables of numbers) are left out.

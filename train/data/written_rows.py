@@ -16,11 +16,12 @@ from typing import Any
 
 
 class RowFile:
-    """Of one writer at a time. `numbers`: of the rows in it; `questions`: ids of each one that was kept; `lines`: for each
-    line, tokens in the loss up to its end."""
+    """Append rows to a file of one writer at a time. `numbers`: of the rows in it. `questions`: ids of each kept one.
+    `lines`: for each line, tokens in the loss up to its end."""
 
     def __init__(self, file: Path, about: dict[str, Any] | None = None):
-        """about: who writes, checked against what the file says. Raises ValueError for another target's rows."""
+        """Open the file. about: who writes, checked against the file's own entry. Raise ValueError for another target's
+        rows."""
         self.path = file
         self.numbers: set[int] = set()
         self.questions: list[list[int]] = []
@@ -42,7 +43,7 @@ class RowFile:
 
     @property
     def tokens(self) -> int:
-        """In the loss."""
+        """Return the number of tokens in the loss."""
         return self.lines[-1] if self.lines else 0
 
     @property

@@ -23,7 +23,7 @@ PARTS = ("data", "target", "head", "optimizer")  # of a step, as HeadTrainer log
 
 
 class StopOnSignal(TrainerCallback):
-    """Ctrl-C or SIGTERM: finish the step, save a checkpoint, stop. A second Ctrl-C stops at once; a second SIGTERM, of a
+    """Stop on Ctrl-C or SIGTERM: finish the step, save a checkpoint. A second Ctrl-C stops at once; a second SIGTERM, of a
     scheduler that signals both torchrun and its processes, changes nothing."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class StopOnSignal(TrainerCallback):
 
 
 class FitToTime(TrainerCallback):
-    """Lowers `max_steps`, and the steps over which the learning rate falls, to what can be done in so many minutes.
+    """Reduce `max_steps`, and the steps over which the learning rate falls, to what can be done in `minutes`.
 
     Steps FIRST to LAST are timed; what is measured and saved later comes on top. The learning rate should still rise then, or
     stand at its highest, as conf/preset/test_model.yaml has it: so the steps before belong to either schedule."""
@@ -62,7 +62,7 @@ class FitToTime(TrainerCallback):
     FIRST, LAST = 2, 10  # the first step also allocates and compiles
 
     def __init__(self, minutes: float, reschedule: Callable[[int], None]):
-        """reschedule: told the new number of steps."""
+        """Set the limit. reschedule: called with the new number of steps."""
         self.minutes, self.reschedule = minutes, reschedule
         self.start = self.first = 0.0
 
@@ -94,14 +94,14 @@ class FitToTime(TrainerCallback):
 
 
 def fitted(history: list[dict[str, Any]]) -> dict[str, int]:
-    """What FitToTime logged: `fitted_steps` and `all_steps`; empty where it lowered nothing."""
+    """Return what FitToTime logged: `fitted_steps` and `all_steps`; empty if it reduced nothing."""
     return next((entry for entry in history if "fitted_steps" in entry), {})
 
 
 class Progress(TrainerCallback):
-    """One line per log entry: step, loss, accuracy per depth, tokens/s, learning rate, norm of the gradient, what share of
-    the device's products is used, seconds of the parts of a step, time left; on a terminal a bar, and lines for what is
-    measured. It adds the time to the entry."""
+    """Print one line per log entry: step, loss, accuracy per depth, tokens/s, learning rate, norm of the gradient, what
+    share of the device's products is used, seconds of the parts of a step, time left; on a terminal a bar, and lines for
+    what is measured. It adds the time to the entry."""
 
     def __init__(self) -> None:
         self.start, self.first, self.earlier = time.perf_counter(), 0, 0.0
@@ -153,7 +153,7 @@ class Progress(TrainerCallback):
 
 
 def measured(logs: dict[str, float]) -> Iterator[str]:
-    """What HeadTrainer.evaluate measured, for people."""
+    """Yield what HeadTrainer.evaluate measured, for people."""
     error = f" \u00b1 {logs['acceptance_error']:.2f}" if "acceptance_error" in logs else ""
     yield f"acceptance length {logs['acceptance_length']:.2f}{error} (validation)"
     if "held_out_loss" in logs:
@@ -165,8 +165,8 @@ def measured(logs: dict[str, float]) -> Iterator[str]:
 
 
 class Profile(TrainerCallback):
-    """torch.profiler over steps FIRST to LAST of a run: profile.json in its directory, for Perfetto (ui.perfetto.dev), and on
-    the screen what took longest."""
+    """Run torch.profiler over steps FIRST to LAST of a run: profile.json in its directory, for Perfetto (ui.perfetto.dev),
+    and on the screen what took longest."""
 
     FIRST, LAST = 3, 6  # the first steps also allocate and compile
 
@@ -200,7 +200,7 @@ class TimeOptimizer(TrainerCallback):
 
 
 class Measure(TrainerCallback):
-    """Triggers `HeadTrainer.evaluate` every `every` steps (0: never), and after the last step. `eval_strategy` would need a
+    """Start `HeadTrainer.evaluate` every `every` steps (0: never), and after the last step. `eval_strategy` would need a
     data set, which prompts are not."""
 
     def __init__(self, every: int):
@@ -212,7 +212,7 @@ class Measure(TrainerCallback):
 
 
 class KeepCheckpoints(TrainerCallback):
-    """Gives the Trainer's checkpoint its final name as soon as it is complete, and deletes what is no longer needed.
+    """Give the Trainer's checkpoint its final name as soon as it is complete, and delete what is no longer needed.
     (`load_best_model_at_end` would keep whole checkpoints, and only of steps that save.)"""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

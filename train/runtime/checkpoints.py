@@ -22,7 +22,7 @@ def step_of(path: Path) -> int:
 
 
 def newest(directory: Path) -> str | None:
-    """The newest complete checkpoint."""
+    """Return the newest complete checkpoint."""
     found = [path for path in directory.glob("checkpoint-*") if (path / STATE).is_file()]
     return str(max(found, key=step_of)) if found else None
 
@@ -54,7 +54,7 @@ def rotate(directory: Path, limit: int | None, best: int | None) -> None:
 
 
 def best_step(history: list[dict[str, Any]]) -> int | None:
-    """The step with the greatest measured acceptance length, or the newest of those that are below it by less than its
+    """Return the step with the greatest measured acceptance length, or the newest of those that are below it by less than its
     standard error: so small a difference is noise, and what was learned since is not. None if none was measured."""
     measured = [entry for entry in history if "acceptance_length" in entry]
     if not measured:
@@ -65,6 +65,6 @@ def best_step(history: list[dict[str, Any]]) -> int | None:
 
 
 def best_head(directory: Path, step: int) -> Path:
-    """Where the head of `step` lies. That of an earlier step stays until the next checkpoint is complete, since a run that is
-    killed before it continues from where it was the best."""
+    """Return where the head of `step` is. That of an earlier step stays until the next checkpoint is complete, since a run
+    that is killed before it continues from where it was the best."""
     return directory / f"best-{step}"

@@ -28,10 +28,11 @@ from foredraft.heads.target import Target, TargetOutput
 from foredraft.heads.target.loading import model_class
 from foredraft.heads.target.support import settings_of
 from foredraft.train.blocks import BlockDistillation
-from foredraft.train.losses import soft
+from foredraft.train.losses import kl_div
 from foredraft.train.module import DistillationModel, rows_at_a_time
+from foredraft.train.optimizer import OPTIMIZERS
 
-BITS = {"4bit": 4.5, "8bit": 8.0, "mxfp4": 4.25}  # per weight, with the scales that lie beside it
+BITS = {"4bit": 4.5, "8bit": 8.0, "mxfp4": 4.25}  # bits per weight, including its scales
 
 # What configs call the experts that a token uses, and all that there are.
 EXPERTS = (
@@ -41,8 +42,8 @@ EXPERTS = (
 
 
 class Live(TorchDispatchMode):
-    """Counts the bytes of tensors made inside, while they live: `peak` is the most at any moment. before: tensors whose
-    memory was there before, of which views are no new bytes."""
+    """Count the bytes of tensors made inside, while they live: `peak` is the most at any moment. before: tensors whose memory
+    was there before, so that views of them are not new bytes."""
 
     def __init__(self, before: Iterable[Tensor]) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class Live(TorchDispatchMode):
 
 
 class ConfigOnlyTarget(Target):
-    """A target that is only a config: its readings have shapes and no numbers."""
+    """Represent a target that is only a config: its outputs have shapes and no numbers."""
 
     def forward(
         self,
@@ -93,11 +94,11 @@ class ConfigOnlyTarget(Target):
         )
 
     def check_logits(self) -> None:
-        """There are no numbers to compare."""
+        """Skip the check: there are no numbers to compare."""
 
 
 class ConfigOnly(DistillationModel):
-    """Learns from every label position: which of them count is in the data, and the most is what must fit."""
+    """Learn from every label position: which of them count is in the data, and the most is what must fit."""
 
     def nonempty(self, counted: Tensor) -> Tensor:
         return torch.arange(counted.shape[1], device=counted.device)
@@ -111,11 +112,11 @@ class ConfigOnly(DistillationModel):
 
 
 class ConfigOnlyBlocks(ConfigOnly, BlockDistillation):
-    """The same for heads that draft in blocks."""
+    """Do the same for heads that draft in blocks."""
 
 
 class Head(NamedTuple):
-    """Of one step of one process, all but `flops` in bytes."""
+    """Hold the needs of one step of one process, all but `flops` in bytes."""
 
     weights: int
     gradients: int
@@ -126,7 +127,7 @@ class Head(NamedTuple):
 
 
 class Body(NamedTuple):
-    """Of the target."""
+    """Hold the needs of the target."""
 
     weights: float  # bytes, without its ends
     ends: float  # bytes of embedding and lm_head
@@ -137,7 +138,7 @@ class Body(NamedTuple):
 
 
 def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tuple[Head, Body, Target]:
-    """cfg: as conf/plan.yaml describes it. The target is one without numbers."""
+    """Count head, target and the target itself, which has no numbers. cfg: as conf/plan.yaml describes it."""
     # Fake tensors cannot be moved, and have nowhere to go.
     unmoved = patch.object(nn.Module, "to", lambda self, *args, **kwargs: self)
     with (
@@ -162,13 +163,13 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     more = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)} if "draft_vocab_size" in cfg.head else {}
     head = instantiate(cfg.head, target=target, **more)
     made = ConfigOnlyBlocks if isinstance(head, BlockHead) else ConfigOnly
-    distillation = made(head, target, soft)
+    distillation = made(head, target, kl_div)
     distillation.chunk = rows_at_a_time(target.vocab_size, "cuda")
     parameters = [p for p in distillation.parameters() if p.requires_grad]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)  # counted apart from activations
-    shape = cfg.rows, cfg.length
-    positions = torch.arange(cfg.length).expand(shape)
+    shape = cfg.trainer.per_device_train_batch_size, cfg.max_length
+    positions = torch.arange(cfg.max_length).expand(shape)
     text = PackedBatch(
         torch.zeros(shape, dtype=torch.int64), torch.ones(shape).bool(), torch.zeros(shape).long(), positions
     )
@@ -184,10 +185,10 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     flops, live = FlopCounterMode(display=False), Live(before)
     for counter in (flops, live):  # one at a time: what counts products holds on to tensors
         with counter:
-            with torch.autocast("cpu", torch.bfloat16, enabled=cfg.bf16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=cfg.trainer.bf16):
                 loss = distillation(*text).loss
             loss.backward()
-    optimizer = instantiate(cfg.optimizer)(distillation, head.vocabulary_parameters, 1e-4, (0.9, 0.95))
+    optimizer = OPTIMIZERS[cfg.trainer.optim](distillation, head.vocabulary_parameters, 1e-4, (0.9, 0.95))
     optimizer.step()
     state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
     held = sum(tensor.nbytes for tensor in [*head.parameters(), *head.buffers()])
@@ -205,7 +206,7 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
 
 
 def study_target(cfg: DictConfig, target: Target) -> Body:
-    """Arithmetic on the config; working memory is that of one layer, since no gradient state is kept."""
+    """Count by arithmetic on the config; working memory is that of one layer, since no gradient state is kept."""
     model = target.model
     ends = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()}
     body = {name: p.numel() for name, p in model.named_parameters() if id(p) not in ends}
@@ -219,15 +220,15 @@ def study_target(cfg: DictConfig, target: Target) -> Body:
     bits = BITS[cfg.target.quantization] if cfg.target.quantization else 8.0 * size
     packed = mixed if cfg.target.quantization == "mxfp4" else mixed + dense
     weights = packed * bits / 8 + (mixed + dense - packed) * size
-    tokens = cfg.rows * cfg.length
+    tokens = cfg.trainer.per_device_train_batch_size * cfg.max_length
     shape = shape_of(target)
     heads = shape["num_attention_heads"]
     head_dim = shape.get("head_dim") or target.hidden_size // heads
     active = dense + mixed * share
-    attention = 2 * cfg.length * heads * head_dim * target.num_layers  # causal: half of 4
+    attention = 2 * cfg.max_length * heads * head_dim * target.num_layers  # causal: half of 4
     # One layer at its widest (the two halves of the MLP and their product), the residual stream, eager attention's scores.
     wide = 3 * shape["intermediate_size"] * used
     eager = model.config._attn_implementation == "eager"
-    scores = eager * heads * cfg.length**2 * (4 + size)
+    scores = eager * heads * cfg.max_length**2 * (4 + size)
     working = tokens * (wide + 4 * target.hidden_size) * size + scores
     return Body(weights, edge * size, working, tokens * (2 * active + attention), sum(body.values()) + edge, active)

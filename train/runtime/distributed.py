@@ -26,7 +26,7 @@ SEEN_WITHIN = 10  # seconds, until a network file system shows a new file everyw
 
 
 def rank() -> int:
-    """torchrun's own variable: the process group may not exist yet."""
+    """Return torchrun's own variable: the process group may not exist yet."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -40,7 +40,7 @@ def host_group() -> dist.ProcessGroup:
 
 
 def all_reduce(x: Tensor) -> Tensor:
-    """The sum of `x` over all processes, each of which must call this. On the host."""
+    """Return the sum of `x` over all processes, each of which must call this. On the host."""
     x = x.detach().cpu()
     if world_size() > 1:
         x = x.clone()
@@ -49,7 +49,7 @@ def all_reduce(x: Tensor) -> Tensor:
 
 
 def broadcast(value: T) -> T:
-    """The first process's `value`, which may be anything that can be pickled; the others wait for it."""
+    """Return the first process's `value`, which may be anything that can be pickled; the others wait for it."""
     if world_size() == 1:
         return value
     box = [value]
@@ -58,14 +58,14 @@ def broadcast(value: T) -> T:
 
 
 def barrier() -> None:
-    """Every process waits for all; RuntimeError where one has ended."""
+    """Wait for all processes; raise RuntimeError if one has ended."""
     if world_size() > 1:
         dist.barrier(group=host_group())
 
 
 @contextlib.contextmanager
 def main_process_first() -> Iterator[None]:
-    """The first process runs the block, and then the others, which find what it has left."""
+    """Run the block in the first process, and then in the others, which find what it has left."""
     if rank() > 0:
         barrier()
     yield
@@ -110,7 +110,7 @@ def check_same(value: str, what: str) -> None:
 @contextlib.contextmanager
 def lost_process_named() -> Iterator[None]:
     """Raise ConnectionError where another process has ended, and ChildProcessError where one of this process's own that read
-    rows has: torch raises a RuntimeError, which gloo and DataLoader give no class of its own."""
+    rows has: torch raises a RuntimeError, for which gloo and DataLoader have no separate class."""
     try:
         yield
     except RuntimeError as error:
@@ -129,7 +129,7 @@ def lost_process_named() -> Iterator[None]:
 
 
 def shutdown() -> None:
-    """Close the process group: nothing that follows needs the other processes."""
+    """Shut the process group down: nothing that follows needs the other processes."""
     if dist.is_initialized():
         dist.barrier(group=host_group())
         dist.destroy_process_group()

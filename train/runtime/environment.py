@@ -15,7 +15,7 @@ from foredraft.train.runtime.memory import peak_memory
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that figures depend on; only training needs accelerate."""
+    """Return versions of the packages that figures depend on; only training needs accelerate."""
     names = [name for name in ("torch", "transformers", "accelerate", "safetensors") if find_spec(name)]
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
 

@@ -42,7 +42,8 @@ def holder(file: IO[bytes]) -> str:
 
 
 def close_in_child() -> None:
-    """A lock lasts until its last copy is closed: a DataLoader's workers must not keep it after their parent was killed."""
+    """Close locks in a forked child: a lock lasts until its last copy is closed, and a DataLoader's workers must not keep it
+    after their parent was killed."""
     for file in list(held):
         file.close()
 

@@ -12,15 +12,15 @@ from urllib.parse import urlsplit
 
 
 def check(report_to: Sequence[str]) -> None:
-    """Raises ValueError where one is not installed."""
+    """Raise ValueError if a logger is not installed."""
     for name in ("wandb", "tensorboard"):
         if name in report_to and importlib.util.find_spec(name) is None:
             raise ValueError(f"trainer.report_to={name}: it is not installed: pip install {name}")
 
 
 def prepare(report_to: list[str], directory: Path) -> None:
-    """Before training: where they write, which is not below the checkpoints; without a key wandb stays offline. Called by the
-    one process that logs."""
+    """Set, before training, where loggers write, which is not below the checkpoints; without a key wandb stays offline.
+    Called by the one process that logs."""
     if "wandb" in report_to:
         os.environ.setdefault("WANDB_PROJECT", "foredraft")
         os.environ.setdefault("WANDB_DIR", str(directory))
@@ -36,7 +36,8 @@ def prepare(report_to: list[str], directory: Path) -> None:
 
 
 def has_wandb_key() -> bool:
-    """Where `wandb login` keeps it. wandb itself is not asked: it reads WANDB_MODE once, when it is asked anything."""
+    """Return whether `wandb login` has stored a key. wandb itself is not asked: it reads WANDB_MODE once, at its first
+    call."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     with contextlib.suppress(OSError, netrc.NetrcParseError):
         if netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None:
@@ -45,7 +46,7 @@ def has_wandb_key() -> bool:
 
 
 def log_results(report_to: list[str], directory: Path, config: str, metrics: dict[str, Any]) -> None:
-    """After the last measurement: the resolved config, the final figures and the report. config: as yaml."""
+    """Log, after the last measurement, the resolved config, the final figures and the report. config: as yaml."""
     figures = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
     if "wandb" in report_to:
         import wandb

@@ -26,7 +26,7 @@ def keep_freed() -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of the device, or of this process where the device is the CPU."""
+    """Return the peak bytes of the device, or of this process if the device is the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     kilo = 1 if sys.platform == "darwin" else 1024
@@ -39,15 +39,15 @@ def out_of_memory_named(rows: int, length: int, plan: str) -> Iterator[None]:
     scripts/plan.py."""
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's has no class of its own
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's has no separate class
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator: " not in str(error):
             raise
-        remedy = "take strategy=fsdp over more devices, or features=disk"
+        remedy = "take strategy=fsdp over more devices, or hidden_states=offline"
         if length > 1024:
-            remedy = f"lower length={length}, or {remedy}"
+            remedy = f"lower max_length={length}, or {remedy}"
         if rows > 1:
             remedy = "halve the first and double trainer.gradient_accumulation_steps, which trains the same"
         raise ValueError(
-            f"out of memory with trainer.per_device_train_batch_size={rows} and length={length}: {remedy}; "
-            f"`foredraft plan {plan} rows={rows} length={length}` says what fits"
+            f"out of memory with trainer.per_device_train_batch_size={rows} and max_length={length}: {remedy}; "
+            f"`foredraft plan {plan} trainer.per_device_train_batch_size={rows} max_length={length}` says what fits"
         ) from error

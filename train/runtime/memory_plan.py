@@ -18,11 +18,19 @@ SHARDS = {  # of a head's weights, gradients and optimizer state: which lie in p
 }
 
 
+def strategy_of(cfg: DictConfig) -> str:
+    """Return the strategy of a plan, with `auto` resolved. Raise ValueError for an unknown one."""
+    strategy = ("ddp" if cfg.gpus > 1 else "single") if cfg.strategy == "auto" else cfg.strategy
+    if strategy not in SHARDS:
+        raise ValueError(f"strategy={strategy} is not one of auto, {', '.join(SHARDS)}")
+    return strategy
+
+
 def memory_per_gpu(
     cfg: DictConfig, head: Head, body: Body, layers: int, target: Target
 ) -> dict[str, tuple[float, str]]:
-    """GiB per GPU and how each came to be."""
-    pieces = SHARDS[cfg.strategy.name]
+    """Return GiB per GPU and how each was counted."""
+    pieces = SHARDS[strategy_of(cfg)]
     n = cfg.gpus
 
     def part(size: int, cut: bool, what: str) -> tuple[float, str]:
@@ -33,11 +41,12 @@ def memory_per_gpu(
         if cfg.target.quantization
         else str(target.dtype).removeprefix("torch.")
     )
-    whole = cfg.features.get("whole_target", True)
+    whole = cfg.hidden_states.get("load_full_target", True)
     sharding = cfg.target.sharding if n > 1 and whole else None
     node = min(n, NODE)
-    rows = cfg.rows * (node if sharding == "tensor" else 1)  # a slice of a layer has the rows of all
-    captured = rows * cfg.length * (layers + 1) * target.hidden_size * 2
+    batch = cfg.trainer.per_device_train_batch_size
+    rows = batch * (node if sharding == "tensor" else 1)  # a slice of a layer has the rows of all
+    captured = rows * cfg.max_length * (layers + 1) * target.hidden_size * 2
     held = {
         "fsdp": ((body.weights + body.ends) / node, f"one of {node} pieces on every GPU"),
         "tensor": (body.weights / node + body.ends, f"one of {node} slices on every GPU, embedding and lm_head whole"),
@@ -50,16 +59,16 @@ def memory_per_gpu(
             f"{body.parameters / 1e9:.2f}B parameters in {bits}, {held[1]}",
         ),
         "target at work": (
-            body.working * rows / cfg.rows / GIB,
-            f"one layer on {rows} x {cfg.length} tokens",
+            body.working * rows / batch / GIB,
+            f"one layer on {rows} x {cfg.max_length} tokens",
         ),
         "aux hidden states": (
             captured / GIB,
-            f"{layers} layers and the last, {rows} x {cfg.length} x {target.hidden_size}",
+            f"{layers} layers and the last, {rows} x {cfg.max_length} x {target.hidden_size}",
         ),
         "head weights": part(head.weights, pieces[0], "float32"),
         "gradients": part(head.gradients, pieces[1], "float32"),
-        "optimizer state": part(head.optimizer, pieces[2], cfg.optimizer._target_.rpartition(".")[2]),
+        "optimizer state": part(head.optimizer, pieces[2], cfg.trainer.optim),
         "activations": (head.activations / GIB, "counted in one forward and backward"),
         "reserve": (RESERVE, "driver, NCCL, gaps"),
     }

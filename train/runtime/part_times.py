@@ -9,8 +9,8 @@ import torch
 
 
 class PartTimes:
-    """On a CPU, and where nothing is computed, by the clock; elsewhere by events in the device's queue, which are read when
-    they are asked for."""
+    """Measure parts of a step: on a CPU, and where nothing is computed, by the clock; elsewhere by events in the device's
+    queue, which are read on demand."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -23,7 +23,7 @@ class PartTimes:
 
     @contextlib.contextmanager
     def part(self, name: str, on_host: bool = False) -> Iterator[None]:
-        """on_host: what is done inside is the host's, and the device may run meanwhile."""
+        """Time a part. on_host: the work inside is the host's, and the device may run meanwhile."""
         self.times[name] += 1
         if on_host or self.device.type in ("cpu", "meta"):
             start = time.perf_counter()
@@ -37,7 +37,7 @@ class PartTimes:
         self.events.append((name, begin, end))
 
     def seconds(self) -> defaultdict[str, float]:
-        """Of each part since `reset`. The device is waited for."""
+        """Return the seconds of each part since `reset`. Wait for the device."""
         found = self.host.copy()
         for name, begin, end in self.events:
             end.synchronize()

@@ -17,15 +17,15 @@ REPLICATED = {"single", "ddp"}  # strategies whose checkpoints are the same
 SPREAD = {"strategy", "processes", "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"}
 PLACES = {"output_dir"}
 # What may change when a stopped run is resumed: what is logged, measured and kept, and for how long it trains.
-FREE = {"evaluate", "push_to_hub", "push_private", "keep_checkpoints", "data.num_proc", "features.verify"}
+FREE = {"eval", "push_to_hub", "push_private", "keep_checkpoints", "data.num_proc", "hidden_states.verify"}
 FREE |= {f"trainer.{name}" for name in ("report_to", "logging_steps", "save_steps", "save_total_limit")}
 FREE |= {"trainer.profile", "trainer.max_steps", "trainer.max_minutes", "trainer.num_train_epochs"}
 FREE |= {"trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor"}
-FREE |= {"features.url", "features.timeout", "features.patience"}
+FREE |= {"hidden_states.url", "hidden_states.timeout", "hidden_states.patience"}
 
 
 def done_before(cfg: DictConfig) -> bool:
-    """Does `cfg.output_dir` hold a finished run of this very config? A sweep that is started again passes over it."""
+    """Return whether `cfg.output_dir` contains a finished run of this very config. A sweep that is started again skips it."""
     directory = Path(cfg.output_dir)
     return (directory / METRICS).exists() and not differences(saved_config(directory), as_saved(cfg))
 
@@ -84,7 +84,7 @@ def keep_finished(directory: Path) -> bool:
 
 
 def rows_per_step(cfg: DictConfig) -> int:
-    """The global batch."""
+    """Return the size of the global batch."""
     return cfg.trainer.per_device_train_batch_size * cfg.trainer.gradient_accumulation_steps * distributed.world_size()
 
 
@@ -110,7 +110,7 @@ def check_same_run(directory: Path, before: dict[str, Any], now: dict[str, Any])
             f"output_dir={directory} holds an unfinished run with another config ({'; '.join(different[:3])}): "
             f"give another output_dir, the old settings to resume it, or delete {directory / CHECKPOINTS}"
         )
-    old, new = before["strategy"]["name"], now["strategy"]["name"]
+    old, new = before["strategy"], now["strategy"]
     if old != new and not {old, new} <= REPLICATED:
         raise ValueError(
             f"output_dir={directory} holds checkpoints of strategy={old}, which strategy={new} cannot read: "
@@ -129,19 +129,19 @@ def free(name: str) -> bool:
 
 
 def write_atomically(file: Path, text: str) -> None:
-    """Completely or not at all."""
+    """Write a file completely or not at all."""
     part = file.with_name(f"{file.name}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(file)
 
 
 def seconds_of(state: TrainerState) -> float:
-    """How long training took up to the newest log entry, earlier parts of a resumed run included."""
+    """Return how long training took up to the newest log entry, including earlier parts of a resumed run."""
     return max((entry["train_seconds"] for entry in state.log_history if "train_seconds" in entry), default=0.0)
 
 
 def differences(old: Any, new: Any, name: str = "") -> list[str]:
-    """Dotted keys that differ, as `trainer.max_steps is 160 there, 80 here`. SPREAD and PLACES are left out."""
+    """List dotted keys that differ, as `trainer.max_steps is 160 there, 80 here`. SPREAD and PLACES are left out."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted(old.keys() | new.keys())
         return [d for key in keys for d in differences(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))]

@@ -1,10 +1,12 @@
-"""How the head is spread over processes: each of conf/strategy is one set of arguments for transformers' Trainer."""
+"""Spread the head over processes: each strategy is one set of arguments for transformers' Trainer."""
 
 import importlib.util
 import os
+from typing import Any, NamedTuple, cast
 
 import torch
 from accelerate.utils import DistributedType
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
@@ -12,11 +14,58 @@ from foredraft.heads.base import DraftHead
 from foredraft.train.runtime import distributed
 
 
-def check(strategy: str, optimizer: str) -> None:
-    """Raise ValueError where this strategy cannot work in the processes of this run. optimizer: path of its constructor."""
+class Strategy(NamedTuple):
+    """Describe an entry of the table of strategies; `--help` shows its description."""
+
+    description: str
+    arguments: dict[str, Any] = {}  # noqa: RUF012 -- of transformers.TrainingArguments
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    """Return the arguments of DeepSpeed's ZeRO; "auto" is filled in from the trainer's settings."""
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {"deepspeed": dict.fromkeys(sizes, "auto") | {"zero_optimization": {"stage": stage, **more}}}
+
+
+FSDP = {
+    "version": 2,
+    "auto_wrap_policy": "NO_WRAP",  # heads call into the middle of their layers, past the hooks of a wrapped one
+    "state_dict_type": "SHARDED_STATE_DICT",  # every process writes its part; any number of processes can read them
+    "cpu_offload": False,
+}
+# Every weight is used in every step, and a pruned vocabulary never changes.
+DDP = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
+# Saved weights are whole and keep their dtype; smaller weights (norms) are not cut.
+ZERO3 = {"stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 10000}
+STRATEGIES = {
+    "auto": Strategy("ddp in several processes (torchrun), else single"),
+    "single": Strategy("one process on one device"),
+    "ddp": Strategy("one copy of the head per process, gradients averaged (start with torchrun)", DDP),
+    "fsdp": Strategy(
+        "FSDP2: weights, gradients and optimizer state in shards (start with torchrun)",
+        {"fsdp": True, "fsdp_config": FSDP},
+    ),
+    "zero1": Strategy("DeepSpeed ZeRO-1: optimizer state in shards (start with torchrun)", zero(1)),
+    "zero2": Strategy("DeepSpeed ZeRO-2: optimizer state and gradients in shards (start with torchrun)", zero(2)),
+    "zero3": Strategy("DeepSpeed ZeRO-3: weights, gradients and optimizer state in shards", zero(3, **ZERO3)),
+}
+
+
+def arguments_of(strategy: str, more: Any) -> dict[str, Any]:
+    """Return the arguments of a strategy, of which `strategy_args` replaces some."""
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(STRATEGIES[strategy].arguments, more or {})))
+
+
+def choose(strategy: str, optim: str) -> str:
+    """Return the strategy that `auto` stands for in the processes of this run, or the named one. Raise ValueError if it
+    cannot work here."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy} is not one of {', '.join(STRATEGIES)}")
+    if strategy == "auto":
+        return "ddp" if distributed.world_size() > 1 else "single"
     if strategy == "single" and distributed.world_size() > 1:
         raise ValueError(
-            f"strategy=single is one process, and torchrun started {distributed.world_size()}: take strategy=ddp"
+            f"strategy=single is one process, and torchrun started {distributed.world_size()}: set strategy=ddp or auto"
         )
     if strategy != "single" and "RANK" not in os.environ:
         raise ValueError(
@@ -24,32 +73,33 @@ def check(strategy: str, optimizer: str) -> None:
             f"strategy={strategy} ..."
         )
     if strategy.startswith("zero"):
-        if optimizer.endswith(".muon"):
+        if optim == "muon":
             raise ValueError(
-                f"strategy={strategy} cuts matrices into pieces and Muon updates whole ones: take optimizer=adamw, or "
+                f"strategy={strategy} cuts matrices into pieces and Muon updates whole ones: set trainer.optim=adamw, or "
                 "strategy=fsdp"
             )
         if importlib.util.find_spec("deepspeed") is None:
             raise ValueError(f"strategy={strategy} needs DeepSpeed: pip install 'foredraft[deepspeed]'")
+    return strategy
 
 
 def choose_device() -> None:
-    """One accelerator for each process of a machine, which "cuda" names from here on."""
+    """Choose one accelerator for each process of a machine, which "cuda" names from here on."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def shard_on_cpus_too(args: TrainingArguments) -> None:
-    """accelerate shards on accelerators only, and would run DDP in several CPU processes without a word. It takes the kind
-    of the processes from this state, and puts FSDP in its place."""
+    """Let accelerate shard on CPUs too: it shards only on accelerators, and would silently run DDP in several CPU processes.
+    It takes the kind of the processes from this state, and puts FSDP in its place."""
     state = args.distributed_state
     if args.fsdp and state is not None and state.distributed_type == DistributedType.MULTI_CPU:
         state.distributed_type = DistributedType.MULTI_GPU
 
 
 def check_distributed_type(strategy: str, kind: DistributedType) -> None:
-    """accelerate falls back to DDP without a word; here it must not. Raises ValueError where what `accelerate launch` was
-    told to do is at odds with the strategy."""
+    """Raise ValueError if accelerate fell back to DDP, or if what `accelerate launch` was told to do conflicts with the
+    strategy."""
     wanted = {
         "single": DistributedType.NO,
         "fsdp": DistributedType.FSDP,
@@ -65,7 +115,7 @@ def check_distributed_type(strategy: str, kind: DistributedType) -> None:
 
 
 def forget_sharding(strategy: str) -> None:
-    """With ZeRO-3, transformers would cut up every model that is loaded from here on."""
+    """Undo ZeRO-3's settings, by which transformers would cut up every model that is loaded from here on."""
     if strategy == "zero3":
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config  # brings DeepSpeed, seconds
 
@@ -73,7 +123,7 @@ def forget_sharding(strategy: str) -> None:
 
 
 def without_weights(module: DraftHead) -> DraftHead:
-    """The module with empty parameters. Buffers stay: a state does not hold all of them (rotary frequencies)."""
+    """Return the module with empty parameters. Buffers stay: a state does not hold all of them (rotary frequencies)."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             setattr(part, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))

@@ -12,19 +12,26 @@ from foredraft.train.config_check import check
 from foredraft.train.joint import JointDistillation
 
 OWN = ("head", "budget", "heads", "search_share", "judge", "candidates", "output_dir")  # no settings of a candidate
-SHARED = ("target", "data", "length", "long", "seed", "self_generated_tokens")  # settings that all candidates have
+SHARED = (
+    "target",
+    "data",
+    "max_length",
+    "packing",
+    "seed",
+    "self_generated_tokens",
+)  # settings that all candidates have
 
 
 def check_numbers(cfg: DictConfig) -> None:
     if not 0 < cfg.search_share < 1:
         raise ValueError(f"search_share={cfg.search_share} must be between 0 and 1")
-    for name in ("prompts", "prompt_tokens", "new_tokens", "repeats"):
+    for name in ("num_prompts", "prompt_tokens", "max_new_tokens", "repeats"):
         if cfg.judge[name] < 1:
             raise ValueError(f"judge.{name}={cfg.judge[name]} must be at least 1")
 
 
 def chosen(cfg: DictConfig) -> dict[str, list[str]]:
-    """What each candidate is given. ValueError or HydraException where one cannot be had."""
+    """Return what each candidate is given. Raise ValueError or HydraException if one is not possible."""
     typed = [(group(override), override) for override in HydraConfig.get().overrides.task]
     for _, override in typed:
         if re.match(r"\+*trainer\.(max_steps|num_train_epochs)=", override):
@@ -43,12 +50,12 @@ def chosen(cfg: DictConfig) -> dict[str, list[str]]:
 
 
 def group(override: str) -> str:
-    """The first part of its key: trainer of +trainer.max_steps=3."""
+    """Return the first part of its key: trainer of +trainer.max_steps=3."""
     return re.split(r"[.=@]", override.lstrip("+~"))[0]
 
 
 def check_candidate(cfg: DictConfig, name: str, overrides: list[str], shared: list[str]) -> None:
-    """shared: the keys of SHARED that its own settings name, though what is typed may overrule them."""
+    """Check a candidate. shared: the keys of SHARED that its own settings name, though what is typed may overrule them."""
     main = HydraConfig.instance().cfg  # which `check` replaces
     try:
         check("train", overrides, 0)
@@ -58,10 +65,10 @@ def check_candidate(cfg: DictConfig, name: str, overrides: list[str], shared: li
         HydraConfig.instance().cfg = main
     own = composed(overrides)
     if "candidates" in own:
-        raise ValueError(f"candidates.{name} is given head=auto, which is no head")
+        raise ValueError(f"candidates.{name} is given head=auto, which is not a head")
     if differ := [*shared, *(key for key in SHARED if own[key] != cfg[key])]:
         raise ValueError(f"candidates.{name} sets {differ[0]}, which all candidates must share")
-    if issubclass(get_class(own.criterion._target_), JointDistillation):
+    if issubclass(get_class(own.objective._target_), JointDistillation):
         raise ValueError(
             f"candidates.{name} tunes the target too, whose text changes: it cannot be compared with others"
         )

@@ -26,49 +26,49 @@ class Budget(NamedTuple):
     in_steps: bool
 
     def shown(self, amount: float) -> str:
-        """An amount of this kind, as it is typed, rounded up."""
+        """Format an amount of this kind, as it is typed, rounded up."""
         if self.in_steps:
             return f"{math.ceil(amount)}steps"
         return f"{math.ceil(amount)}s" if amount < 120 else f"{math.ceil(amount / 60)}m"
 
 
 class Goal(NamedTuple):
-    """How far a candidate trains in a round."""
+    """Hold how far a candidate trains in a round."""
 
     until: int  # step
     of: int  # steps of its whole training if it wins, which the learning rate follows
 
 
 class Judged(NamedTuple):
-    """What a drafter measured over a round's texts."""
+    """Hold what a drafter measured over a round's texts."""
 
     tokens: list[float]  # of each text
     seconds: list[float]  # the medians of its repeats
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
+        """Return tokens per second."""
         return sum(self.tokens) / sum(self.seconds)
 
     @property
     def parts(self) -> list[float]:
-        """What each text contributes to the deviation of `rate`, a ratio of two sums, in tokens per second."""
+        """Return what each text contributes to the deviation of `rate`, a ratio of two sums, in tokens per second."""
         whole = sum(self.seconds)
         return [(tokens - self.rate * seconds) / whole for tokens, seconds in zip(self.tokens, self.seconds)]
 
     @property
     def error(self) -> float | None:
-        """The standard error of `rate` over texts."""
+        """Return the standard error of `rate` over texts."""
         return standard_error(self.parts)
 
     def behind(self, other: "Judged") -> tuple[float, float | None]:
-        """How many tokens per second it is slower, and the standard error of that: on the same texts, so a text that is hard
+        """Return how many tokens per second it is slower, and the standard error: on the same texts, so a text that is hard
         for both counts little."""
         return other.rate - self.rate, standard_error([a - b for a, b in zip(self.parts, other.parts, strict=True)])
 
 
 def standard_error(parts: list[float]) -> float | None:
-    """The standard error of a sum whose terms deviate by `parts`; None where there is only one."""
+    """Return the standard error of a sum whose terms deviate by `parts`; None for only one term."""
     return math.sqrt(len(parts) / (len(parts) - 1) * sum(x * x for x in parts)) if len(parts) > 1 else None
 
 
@@ -77,7 +77,7 @@ def shown_error(error: float | None) -> str:
 
 
 def parse_budget(text: str) -> Budget:
-    """ValueError for what is neither a time nor a number of steps."""
+    """Parse a budget. Raise ValueError for what is neither a time nor a number of steps."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(h|m|s|steps)", text.strip())
     if match is None or float(match[1]) == 0:
         raise ValueError(
@@ -87,7 +87,7 @@ def parse_budget(text: str) -> Budget:
 
 
 def round_sizes(candidates: int) -> list[int]:
-    """How many are in each round: 10 gives 10, 5, 3, 2. One alone needs no round."""
+    """Return the number of candidates in each round: 10 gives 10, 5, 3, 2. A single one needs no round."""
     found = []
     while candidates > 1:
         found.append(candidates)
@@ -96,8 +96,8 @@ def round_sizes(candidates: int) -> list[int]:
 
 
 def shares(sizes: list[int], number: int, search_share: float) -> tuple[float, float]:
-    """Of what is left of the budget when round `number` (from 0) begins: the share of each of its candidates, and the share
-    that the one that wins it all still gets after this round."""
+    """Return, of the rest of the budget when round `number` (from 0) starts: the share of each of its candidates, and the
+    share that the one that wins it all still gets after this round."""
     each = [search_share / (len(sizes) * size) for size in sizes]
     final = 1 - search_share
     left = sum(share * size for share, size in zip(each[number:], sizes[number:])) + final
@@ -105,14 +105,15 @@ def shares(sizes: list[int], number: int, search_share: float) -> tuple[float, f
 
 
 def goal(done: int, step_cost: float, train: float, afterwards: float) -> Goal:
-    """done: steps so far; train, afterwards: of the budget, in this round and if it wins; at least one step."""
+    """Return a candidate's goal, at least one step. done: steps so far; train, afterwards: of the budget, in this round and
+    if it wins; at least one step."""
     until = done + max(1, int(train / step_cost))
     return Goal(until, until + max(0, int(afterwards / step_cost)))
 
 
 def prompts_within(seconds: float, fixed: float, each: float, most: int) -> int:
-    """On how many prompts a round of so many seconds measures. fixed, each: seconds that measuring takes without any, and for
-    each prompt."""
+    """Return the number of prompts that a round of `seconds` measures. fixed, each: seconds that measuring takes without
+    any, and for each prompt."""
     return max(min(FEWEST_PROMPTS, most), min(most, int((JUDGING * seconds - fixed) / each)))
 
 
@@ -131,7 +132,7 @@ def check_enough(
 
 
 def judged(table: Table, name: str, texts: Collection[int]) -> Judged:
-    """`name` on these texts: whole texts, prompt included, as a user waits for them."""
+    """Measure `name` on these texts, prompt included, as a user waits for them."""
     lines = [line for (_, text), line in table.by_decoder[name].items() if text in texts]
     by_text = {text: [figures.with_prefill(line) for line in lines if line["text"] == text] for text in sorted(texts)}
     return Judged(
@@ -141,7 +142,7 @@ def judged(table: Table, name: str, texts: Collection[int]) -> Judged:
 
 
 def verdicts(found: dict[str, Judged], keep: int) -> dict[str, str]:
-    """Of a round's candidates, why each one that is dropped is. keep: how many stay."""
+    """Return why each dropped candidate of a round is dropped. keep: the number that stays."""
     ranked = sorted(found, key=lambda name: -found[name].rate)
     reasons = {}
     for name in ranked[keep:]:

@@ -16,7 +16,7 @@ def announce(state: State, number: int) -> None:
 
 
 def rows(state: State, number: int) -> Iterator[list[str]]:
-    """The fastest first."""
+    """Yield a row per candidate, the fastest first."""
     this = state.rounds[number]
     for name in sorted(this.found, key=lambda name: -this.found[name]["tokens_per_second"]):
         facts = this.found[name]

@@ -51,7 +51,7 @@ PROBE = 6  # steps that tell what a step costs; the first is left out
 
 
 def search(cfg: DictConfig) -> None:
-    """The whole of `python train/run.py head=auto`."""
+    """Run `python train/run.py head=auto`."""
     if distributed.world_size() > 1:
         raise ValueError(
             "head=auto trains one candidate after the other in one process: start it without torchrun, and train its winner "
@@ -73,8 +73,8 @@ def search(cfg: DictConfig) -> None:
     if (directory / CHECKPOINTS).exists() and not (directory / FILE).exists():
         raise ValueError(f"output_dir={directory} holds an unfinished run of one head: give another output_dir")
     state = State.open(directory, as_saved(cfg), candidates)
-    if "whole_target" in cfg.features:
-        cfg.features.whole_target = True  # candidates are compared by what they decode
+    if "load_full_target" in cfg.hidden_states:
+        cfg.hidden_states.load_full_target = True  # candidates are compared by what they decode
     target, data = load(cfg)
     state.started = time.perf_counter()  # what it takes to get a target is no part of the budget
     try:
@@ -87,7 +87,7 @@ def search(cfg: DictConfig) -> None:
 
 
 class StopAt(TrainerCallback):
-    """Ends this part of a training after a step, with a checkpoint to resume from."""
+    """End this part of a training after a step, with a checkpoint to resume from."""
 
     def __init__(self, step: int):
         self.step = step
@@ -115,37 +115,37 @@ class Search:
 
     @property
     def left(self) -> float:
-        """Of the budget."""
+        """Return the rest of the budget."""
         steps = sum(one.steps for one in self.state.candidates.values())
         return self.budget.amount - (steps if self.budget.in_steps else self.state.seconds)
 
     # One candidate
 
     def config(self, name: str, directory: Path, steps: int) -> DictConfig:
-        """Of a candidate's training of so many steps."""
+        """Return the config of a candidate's training of this number of steps."""
         cfg = composed(self.state.candidates[name].overrides)
         cfg.output_dir = str(directory)
-        cfg.trainer.max_steps, cfg.trainer.max_minutes = steps, 0.0
+        cfg.trainer.max_steps, cfg.trainer.max_minutes, cfg.strategy = steps, 0.0, self.cfg.strategy
         return cfg
 
     def train(self, cfg: DictConfig, *callbacks: TrainerCallback) -> tuple[Prepared, HeadTrainer]:
-        """Go on from where the candidate is."""
+        """Continue a candidate's training from its newest checkpoint."""
         folder = Path(cfg.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         for text in self.directory.glob("*.safetensors"):  # that the target wrote, for all alike
             if folder != self.directory and not (folder / text.name).exists():
                 (folder / text.name).symlink_to(text.resolve())
         set_seed(cfg.seed)
-        if "path" in cfg.features:  # stored aux hidden states: one store for all heads that take the same layers
-            cfg.features.path, cfg.features.whole_target = self.cfg.features.path, True
+        if "path" in cfg.hidden_states:  # stored aux hidden states: one store for all heads that take the same layers
+            cfg.hidden_states.path, cfg.hidden_states.load_full_target = self.cfg.hidden_states.path, True
         prepared = prepare(cfg, self.target, self.data)
-        if "path" in cfg.features:
-            cfg.features.path += "/" + "-".join(map(str, prepared.head.layers))
+        if "path" in cfg.hidden_states:
+            cfg.hidden_states.path += "/" + "-".join(map(str, prepared.head.layers))
         return prepared, train(cfg, prepared, *callbacks)
 
     @contextlib.contextmanager
     def dropped_where_it_fails(self, name: str) -> Iterator[None]:
-        """The others' figures are worth more than the reason why one has none."""
+        """Drop a candidate that fails, and keep the figures of the others."""
         try:
             yield
         except Exception as error:
@@ -165,12 +165,12 @@ class Search:
     # Before the rounds
 
     def write_text(self) -> None:
-        """What the target writes to learn from, once for all."""
+        """Let the target write text to learn from, once for all candidates."""
         self.cfg.trainer.max_steps = -1  # all that is asked for
         with_self_generated_text(self.cfg, self.target, self.data, self.directory)
 
     def probe(self) -> None:
-        """What a step of each candidate costs, by some that are thrown away, and what decoding a text does."""
+        """Measure what a step of each candidate costs, by some that are thrown away, and what decoding a text costs."""
         folder = self.directory / "probe"
         for name in self.state.left if not self.budget.in_steps else ():
             if self.state.candidates[name].step_seconds is not None:
@@ -178,7 +178,7 @@ class Search:
             shutil.rmtree(folder, ignore_errors=True)
             with self.dropped_where_it_fails(name):
                 cfg = self.config(name, folder, PROBE)
-                cfg.evaluate.eval_steps, cfg.trainer.logging_steps = 0, 1
+                cfg.eval.steps, cfg.trainer.logging_steps = 0, 1
                 _, trainer = self.train(cfg)
                 ends = [entry["train_seconds"] for entry in trainer.state.log_history if "loss" in entry]
                 self.state.candidates[name].step_seconds = max(1e-3, median(b - a for a, b in pairwise(ends)))
@@ -187,7 +187,7 @@ class Search:
         self.state.decode_seconds = self.judging.decode_seconds()
 
     def cost(self, name: str) -> float:
-        """Of a step, of the budget."""
+        """Return the cost of a step, in units of the budget."""
         seconds = self.state.candidates[name].step_seconds
         if self.budget.in_steps:
             return 1.0
@@ -195,20 +195,20 @@ class Search:
         return seconds
 
     def judging_cost(self, size: int, prompts: int) -> float:
-        """Of the budget, for a round of `size` candidates on so many prompts."""
+        """Return the cost of a round of `size` candidates on `prompts` prompts, in units of the budget."""
         seconds = self.state.decode_seconds
         assert seconds is not None, "a round before the probe"
         return 0.0 if self.budget.in_steps else self.judging.decodes(size, prompts) * seconds
 
     def check_budget(self) -> None:
-        """Before the first round."""
+        """Check the budget before the first round."""
         if not self.sizes:
             return
         share, _ = shares(self.sizes, 0, self.cfg.search_share)
         costs = {name: self.cost(name) for name in self.state.left}
         size = self.sizes[0]
         spent = self.budget.amount - self.left
-        prompts = min(FEWEST_PROMPTS, self.cfg.judge.prompts)
+        prompts = min(FEWEST_PROMPTS, self.cfg.judge.num_prompts)
         check_enough(self.budget, share, spent, self.judging_cost(size, prompts) / size, costs, size)
 
     # Rounds
@@ -241,7 +241,7 @@ class Search:
     def plan_round(self, number: int) -> None:
         this, afterwards = shares(self.sizes, number, self.cfg.search_share)
         names, left = self.state.left, max(0.0, self.left)
-        prompts = self.cfg.judge.prompts
+        prompts = self.cfg.judge.num_prompts
         if not self.budget.in_steps:
             fixed = self.judging_cost(len(names), 0)
             each = self.judging_cost(len(names), 1) - fixed
@@ -259,9 +259,9 @@ class Search:
         # It may have been stopped before it was saved as a head.
         there = newest is not None and checkpoints.step_of(Path(newest)) >= until
         cfg = self.config(name, self.folder(name), until if there else this.goals[name].of)
-        cfg.evaluate.eval_steps = 0
+        cfg.eval.steps = 0
         prepared, trainer = self.train(cfg, StopAt(until))
-        save_final(trainer.distillation, self.folder(name) / "head", prepared.data, cfg.length)
+        save_final(trainer.distillation, self.folder(name) / "head", prepared.data, cfg.max_length)
         candidate.steps = trainer.state.global_step
         if not self.budget.in_steps:
             candidate.step_seconds = seconds_of(trainer.state) / candidate.steps
@@ -280,7 +280,7 @@ class Search:
     # The winner
 
     def finish(self) -> None:
-        """The rest of its training, and the end of every run."""
+        """Finish the winner's training, as every run ends."""
         (name,) = self.state.left
         candidate = self.state.candidates[name]
         if self.state.final is None:

@@ -42,7 +42,7 @@ class State:
 
     @classmethod
     def open(cls, directory: Path, config: dict[str, Any], candidates: dict[str, list[str]]) -> "State":
-        """Of a new search, or of one that was stopped there; ValueError where that had other settings."""
+        """Open a new search, or one that was stopped there; raise ValueError if that had other settings."""
         fresh = cls(directory / FILE, config, {name: Candidate(given) for name, given in candidates.items()})
         if not fresh.file.exists():
             return fresh
@@ -67,10 +67,10 @@ class State:
 
     @property
     def seconds(self) -> float:
-        """That all parts of this search took."""
+        """Return the seconds that all parts of this search took."""
         return self.spent_seconds + time.perf_counter() - self.started
 
     @property
     def left(self) -> list[str]:
-        """The candidates that are still in, in their order."""
+        """List the candidates that are still in, in their order."""
         return [name for name, one in self.candidates.items() if one.dropped is None]

@@ -1,12 +1,12 @@
-"""features=server: the target runs in a serving engine, on devices of its own, and gives its hidden states while the head
-learns from them.
+"""Train on hidden states from a serving engine (hidden_states=server), which runs the target on devices of its own while
+the head learns.
 
 Every document of a packed row is a prompt. The DataLoader is the queue: each of its workers asks for one row after the
 other, `dataloader_num_workers * dataloader_prefetch_factor` batches wait at most, and they come in the order of the
-training, whenever their answers came. An engine that dies is waited for (train/features/engine.py).
+training, whenever their answers came. An engine that dies is waited for (train/hidden_states/engine.py).
 
 The trainer has the target's ends alone: the final norm, since an engine gives the last state before it, and an lm_head that
-must make of that state what the engine writes. With all of the target it compares every layer (train/features/probe.py).
+must make of that state what the engine writes. With all of the target it compares every layer (train/hidden_states/probe.py).
 """
 
 import hashlib
@@ -22,8 +22,8 @@ from torch.utils.data import Dataset
 from foredraft.heads.target import Target
 from foredraft.heads.target.documents import spans
 from foredraft.train.data.packing import Packed
-from foredraft.train.features.engine import Client
-from foredraft.train.features.probe import (
+from foredraft.train.hidden_states.engine import Client
+from foredraft.train.hidden_states.probe import (
     Probe,
     all_states,
     check_writes_alike,
@@ -48,17 +48,18 @@ def server(
     run: str,
     timeout: float = 120.0,
     patience: float = 600.0,
-    whole_target: bool = True,
+    load_full_target: bool = True,
 ) -> "ServedRows":
-    """The rows with what the engine at `url`, or those at several in turn, makes of their documents.
+    """Return the rows with the hidden states that the engine at `url`, or engines at several in turn, give for their
+    documents.
 
     run: the directory of the run. timeout: seconds for one answer. patience: seconds that all engines may be gone.
-    whole_target: said where the target is loaded (train/features/ends.py); layers that are there are compared with the
+    load_full_target: used where the target is loaded (train/hidden_states/ends.py); loaded layers are compared with the
     engine's. Raises EngineError, a ValueError, for one that does not answer, gives other layers, or serves another model.
     """
     if packed.store.reader is not None:
         raise ValueError(
-            "features=server asks an engine with tokens alone, and the data have images: take online or disk"
+            "hidden_states=server asks an engine with tokens alone, and the data have images: take online or disk"
         )
     client, urls = connect(url, run, timeout, patience)
     norm, wanted = final_norm(target), [*layers, target.num_layers]
@@ -79,18 +80,18 @@ def server(
 
 
 def connect(url: str | list[str], run: str, timeout: float, patience: float) -> tuple[Client, list[str]]:
-    """As for `server`: a client, and the addresses."""
+    """Return a client and the addresses, from arguments as for `server`."""
     urls = list(dict.fromkeys(one.rstrip("/") for one in ([url] if isinstance(url, str) else url)))
     if not urls or not all(re.match("https?://", one) for one in urls) or timeout <= 0 or patience < 0:
         raise ValueError(
-            f"features.url={url}, timeout={timeout}, patience={patience}: one or more of http://HOST:PORT/v1, and seconds"
+            f"hidden_states.url={url}, timeout={timeout}, patience={patience}: give http://HOST:PORT/v1, and seconds"
         )
     name = f"{os.path.abspath(run)} {distributed.rank()}"
     return Client(f"foredraft-{hashlib.sha256(name.encode()).hexdigest()[:16]}", timeout, patience), urls
 
 
 class EngineStates:
-    """In the place of `Target.states_elsewhere`: what heads ask of a target before they learn."""
+    """Replace `Target.states_elsewhere`: what heads ask of a target before they learn."""
 
     def __init__(self, target: Target, client: Client, urls: list[str]):
         self.target, self.client, self.urls, self.norm = target, client, urls, final_norm(target)
@@ -109,10 +110,10 @@ class EngineStates:
 
 
 class ServedRows(Dataset):
-    """Packed rows with `features` and `last` as features/online.py gives them, in the engine's precision."""
+    """Read packed rows with `features` and `last` as in online.py, in the engine's precision."""
 
     def __init__(self, packed: Packed, client: Client, urls: list[str], norm: nn.Module, normed: list[bool]):
-        """normed: of each layer of the features, is it the last?"""
+        """Set the source. normed: for each layer, whether it is the last."""
         self.packed, self.client, self.urls, self.norm, self.normed = packed, client, urls, norm, normed
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""features=online: the target reads every batch in the training process."""
+"""hidden_states=online: the target reads every batch in the training process."""
 
 import torch
 from torch import Tensor
@@ -13,24 +13,26 @@ from foredraft.train.data.packing import Packed
 
 
 def online(packed: Packed, target: Target, layers: list[int], batch: int) -> Dataset:
-    """The rows as they are."""
+    """Return the rows unchanged."""
     return packed
 
 
 def several_documents(text: PackedBatch) -> bool:
-    """Does a row of this batch hold more than one?"""
+    """Return whether a row of this batch contains more than one document."""
     return bool((text.documents != text.documents[:, :1]).any())
 
 
 def apart(target: Target, text: PackedBatch) -> bool:
-    """Are the documents of this batch forwarded side by side? Under fsdp by all processes, whatever rows each has."""
+    """Return whether the documents of this batch are forwarded side by side. Under fsdp all processes must, whatever their
+    rows."""
     if target.sharding == "fsdp" or text.images is not None:
         return True
     return several_documents(text) if text.multiple_documents is None else text.multiple_documents
 
 
 def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tuple[Tensor, Tensor]:
-    """The features (batch, length, width) and the last hidden state (batch, length, hidden) of a packed batch.
+    """Return the aux hidden states (batch, length, width) and the last hidden state (batch, length, hidden) of a packed
+    batch.
 
     In the target's own precision, as decoding reads it: a trainer's autocast would round the output of a float32 target."""
     rows, images = slice(None), text.images

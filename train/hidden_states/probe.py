@@ -13,7 +13,7 @@ from foredraft.heads.target.documents import spans
 from foredraft.heads.target.ends import WHOLE, end_modules
 from foredraft.heads.target.sharding import full_tensor
 from foredraft.train.data.packing import Packed
-from foredraft.train.features.engine import EngineError
+from foredraft.train.hidden_states.engine import EngineError
 
 TOKENS = 64  # of a probe, at most
 BEST = 4  # tokens that rounding may exchange
@@ -28,20 +28,20 @@ class Probe(NamedTuple):
 
 
 def probe_text(packed: Packed) -> list[int]:
-    """Of the longest document in the first row."""
+    """Return the tokens of the longest document in the first row."""
     row = packed[0]
     longest = max(spans([row["documents"].tolist()]), key=lambda span: span.stop - span.start)
     return row["tokens"][longest.start : longest.stop][:TOKENS].tolist()
 
 
 def all_states(target: Target, norm: nn.Module, tokens: list[int]) -> Tensor:
-    """As a Probe has them."""
+    """Return hidden states in the order of a Probe."""
     return read_states(target, norm, tokens, range(target.num_layers + 1)).float().cpu()
 
 
 @torch.no_grad()
 def final_norm(target: Target) -> nn.Module:
-    """The module that makes the last hidden state. Raises ValueError where that is not the work of one."""
+    """Return the module that makes the last hidden state. Raise ValueError if that is not a single module."""
     if target.ends_only:  # then it is the one with a weight for each of the hidden size's numbers
         norms = [module for _, module in end_modules(target.model) if next(module.parameters()).ndim == 1]
         if len(norms) != 1:
@@ -62,13 +62,13 @@ def final_norm(target: Target) -> nn.Module:
         if alike and given and isinstance(given[0], Tensor) and given[0].shape == last.shape:
             return module
     raise ValueError(
-        f"{target.name} has no final norm that could be applied to an engine's states: take features=online or disk"
+        f"{target.name} has no final norm that could be applied to an engine's states: take hidden_states=online or disk"
     )
 
 
 @torch.no_grad()
 def read_states(target: Target, norm: nn.Module, tokens: list[int], layers: Sequence[int]) -> Tensor:
-    """(tokens, layers, hidden) of one text, the last layer's before `norm`."""
+    """Return (tokens, layers, hidden) of one text, the last layer's before `norm`."""
     before: list[Tensor] = []
     hook = norm.register_forward_pre_hook(lambda module, given: before.append(given[0]))
     try:
@@ -82,7 +82,7 @@ def read_states(target: Target, norm: nn.Module, tokens: list[int], layers: Sequ
 
 
 def on_host(norm: nn.Module) -> nn.Module:
-    """A copy for the workers of a DataLoader, which must not touch an accelerator."""
+    """Copy a norm for the workers of a DataLoader, which must not touch an accelerator."""
     found = copy.copy(norm)
     weights = {name: full_tensor(weight).detach().cpu() for name, weight in norm.named_parameters()}
     found._parameters = {name: nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()}
@@ -93,13 +93,13 @@ def on_host(norm: nn.Module) -> nn.Module:
 def named_columns(
     url: str, target: Target, given: Tensor, named: Sequence[int] | None, wanted: Sequence[int]
 ) -> list[int]:
-    """Where the layers `wanted` are among those that the engine gave, (tokens, layers, hidden), by their numbers as it says
-    them; vLLM does not (None), and gives those that it was told, in ascending order. EngineError where they do not fit."""
+    """Find the layers `wanted` among those that the engine gave, (tokens, layers, hidden), by the numbers that it reports;
+    vLLM reports none (None), and gives those that it was told, in ascending order. Raise EngineError if they do not fit."""
     last, count = target.num_layers, given.shape[1]
     if given.shape[-1] != target.hidden_size:
         raise EngineError(
-            f"features.url={url} serves another model than {target.name}, whose states have {target.hidden_size} numbers and "
-            f"not {given.shape[-1]}"
+            f"hidden_states.url={url} serves another model than {target.name}, whose states have {target.hidden_size} "
+            f"numbers and not {given.shape[-1]}"
         )
     if set(wanted) == {last}:
         return [count - 1] * len(wanted)
@@ -108,8 +108,8 @@ def named_columns(
         named = asked
     if named is None or not set(wanted) <= set(named):
         raise EngineError(
-            f"features.url={url} gives {f'{count} layers' if named is None else f'layers {list(named)}'} and the head needs "
-            f"{asked}: start the engine with these (conf/features/server.yaml shows how)"
+            f"hidden_states.url={url} gives {f'{count} layers' if named is None else f'layers {list(named)}'} and the head "
+            f"needs {asked}: start the engine with these (conf/hidden_states/server.yaml shows how)"
         )
     return [list(named).index(layer) for layer in wanted]
 
@@ -120,19 +120,19 @@ def check_writes_alike(url: str, target: Target, last: Tensor, written: Sequence
     best = target.logits(last.to(target.device)).topk(BEST).indices[0].tolist()
     if written and written[0] not in best:
         raise EngineError(
-            f"features.url={url} serves another model than {target.name}: it writes token {written[0]} where the lm_head of "
-            f"{target.name} makes {best[0]} of the same state"
+            f"hidden_states.url={url} serves another model than {target.name}: it writes token {written[0]} where the "
+            f"lm_head of {target.name} makes {best[0]} of the same state"
         )
 
 
 def find_columns(url: str, given: Tensor, probe: Probe, wanted: Sequence[int]) -> list[int]:
-    """Where the layers `wanted` are among those that the engine gave for the probe, (tokens, layers, hidden). Raises
-    EngineError where one is not, or none is the target's."""
+    """Find the layers `wanted` among those that the engine gave for the probe, (tokens, layers, hidden). Raise EngineError if
+    one is missing, or none is the target's."""
     target = probe.target
     if given.shape[-1] != target.hidden_size:
         raise EngineError(
-            f"features.url={url} serves another model than {target.name}, whose states have {target.hidden_size} numbers and "
-            f"not {given.shape[-1]}"
+            f"hidden_states.url={url} serves another model than {target.name}, whose states have {target.hidden_size} "
+            f"numbers and not {given.shape[-1]}"
         )
     rounded = given.dtype != torch.float32 or target.dtype != torch.float32
     most = QUANTIZED if target.quantization else HALF if rounded else EXACT
@@ -143,13 +143,13 @@ def find_columns(url: str, given: Tensor, probe: Probe, wanted: Sequence[int]) -
         layer = int(far.nan_to_num(torch.inf).argmin())
         if not far[layer] <= most:
             raise EngineError(
-                f"features.url={url} serves another model than {target.name}: its states are {far[layer]:.1%} from those of "
-                f"the nearest layer, {layer}, and rounding explains {most:.1%}"
+                f"hidden_states.url={url} serves another model than {target.name}: its states are {far[layer]:.1%} from "
+                f"those of the nearest layer, {layer}, and rounding explains {most:.1%}"
             )
         found[layer] = column
     if not set(wanted) <= found.keys():
         raise EngineError(
-            f"features.url={url} gives layers {sorted(found)} and the head needs {sorted(set(wanted))}: start the engine "
-            "with these (conf/features/server.yaml shows how)"
+            f"hidden_states.url={url} gives layers {sorted(found)} and the head needs {sorted(set(wanted))}: start the "
+            "engine with these (conf/hidden_states/server.yaml shows how)"
         )
     return [found[layer] for layer in wanted]

@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
 # By safetensors' names.
 STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
 LARGEST = 448.0  # of float8_e4m3fn
 
 
 def store(name: str, tensor: Tensor, dtype: str, layers: int) -> dict[str, Tensor]:
-    """The tensors to write. fp8 has one scale per position and layer, whose sizes differ by orders of magnitude."""
+    """Return the tensors to write. float8 has one scale per position and layer, whose sizes differ by orders of magnitude."""
     if not tensor.is_floating_point():
         return {name: tensor}
-    if dtype != "fp8":
+    if dtype != "float8":
         return {name: tensor.to(DTYPES[dtype])}
     parts = tensor.float().unflatten(-1, (layers if name == "features" else 1, -1))
     scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
@@ -29,7 +29,7 @@ def restore(stored: dict[str, Tensor], name: str) -> Tensor:
 
 
 def unpack(stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """A stored batch, on the device of the head, as train.features.online.forward_target gives it. With top_k the second is
+    """Return a stored batch, on the head's device, as online.forward_target does. With top_k the second is
     (batch, length, 2 k): values, then token ids, which are exact in float32 up to 16 million."""
     if "last" in stored:
         return restore(stored, "features"), restore(stored, "last")
@@ -37,6 +37,6 @@ def unpack(stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def sparse(top: Tensor, vocab: int) -> Tensor:
-    """Logits (..., vocab) from values and ids (..., 2 k); a token that was not kept has probability 0."""
+    """Return logits (..., vocab) from values and ids (..., 2 k); a token that was not kept has probability 0."""
     values, ids = top.chunk(2, dim=-1)
     return values.new_full((*top.shape[:-1], vocab), -1e4).scatter(-1, ids.long(), values)

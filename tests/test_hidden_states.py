@@ -17,7 +17,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target.packed_mask import PackedMask
 from foredraft.train import losses
 from foredraft.train.data.packing import Packed
-from foredraft.train.features import disk, online, storage
+from foredraft.train.hidden_states import offline, online, storage
 from foredraft.train.module import DistillationModel
 from tests.support import ROOT
 from tests.support.batches import batch, batch_of, documents
@@ -35,14 +35,14 @@ def one_thread():
 
 
 def stored(target: Target, path: Path, dtype: str = "float32", top_k: int | None = None, packed: Packed | None = None):
-    return disk.disk(packed or rows(), target, LAYERS, 2, str(path), dtype=dtype, top_k=top_k, shard_rows=2)
+    return offline.offline(packed or rows(), target, LAYERS, 2, str(path), dtype=dtype, top_k=top_k, shard_rows=2)
 
 
 def read(target: Target, path: Path, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """As the head gets it, of rows that hold nothing but what is stored."""
     batch = batch_of(stored(target, path, dtype))
     here = {name: value for name, value in batch.items() if name not in PackedBatch._fields}
-    each = disk.bytes_per_position(target, LAYERS, dtype, None)
+    each = offline.bytes_per_position(target, LAYERS, dtype, None)
     assert sum(value.nbytes for value in here.values()) == each * len(rows()) * 32
     assert here["features"].dtype == storage.DTYPES[dtype]
     return storage.unpack(here)
@@ -69,54 +69,54 @@ def whole(target, tmp_path_factory) -> Path:
 
 
 def test_bf16_is_rounding_and_nothing_else(target, tmp_path: Path):
-    for given, exact in zip(read(target, tmp_path / "bf16", "bf16"), hidden(target), strict=True):
+    for given, exact in zip(read(target, tmp_path / "bfloat16", "bfloat16"), hidden(target), strict=True):
         assert given.dtype == torch.bfloat16
         # Half a unit in the last of eight binary places; sums of another order of rows may tip one over.
         assert ((given.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
 
 
 def test_fp8_keeps_three_binary_places_of_every_layer(target, tmp_path: Path):
-    for given, exact in zip(read(target, tmp_path / "fp8", "fp8"), hidden(target), strict=True):
+    for given, exact in zip(read(target, tmp_path / "float8", "float8"), hidden(target), strict=True):
         given, exact = (x.unflatten(-1, (-1, target.hidden_size)) for x in (given, exact))
         largest = exact.abs().amax(-1, keepdim=True)
         assert ((given - exact).abs() <= 2**-4 * exact.abs() + 2**-9 / 448 * largest + 1e-5).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "float8"])
 def test_a_store_with_more_layers_serves_a_head_that_takes_some(target, tmp_path: Path, dtype: str):
     more = [layer for layer in range(target.num_layers + 1) if layer not in LAYERS]
     given = {"path": str(tmp_path), "dtype": dtype, "shard_rows": 2}
-    first = batch_of(disk.disk(rows(), target, LAYERS, 2, **given, also_layers=more))
+    first = batch_of(offline.offline(rows(), target, LAYERS, 2, **given, extra_layer_ids=more))
     for wanted in (LAYERS, more[:1], [LAYERS[0], more[0]], [*LAYERS, *more][::-1]):
-        found = storage.unpack(batch_of(disk.disk(rows(), target, wanted, 2, **given)))
+        found = storage.unpack(batch_of(offline.offline(rows(), target, wanted, 2, **given)))
         exact = online.forward_target(target, PackedBatch(**batch_of(rows())), wanted)
         for ours, theirs in zip(found, exact, strict=True):
             torch.testing.assert_close(ours.float(), theirs, atol=1e-5 if dtype == "float32" else 0.15, rtol=0.07)
     assert first["features"].shape[-1] == len(LAYERS) * target.hidden_size
     with pytest.raises(ValueError, match="layers is"):
-        disk.disk(rows(), target, [target.num_layers + 1], 2, **given)
+        offline.offline(rows(), target, [target.num_layers + 1], 2, **given)
 
 
-@pytest.mark.parametrize(("dtype", "top_k"), [("float32", None), ("fp8", None), ("bf16", 5)])
+@pytest.mark.parametrize(("dtype", "top_k"), [("float32", None), ("float8", None), ("bfloat16", 5)])
 def test_a_file_of_rows_is_bounded_in_bytes(target, tmp_path: Path, monkeypatch, dtype: str, top_k: int | None):
     """256 rows of an 8B model are 17 GB, which each process of a run would hold in memory."""
-    row = disk.bytes_per_position(target, LAYERS, dtype, top_k) * 32
+    row = offline.bytes_per_position(target, LAYERS, dtype, top_k) * 32
     given = {"path": str(tmp_path), "dtype": dtype, "top_k": top_k}
-    monkeypatch.setattr(disk, "SHARD_BYTES", 3 * row + 1)
-    first = batch_of(disk.disk(rows(), target, LAYERS, 2, **given))
+    monkeypatch.setattr(offline, "SHARD_BYTES", 3 * row + 1)
+    first = batch_of(offline.offline(rows(), target, LAYERS, 2, **given))
     files = sorted(tmp_path.glob("shard-*.safetensors"))
     assert len(files) == -(-len(rows()) // 3) > 1
     assert max(file.stat().st_size for file in files) < 3 * row + 4096
     monkeypatch.undo()  # the same store is read whatever its files hold
-    again = batch_of(disk.disk(rows(), target, LAYERS, 2, **given, shard_rows=2))
+    again = batch_of(offline.offline(rows(), target, LAYERS, 2, **given, shard_rows=2))
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name].view(torch.uint8), again[name].view(torch.uint8)) for name in first)
-    monkeypatch.setattr(disk, "SHARD_BYTES", 1)
-    assert disk.describe(rows(), target, LAYERS, dtype, top_k, 256)["shard_rows"] == 1
+    monkeypatch.setattr(offline, "SHARD_BYTES", 1)
+    assert offline.describe(rows(), target, LAYERS, dtype, top_k, 256)["shard_rows"] == 1
 
 
 def test_the_best_logits_stand_for_all(target, tmp_path: Path):
-    teacher = DistillationModel(head(target), target, losses.soft)
+    teacher = DistillationModel(head(target), target, losses.kl_div)
     everything = batch_of(stored(target, tmp_path / "all", top_k=target.vocab_size))
     online = teacher(**batch_of(rows()))
     torch.testing.assert_close(teacher(**everything).loss, online.loss, atol=1e-5, rtol=0)
@@ -139,10 +139,10 @@ def test_killed_writers_go_on_and_leave_the_same_manifest(target, tiny_path: Pat
         writer.kill()
         writer.wait()
     there = {file.name: file.stat().st_mtime_ns for file in path.glob("shard-*.safetensors")}
-    wanted = json.loads((whole / disk.MANIFEST).read_text())["shards"]
-    assert 2 <= len(there) < len(wanted) and not (path / disk.MANIFEST).exists()
+    wanted = json.loads((whole / offline.MANIFEST).read_text())["shards"]
+    assert 2 <= len(there) < len(wanted) and not (path / offline.MANIFEST).exists()
     stored(target, path)
-    assert (path / disk.MANIFEST).read_bytes() == (whole / disk.MANIFEST).read_bytes()
+    assert (path / offline.MANIFEST).read_bytes() == (whole / offline.MANIFEST).read_bytes()
     assert all((path / name).stat().st_mtime_ns == time for name, time in there.items())  # not written twice
 
 
@@ -176,7 +176,7 @@ def test_another_targets_shard_is_named(target, whole: Path, tmp_path: Path):
     shutil.copy(tmp_path / "other" / "shard-00001.safetensors", path)
     with pytest.raises(ValueError, match=r"shard-00001\.safetensors was written for other/model \(target_hash"):
         batch_of(stored(target, path))
-    (path / disk.MANIFEST).unlink()  # nor is it kept when a writer goes on
+    (path / offline.MANIFEST).unlink()  # nor is it kept when a writer goes on
     with pytest.raises(ValueError, match=r"shard-00001\.safetensors was written for other/model"):
         stored(target, path)
 
@@ -185,12 +185,12 @@ def test_other_data_and_other_layers_are_refused(target, whole: Path):
     with pytest.raises(ValueError, match=r"data_hash is"):
         stored(target, whole, packed=Packed(documents(40, 25, 33, 60, 21, 50, 44), length=32, seed=1))
     with pytest.raises(ValueError, match=r"layers is \[1, 2, 3\] there, \[2, 4\] here"):
-        disk.disk(rows(), target, [2, 4], 2, str(whole), dtype="float32", shard_rows=2)
+        offline.offline(rows(), target, [2, 4], 2, str(whole), dtype="float32", shard_rows=2)
 
 
 def test_a_full_disk_is_said_before_anything_is_written(target, tmp_path: Path, monkeypatch, capsys):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
+    monkeypatch.setattr(offline.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
     with pytest.raises(ValueError, match=r"has 1,?000 bytes free and the features take .* kB|1 kB free"):
         stored(target, tmp_path / "full")
     assert "features: " in capsys.readouterr().out and not list((tmp_path / "full").glob("shard-*"))
@@ -198,16 +198,16 @@ def test_a_full_disk_is_said_before_anything_is_written(target, tmp_path: Path, 
 
 def test_a_fine_tune_has_another_hash(target, tiny_path: Path):
     other = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    assert disk.target_hash(other) == disk.target_hash(target)
+    assert offline.target_hash(other) == offline.target_hash(target)
     with torch.no_grad():
         other.model.model.layers[3].mlp.up_proj.weight.mul_(1.01)
-    assert disk.target_hash(other) != disk.target_hash(target)
+    assert offline.target_hash(other) != offline.target_hash(target)
 
 
 def test_a_checksum_is_computed_once_when_its_shard_is_first_read(target, whole: Path, tmp_path: Path, monkeypatch):
     computed: list[str] = []
-    original = disk.checksum
-    monkeypatch.setattr(disk, "checksum", lambda file: computed.append(file.name) or original(file))
+    original = offline.checksum
+    monkeypatch.setattr(offline, "checksum", lambda file: computed.append(file.name) or original(file))
     read = stored(target, whole)
     batch_of(read)
     assert not computed  # its writer did
@@ -221,11 +221,11 @@ def test_a_checksum_is_computed_once_when_its_shard_is_first_read(target, whole:
 
 
 def test_few_shards_are_open_at_a_time_and_each_is_proven_once(target, whole: Path, monkeypatch):
-    monkeypatch.setattr(disk, "OPEN", 2)
+    monkeypatch.setattr(offline, "OPEN", 2)
     proven: list[str] = []
-    monkeypatch.setattr(disk, "remembered", lambda file: None)  # as where nothing can be written
-    original = disk.checksum
-    monkeypatch.setattr(disk, "checksum", lambda file: proven.append(file.name) or original(file))
+    monkeypatch.setattr(offline, "remembered", lambda file: None)  # as where nothing can be written
+    original = offline.checksum
+    monkeypatch.setattr(offline, "checksum", lambda file: proven.append(file.name) or original(file))
     rows = stored(target, whole)
     for row in [*range(len(rows)), *range(len(rows))]:
         rows[row]

@@ -1,12 +1,12 @@
-"""features=disk: what the target makes of the packed rows is written once, and read row by row.
+"""hidden_states=offline: what the target makes of the packed rows is written once, and read row by row.
 
 A shard is a safetensors file of some packed rows:
 
     features   (rows, length, layers * hidden)   what the head reads
     last       (rows, length, hidden)            the last hidden state, which gives the teacher logits; or, with top_k:
-    top_values (rows, length, k)                 the target's k largest logits, in float32 or bf16
+    top_values (rows, length, k)                 the target's k largest logits, in float32 or bfloat16
     top_ids    (rows, length, k) int32           and their tokens
-    *_scale    (rows, length, layers) float32    with fp8 alone: what a stored position is multiplied by
+    *_scale    (rows, length, layers) float32    with float8 only: what a stored position is multiplied by
 
 manifest.json is written last and names target, layers, data and every shard's checksum. A shard has its final name only
 when it is complete, so a killed writer continues where it was, and several processes write side by side. `<shard>.checked`
@@ -36,9 +36,9 @@ from foredraft.heads.target import Target
 from foredraft.heads.target.ends import drop_layers, refuse
 from foredraft.inference.evaluation.progress import Ticker
 from foredraft.train.data.packing import Packed, collate
-from foredraft.train.features.online import forward_target
-from foredraft.train.features.shard import AGAIN, Shard
-from foredraft.train.features.storage import DTYPES, store
+from foredraft.train.hidden_states.online import forward_target
+from foredraft.train.hidden_states.shard import AGAIN, Shard
+from foredraft.train.hidden_states.storage import DTYPES, store
 from foredraft.train.runtime import distributed
 
 MANIFEST, PROBE = "manifest.json", "probe.safetensors"
@@ -47,43 +47,43 @@ OPEN = 64  # shards at a time: a system has a limit of files, often 1,024
 OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
 
 
-def disk(
+def offline(
     packed: Packed,
     target: Target,
     layers: list[int],
     batch: int,
     path: str,
-    dtype: str = "bf16",
+    dtype: str = "bfloat16",
     top_k: int | None = None,
     shard_rows: int = 256,
     verify: bool = True,
-    whole_target: bool = True,
-    also_layers: list[int] | None = None,
+    load_full_target: bool = True,
+    extra_layer_ids: list[int] | None = None,
 ) -> "StoredRows":
-    """The rows with what the target makes of them, read from `path`, where they are written first if need be.
+    """Return the rows with the target's hidden states, read from `path`, where they are written first if need be.
 
-    dtype: float32, bf16 or fp8 (e4m3, a scale per position). top_k: keep so many logits in place of the last hidden state,
-    which is smaller where the hidden size is above 3 * top_k. verify: compare a shard with its checksum when it is
-    first read. whole_target: keep the target's layers, which nothing but measurements need once all is stored.
-    also_layers: hidden states to store beside those of `layers`, so that heads that take them read the same files.
+    dtype: float32, bfloat16 or float8 (e4m3, a scale per position). top_k: number of logits to store in place of the last
+    hidden state, which is smaller if the hidden size is above 3 * top_k. verify: compare a shard with its checksum when it
+    is first read. load_full_target: keep the target's layers, which nothing but measurements need once all is stored.
+    extra_layer_ids: hidden states to store in addition to those of `layers`, so that other heads read the same files.
     shard_rows: rows per file at most; as many as SHARD_BYTES hold where those are fewer.
 
-    Raises ValueError that names what does not fit: the target, the layers, the data, a shard.
+    Raise ValueError that names what does not fit: the target, the layers, the data, a shard.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"features.dtype={dtype} is not known: {', '.join(DTYPES)}")
+        raise ValueError(f"hidden_states.dtype={dtype} is not known: {', '.join(DTYPES)}")
     if shard_rows < 1 or (top_k is not None and not 1 <= top_k <= target.vocab_size):
         raise ValueError(
-            f"features.shard_rows={shard_rows} and features.top_k={top_k} must be at least 1 (top_k null: none)"
+            f"hidden_states.shard_rows={shard_rows} and hidden_states.top_k={top_k} must be at least 1 (top_k null: none)"
         )
     if target.is_collective:
         raise ValueError(
-            f"features=disk: processes write shards of their own, and target.sharding={target.sharding} needs all of them to "
-            "read together"
+            f"hidden_states=offline: each process writes its own shards, and target.sharding={target.sharding} needs all of "
+            "them to read together"
         )
     directory = Path(path)
-    facts = describe(packed, target, sorted({*layers, *(also_layers or [])}), dtype, top_k, shard_rows)
-    distributed.check_shared(directory, "features.path")
+    facts = describe(packed, target, sorted({*layers, *(extra_layer_ids or [])}), dtype, top_k, shard_rows)
+    distributed.check_shared(directory, "hidden_states.path")
     if (directory / MANIFEST).exists():
         compare(json.loads((directory / MANIFEST).read_text()), facts | {"layers": layers}, directory)
     else:
@@ -96,7 +96,7 @@ def disk(
             write_manifest(facts, directory)
         distributed.barrier()
         wait_for([directory / MANIFEST])
-    if not whole_target and not target.ends_only:
+    if not load_full_target and not target.ends_only:
         drop_layers(target)
     return StoredRows(packed, directory, layers, verify)
 
@@ -104,7 +104,7 @@ def disk(
 def describe(
     packed: Packed, target: Target, layers: list[int], dtype: str, top_k: int | None, shard_rows: int
 ) -> dict[str, Any]:
-    """The manifest without the shards."""
+    """Return the manifest without the shards."""
     row = bytes_per_position(target, layers, dtype, top_k) * packed.length
     return {
         "target": target.name,
@@ -122,18 +122,18 @@ def describe(
 
 
 def target_hash(target: Target) -> str:
-    """A hash of every parameter: a fine-tune of the same model has another."""
+    """Return a hash of every parameter: a fine-tune of the same model has another."""
     return hash_of(target.model.state_dict(), 64)
 
 
 def ends_hash(target: Target) -> str:
-    """A hash of what `ends_only` leaves of it, of more numbers, since a fine-tune may change few there."""
+    """Return a hash of what `ends_only` leaves of it, of more numbers, since a fine-tune may change few there."""
     inputs, outputs = target.model.get_input_embeddings(), target.model.get_output_embeddings()
     return hash_of({"embedding": inputs.weight, "lm_head": outputs.weight}, 1 << 16)
 
 
 def hash_of(weights: Mapping[str, Tensor], numbers: int) -> str:
-    """Of every weight's name, shape and some so many numbers."""
+    """Hash every weight's name, shape and about `numbers` of its numbers."""
     total = hashlib.sha256()
     for name, weight in weights.items():
         some = weight.detach().flatten()[:: max(1, weight.numel() // numbers)]
@@ -153,7 +153,7 @@ def compare(manifest: dict, facts: dict, directory: Path) -> None:
     if names:
         different = "; ".join(f"{name} is {manifest.get(name)} there, {facts[name]} here" for name in names)
         raise ValueError(
-            f"the features in {directory} are of another run ({different}): delete them, or give another features.path"
+            f"the features in {directory} are of another run ({different}): delete them, or give another hidden_states.path"
         )
 
 
@@ -162,14 +162,14 @@ def names(facts: dict) -> list[str]:
 
 
 def bytes_per_position(target: Target, layers: list[int], dtype: str, top_k: int | None) -> int:
-    item, scale = DTYPES[dtype].itemsize, 4 if dtype == "fp8" else 0
+    item, scale = DTYPES[dtype].itemsize, 4 if dtype == "float8" else 0
     last = target.hidden_size * item + scale if top_k is None else top_k * (max(item, 2) + 4)
     return len(layers) * (target.hidden_size * item + scale) + last
 
 
 def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: int, rank: int, processes: int) -> None:
-    """Every shard that is missing and falls to this process (one in `processes`). Prints first how large they are, and
-    raises ValueError where the disk has less free."""
+    """Write every shard that is missing and falls to this process (one in `processes`). Print first how large they are, and
+    raise ValueError if the disk has less free."""
     each = bytes_per_position(target, facts["layers"], facts["dtype"], facts["top_k"])
     total = each * facts["rows"] * facts["length"]
     directory.mkdir(parents=True, exist_ok=True)
@@ -180,8 +180,8 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
         print(f"features: {size(total)} in {directory}, {size(max(0, need))} still to write", flush=True)
     if need > free:
         raise ValueError(
-            f"features.path={directory} has {size(free)} free and the features take {size(need)}: store them as "
-            "fp8 or with top_k, take fewer rows or another disk, or features=online"
+            f"hidden_states.path={directory} has {size(free)} free and the features take {size(need)}: store them as "
+            "float8 or with top_k, take fewer rows or another disk, or hidden_states=online"
         )
     ticker = Ticker("features stored", facts["rows"] if processes == 1 else None)
     for number, name in list(enumerate(names(facts)))[rank::processes]:
@@ -236,7 +236,7 @@ def shard(
 
 
 def write_probe(target: Target, layers: list[int], directory: Path) -> None:
-    """What heads ask of a target before they learn, for runs that have its ends alone."""
+    """Write what heads ask of a target before they learn, for runs that load only its ends."""
     wanted = sorted({*layers, target.num_layers})
     states = target.forward(probe_tokens(target), layers=wanted, keep_logits=1).aux_hidden_states[0]
     parts = {str(layer): part.contiguous() for layer, part in zip(wanted, states.cpu().chunk(len(wanted), -1))}
@@ -244,7 +244,7 @@ def write_probe(target: Target, layers: list[int], directory: Path) -> None:
 
 
 class StoredProbe:
-    """In the place of `Target.states_elsewhere`."""
+    """Replace `Target.states_elsewhere`."""
 
     def __init__(self, target: Target, directory: Path):
         self.tokens, self.states = probe_tokens(target), load_file(directory / PROBE, device=str(target.device))
@@ -256,7 +256,7 @@ class StoredProbe:
 
 
 def write_manifest(facts: dict, directory: Path) -> None:
-    """The same shards give the same bytes."""
+    """Write the manifest; the same shards give the same bytes."""
     files = [directory / name for name in names(facts)]
     shards = [{"file": file.name, "sha256": remembered(file) or checksum(file)} for file in files]
     half = directory / f"{MANIFEST}.part"
@@ -265,7 +265,7 @@ def write_manifest(facts: dict, directory: Path) -> None:
 
 
 def wait_for(files: list[Path]) -> None:
-    """Other processes have written them, but a network file system may show them later."""
+    """Wait for files that other processes have written, which a network file system may show later."""
     until = time.monotonic() + distributed.SEEN_WITHIN
     while not all(file.exists() for file in files) and time.monotonic() < until:
         time.sleep(0.2)
@@ -277,7 +277,7 @@ def checksum(file: Path) -> str:
 
 
 def remembered(file: Path) -> str | None:
-    """The checksum of the file as it is now, where it was computed before."""
+    """Return the checksum of the unchanged file, if it was computed before."""
     try:
         facts = json.loads(Path(f"{file}.checked").read_text())
     except (OSError, ValueError):
@@ -287,7 +287,7 @@ def remembered(file: Path) -> str | None:
 
 
 def remember(file: Path, name: Path, sha256: str) -> None:
-    """file: the shard that has, or will have, this name."""
+    """Remember a checksum. file: the shard that has, or will have, this name."""
     found = file.stat()
     part = Path(f"{name}.checked.{os.getpid()}")
     with contextlib.suppress(OSError):  # others' features may be read where nothing can be written
@@ -296,7 +296,7 @@ def remember(file: Path, name: Path, sha256: str) -> None:
 
 
 class StoredRows(Dataset):
-    """Packed rows with their features as they are stored: only what is indexed is read."""
+    """Read packed rows with their stored hidden states; only what is indexed is read."""
 
     def __init__(self, packed: Packed, directory: Path, layers: list[int], verify: bool):
         manifest = json.loads((directory / MANIFEST).read_text())
@@ -328,7 +328,7 @@ class StoredRows(Dataset):
         return text | stored
 
     def checked(self, number: int) -> Shard:
-        """Raises ValueError where a shard is damaged, or belongs to others."""
+        """Open a shard. Raise ValueError if it is damaged, or belongs to another run."""
         file, sha256 = self.files[number], self.manifest["shards"][number]["sha256"]
         shard = Shard(file)
         check_owner(shard, self.manifest)

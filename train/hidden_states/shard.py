@@ -1,5 +1,5 @@
-"""A safetensors file of which rows are read, and no byte beside them: a mapping would have the kernel read ahead, up to
-megabytes for each row of an order that is no file's."""
+"""Read single rows of a safetensors file and no other byte: with a mapping the kernel would read ahead, up to megabytes for
+each row of a random order."""
 
 import json
 import os
@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from foredraft.train.features.storage import STORED
+from foredraft.train.hidden_states.storage import STORED
 
 AGAIN = "delete it and the manifest, and both are written again"
 
 
 class Shard:
     def __init__(self, file: Path):
-        """Raises ValueError for a file that is none, or not all of one."""
+        """Open a file. Raise ValueError for one that is not a complete safetensors file."""
         self.file = file.open("rb", buffering=0)
         if sys.platform == "linux":
             os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)

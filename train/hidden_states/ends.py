@@ -6,26 +6,27 @@ from hydra.utils import get_method, instantiate
 from omegaconf import DictConfig
 
 from foredraft.heads.target import Target
-from foredraft.train.features import disk, server
+from foredraft.train.hidden_states import offline, server
 
 
 def load_target(cfg: DictConfig) -> Target:
-    """Its ends alone with features=server, and with features=disk once all is stored, unless `features.whole_target`."""
-    settings = cfg.features
-    if "whole_target" not in settings:
+    """Return all of the target, or only its embedding and lm_head: with hidden_states=server, and with hidden_states=offline
+    once all is stored, unless `hidden_states.load_full_target` is true."""
+    settings = cfg.hidden_states
+    if "load_full_target" not in settings:
         return instantiate(cfg.target)
     stored = "path" in settings
     loads = get_method(cfg.target._target_) == Target.from_pretrained  # others are made here, and lie nowhere
-    if settings.whole_target or not loads or (stored and not (Path(settings.path) / disk.MANIFEST).exists()):
+    if settings.load_full_target or not loads or (stored and not (Path(settings.path) / offline.MANIFEST).exists()):
         return instantiate(cfg.target)
     if cfg.target.get("sharding") is not None:
         raise ValueError(
-            f"target.sharding={cfg.target.sharding} is for a target's layers, and with features.whole_target=false none are "
-            "loaded: give target.sharding=null"
+            f"target.sharding={cfg.target.sharding} is for a target's layers, and hidden_states.load_full_target=false loads "
+            "none: set target.sharding=null"
         )
     target = instantiate(cfg.target, ends_only=True)
     if stored:
-        target.states_elsewhere = disk.StoredProbe(target, Path(settings.path))
+        target.states_elsewhere = offline.StoredProbe(target, Path(settings.path))
     else:
         client, urls = server.connect(settings.url, settings.run, settings.timeout, settings.patience)
         target.states_elsewhere = server.EngineStates(target, client, urls)

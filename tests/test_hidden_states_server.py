@@ -1,4 +1,4 @@
-"""Features from an engine: the losses of features=online, whatever dies meanwhile, and who is wrong behind an address."""
+"""Hidden states of an engine: the losses of hidden_states=online, what dies meanwhile, a wrong address."""
 
 import http.client
 import json
@@ -23,10 +23,10 @@ from transformers import LlamaForCausalLM
 from foredraft.heads import Target
 from foredraft.heads.base import PackedBatch
 from foredraft.train.data.packing import Packed
-from foredraft.train.features import online
-from foredraft.train.features.engine import EngineError
-from foredraft.train.features.probe import final_norm, on_host, read_states
-from foredraft.train.features.server import server
+from foredraft.train.hidden_states import online
+from foredraft.train.hidden_states.engine import EngineError
+from foredraft.train.hidden_states.probe import final_norm, on_host, read_states
+from foredraft.train.hidden_states.server import server
 from tests.support import ROOT
 from tests.support.architectures import FAMILIES, pair
 from tests.support.batches import batch_of, documents
@@ -36,7 +36,7 @@ from tests.support.small_targets import without_layers
 from tests.support.tiny import tiny_config
 
 STEPS = 6
-RUN = [*SMALL_EAGLE3, ONE, "optimizer=adamw", f"trainer.max_steps={STEPS}", "trainer.save_steps=2"]
+RUN = [*SMALL_EAGLE3, ONE, "trainer.optim=adamw", f"trainer.max_steps={STEPS}", "trainer.save_steps=2"]
 WORKERS = "trainer.dataloader_num_workers=2"
 
 
@@ -70,7 +70,7 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """features=online."""
+    """hidden_states=online."""
     cwd = tmp_path_factory.mktemp("alone")
     ended = end(program(*given, "output_dir=out", cwd=cwd))
     assert ended.code == 0, ended.err
@@ -78,7 +78,7 @@ def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def served(url: str, *more: str) -> list[str]:
-    return ["features=server", f"features.url={url}", WORKERS, *more]
+    return ["hidden_states=server", f"hidden_states.url={url}", WORKERS, *more]
 
 
 def test_rows_are_what_the_target_reads_in_the_process(target: Target, engine: tuple[str, Path], tmp_path: Path):
@@ -149,14 +149,14 @@ def test_an_interrupted_trainer_leaves_no_files(given: list[str], engine: tuple[
 
 def test_an_engine_that_stays_away_is_named(given: list[str], tiny_path: Path, tmp_path: Path):
     mortal, url = extracting(tiny_path, tmp_path / "states")
-    more = ["trainer.max_steps=100000", "features.patience=0.5", "output_dir=out"]
+    more = ["trainer.max_steps=100000", "hidden_states.patience=0.5", "output_dir=out"]
     process = program(*given, *served(url), *more, cwd=tmp_path)
     until(process, "^step 3/")
     mortal.kill()
     ended = end(process)
     assert ended.code == 2 and "Traceback" not in ended.err, ended.err
     (said,) = re.findall("^error: .*", ended.err, re.MULTILINE)  # another process may say that it asks again after it
-    assert said.startswith(f"error: features.url={url} has given no hidden states for 0.5 s (")
+    assert said.startswith(f"error: hidden_states.url={url} has given no hidden states for 0.5 s (")
     assert said.endswith("): see that the engine runs; the same command continues from the newest checkpoint")
 
 
@@ -165,7 +165,9 @@ def test_an_engine_that_stays_away_is_named(given: list[str], tiny_path: Path, t
 
 def test_an_engine_of_other_layers_is_refused(given: list[str], engine: tuple[str, Path], here):
     said = complaint(here(*given, *served(engine[0]), "head.target_layer_ids=[1,2,4]", "output_dir=out"))
-    assert said.startswith(f"features.url={engine[0]} gives layers [1, 3, 4, 6] and the head needs [1, 2, 4, 6]: start")
+    assert said.startswith(
+        f"hidden_states.url={engine[0]} gives layers [1, 3, 4, 6] and the head needs [1, 2, 4, 6]: start"
+    )
 
 
 @pytest.mark.parametrize("whole, why", [("true", "its states are "), ("false", "it writes token ")])
@@ -176,9 +178,9 @@ def test_another_model_is_refused(
     shutil.copytree(tiny_path, tmp_path / "other")
     torch.manual_seed(9)
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path / "other")
-    other = [f"target.path={tmp_path / 'other'}", f"features.whole_target={whole}"]
+    other = [f"target.path={tmp_path / 'other'}", f"hidden_states.load_full_target={whole}"]
     said = complaint(here(*given, *served(engine[0]), *other, "output_dir=out"))
-    assert said.startswith(f"features.url={engine[0]} serves another model than {tmp_path / 'other'}: {why}")
+    assert said.startswith(f"hidden_states.url={engine[0]} serves another model than {tmp_path / 'other'}: {why}")
 
 
 class Answers(BaseHTTPRequestHandler):
@@ -201,7 +203,10 @@ class Answers(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize(
     "path, message",
-    [("/v1", "answers without hidden states: start the engine as conf/features/server.yaml shows"), ("", "status 404")],
+    [
+        ("/v1", "answers without hidden states: start the engine as conf/hidden_states/server.yaml shows"),
+        ("", "status 404"),
+    ],
 )
 def test_an_engine_without_hidden_states_is_refused(path: str, message: str, target: Target, tmp_path: Path):
     packed = Packed(documents(40, 25), length=32, seed=0)

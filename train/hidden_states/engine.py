@@ -33,24 +33,24 @@ BUSY = (408, 409, 425, 429)  # with 5xx: statuses that may be others the next ti
 
 
 class EngineError(ValueError):
-    """One sentence for the user. A DataLoader rebuilds a worker's exception from its traceback, which ends with it."""
+    """Carry one sentence for the user. A DataLoader rebuilds a worker's exception from its traceback, which ends with it."""
 
     def __init__(self, message: str):
         super().__init__(message.strip().rsplit("EngineError: ", 1)[-1])
 
 
 class Transient(Exception):
-    """A failure that may be over when the request is sent again."""
+    """Signal a failure that may be over when the request is sent again."""
 
 
-# A dead engine, a cut answer, half a file, and what is no answer of an engine at all.
+# A dead engine, a cut answer, half a file, and what is not an answer of an engine at all.
 TRANSIENT = (Transient, OSError, http.client.HTTPException, SafetensorError, ValueError, LookupError, TypeError)
 
 
 class Client:
     def __init__(self, tag: str, timeout: float, patience: float):
-        """tag: part of the name of every file that is written for this client. timeout: seconds for one answer. patience:
-        seconds until a request that nobody answers ends the run."""
+        """Connect to engines. tag: part of the name of every file that is written for this client. timeout: seconds for one
+        answer. patience: seconds until a request that nobody answers ends the run."""
         self.tag, self.timeout, self.patience = tag, timeout, patience
         self.models: dict[str, str] = {}  # as each engine calls what it serves
         self.answers: dict[str, dict[str, Any]] = {}  # of each the latest
@@ -61,7 +61,7 @@ class Client:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Around all requests for a row. In a worker of a DataLoader what was asked for is read and deleted, come what may:
+        """Surround all requests for a row. In a worker of a DataLoader what was asked for is read and deleted in any case:
         terminals and schedulers send their signals to all processes, and the trainer still wants to finish its step."""
         if self.process != os.getpid():
             self.process = os.getpid()
@@ -92,14 +92,14 @@ class Client:
         self.sweep()
 
     def sweep(self) -> None:
-        """Also what a process before this one has left that was killed: it had the same tag."""
+        """Delete stale files, also those of an earlier process that was killed: it had the same tag."""
         for folder in self.folders:
             for file in folder.glob(f"*{self.tag}*"):
                 file.unlink(missing_ok=True)
 
     def states(self, tokens: list[int], urls: list[str]) -> Tensor:
-        """(tokens, layers, hidden), in the dtype of the engine: of the first, or where it is gone of the next one, and so on
-        in turn. Raises EngineError for a request that is refused, or that nobody has answered for `patience` seconds."""
+        """Return (tokens, layers, hidden), in the dtype of the engine: of the first, or if it is gone of the next one, and so
+        on. Raise EngineError for a request that is refused, or that nobody has answered for `patience` seconds."""
         begun, wait = time.monotonic(), 0.25
         for url in itertools.cycle(urls):
             try:
@@ -112,30 +112,32 @@ class Client:
                 reason = f"{error or type(error).__name__}".strip().split("\n")[0]
             if time.monotonic() - begun + wait > self.patience or self.abandoned():
                 raise EngineError(
-                    f"features.url={url} has given no hidden states for {self.patience:g} s ({reason}): see that the "
+                    f"hidden_states.url={url} has given no hidden states for {self.patience:g} s ({reason}): see that the "
                     "engine runs; the same command continues from the newest checkpoint"
                 )
-            self.say(f"features.url={url} gives no hidden states ({reason}): asking again, {self.patience:g} s at most")
+            self.say(
+                f"hidden_states.url={url} gives no hidden states ({reason}): asking again, {self.patience:g} s at most"
+            )
             time.sleep(wait * random.uniform(0.75, 1.0))
             wait = min(2.0, 2 * wait)
         raise AssertionError("no urls")
 
     def layers(self, url: str) -> list[int] | None:
-        """That it has given last; None where it does not say."""
+        """Return the layers that the engine gave last; None if it does not report them."""
         return self.answers[url]["kv_transfer_params"].get("layers")
 
     def written(self, url: str) -> list[int]:
-        """The token that it has written last; empty where it does not say."""
+        """Return the token that the engine wrote last; empty if it does not report it."""
         return self.answers[url]["choices"][0].get("token_ids") or []
 
     def say(self, line: str) -> None:
-        """Once for each time that engines are gone."""
+        """Print a line once for each time that engines are gone."""
         if not self.said:
             print(line, file=sys.stderr, flush=True)
         self.said = True
 
     def abandoned(self) -> bool:
-        """Does nobody wait for an answer any more?"""
+        """Return whether nobody waits for an answer any more."""
         parent = multiprocessing.parent_process()
         return self.stopping or (parent is not None and not parent.is_alive())
 
@@ -147,17 +149,17 @@ class Client:
         path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
         if path is None:
             raise EngineError(
-                f"features.url={url} answers without hidden states: start the engine as conf/features/server.yaml shows"
+                f"hidden_states.url={url} answers without hidden states: start it as in conf/hidden_states/server.yaml"
             )
         if self.tag not in Path(path).name:  # it is read and deleted
             raise EngineError(
-                f"features.url={url} names {path}, which is no file of this request: its id is not in the name"
+                f"hidden_states.url={url} names {path}, which is not a file of this request: its id is not in the name"
             )
         self.folders.add(Path(path).parent)
         return collect(Path(path), tokens, time.monotonic() + self.timeout)
 
     def send(self, url: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer. vLLM names files by the request's id, which `tag` begins."""
+        """Return the answer. vLLM names files by the request's id, which starts with `tag`."""
         headers = {"Content-Type": "application/json", "X-Request-Id": f"{self.tag}-{uuid.uuid4().hex}"}
         headers["Authorization"] = f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"
         data = None if body is None else json.dumps(body).encode()
@@ -171,16 +173,16 @@ class Client:
             if error.code >= 500 or error.code in BUSY:
                 raise Transient(f"status {error.code}: {said}") from None
             raise EngineError(
-                f"features.url={url} refuses a request (status {error.code}: {' '.join(said.split())}): it is an address "
-                "such as http://HOST:8000/v1, whose engine reads at least length + 1 tokens"
+                f"hidden_states.url={url} refuses a request (status {error.code}: {' '.join(said.split())}): give an address "
+                "such as http://HOST:8000/v1 of an engine that reads at least max_length + 1 tokens"
             ) from None
         if not isinstance(found, dict):
-            raise Transient("an answer that is no object")
+            raise Transient("an answer that is not an object")
         return found
 
 
 def collect(path: Path, tokens: list[int], deadline: float) -> Tensor:
-    """The hidden states in an engine's file for these tokens; the file and its lock are gone afterwards."""
+    """Return the hidden states in an engine's file for these tokens, and delete the file and its lock."""
     lock = Path(f"{path}.lock")
     try:
         with contextlib.suppress(FileNotFoundError), lock.open() as opened:
@@ -196,7 +198,7 @@ def collect(path: Path, tokens: list[int], deadline: float) -> Tensor:
 
 
 def wait_for(lock: Any, deadline: float) -> None:
-    """Until its writer has finished, or is dead."""
+    """Wait until the file's writer has finished, or is dead."""
     while True:
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
