@@ -39,7 +39,7 @@ def test_the_token_in_the_place_of_a_rejected_draft_is_marked(target: Target, tm
         "no request as a server logs it": 1,
     }
     for number in range(len(data.train)):
-        _, flags = data.train.stretch(number, 0, 18)
+        _, flags = data.train.token_slice(number, 0, 18)
         assert flags.tolist() == [0] * 6 + [1, 1, 1, REJECTED, REJECTED, 1, 1, 1, 1, 1, 1, REJECTED]
     assert data.card["rejected_share"] == 0.25
     weights = data.train.weights

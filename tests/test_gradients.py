@@ -9,7 +9,7 @@ from foredraft.heads.target import Target
 from foredraft.train import losses
 from foredraft.train.gradients import PartialGradients
 from foredraft.train.module import DistillationModel
-from foredraft.train.runtime.cost import Live
+from foredraft.train.runtime.cost import LiveBytes
 from tests.support.batches import batch
 from tests.support.head_factory import criterion, make_head
 
@@ -59,7 +59,7 @@ def test_logits_of_one_depth_and_part_are_all_that_lives(target: Target):
         aux_hidden_states, last = distillation.forward_target(text)
         outs = head(aux_hidden_states, target.embed(text.tokens), text)
     distillation.head.forward = lambda *_: [out.detach().requires_grad_() for out in outs]  # type: ignore[method-assign]
-    with Live(
+    with LiveBytes(
         [*distillation.parameters(), *target.model.parameters(), *text[:4], aux_hidden_states, last, *outs]
     ) as live:
         distillation.compute_loss(text, aux_hidden_states, last)
@@ -77,7 +77,7 @@ def test_memory_of_a_step_grows_with_the_length_of_a_row(target: Target, kind: s
         text = text._replace(anchors=made.choose_anchors(text, 0))
         aux_hidden_states, last = made.forward_target(text)
         before = [*made.parameters(), *made.buffers(), *target.model.parameters(), *text[:4], aux_hidden_states, last]
-        with Live(before) as live:
+        with LiveBytes(before) as live:
             made.compute_loss(text, aux_hidden_states, last).loss.backward()
         peaks.append(live.peak)
         head.zero_grad()

@@ -13,7 +13,7 @@ from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.lilicorr import LiLiCorrHead
 from foredraft.train import parity_gate
-from foredraft.train.runtime.cost import Live
+from foredraft.train.runtime.cost import LiveBytes
 from tests.support.batches import PROMPT, batch
 from tests.support.head_factory import criterion, make_head
 
@@ -307,7 +307,7 @@ def test_step_attention_keeps_neither_scores_nor_masks(count, by_document, monke
     monkeypatch.setattr("foredraft.heads.step_attention.by_document", lambda q: by_document)
     length = 300
     x = torch.randn(1, 1, length, 8, requires_grad=True)
-    with Live([x]) as live:
+    with LiveBytes([x]) as live:
         out = steps.attend_steps(x, [(x, x)] * count, batch(length).document_starts())
     assert out.requires_grad and live.peak < 4 * length * length
 

@@ -223,7 +223,7 @@ def test_a_checksum_is_computed_once_when_its_shard_is_first_read(target, whole:
 def test_few_shards_are_open_at_a_time_and_each_is_proven_once(target, whole: Path, monkeypatch):
     monkeypatch.setattr(offline, "OPEN", 2)
     proven: list[str] = []
-    monkeypatch.setattr(offline, "remembered", lambda file: None)  # as where nothing can be written
+    monkeypatch.setattr(offline, "cached_checksum", lambda file: None)  # as where nothing can be written
     original = offline.checksum
     monkeypatch.setattr(offline, "checksum", lambda file: proven.append(file.name) or original(file))
     rows = stored(target, whole)

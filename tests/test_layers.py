@@ -11,7 +11,7 @@ from foredraft.heads.latent_attention import LatentAttention
 from foredraft.heads.layers import MLP, RMSNorm, Rotary, ScaledLinear, project_first_half
 from foredraft.heads.llama_config import LATENT, LayerConfig
 from foredraft.heads.target.attention import attend
-from foredraft.train.runtime.cost import Live
+from foredraft.train.runtime.cost import LiveBytes
 
 WIDTH, INNER, ROWS = 16, 48, 10
 
@@ -39,7 +39,7 @@ def test_the_mlp_learns_as_its_definition_and_keeps_two_products(autocast):
         for mine, plain in zip(*(learn(way, list(mlp.parameters()), x) for way in (mlp, plainly)), strict=True):
             assert torch.equal(mine, plain)
         if not autocast:
-            with Live([x, *mlp.parameters()]) as live:
+            with LiveBytes([x, *mlp.parameters()]) as live:
                 out = mlp(x)
             assert live.now == out.nbytes + 2 * (2 * ROWS * INNER * 4)
 

@@ -11,7 +11,7 @@ from foredraft.train.cli import CONF
 from foredraft.train.data import magpie
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.data_card import summary
-from foredraft.train.data.magpie import MagpieSettings, Openings, corpus
+from foredraft.train.data.magpie import MagpieSettings, TurnPrefixes, corpus
 from foredraft.train.data.question_filters import QuestionFilter, before_loop, loops
 from foredraft.train.data.written_rows import RowFile
 from tests.support import typed
@@ -81,7 +81,7 @@ def test_what_is_left_is_estimated_before_the_first_row_is_done(chat, tmp_path, 
 
 def test_greedy_answers_are_the_targets_own_and_those_that_repeat_themselves_are_dropped(chat, tmp_path, monkeypatch):
     """A bigram model's greedy text does nothing else."""
-    monkeypatch.setattr(magpie, "HOPELESS", 12)
+    monkeypatch.setattr(magpie, "MAX_REJECTED", 12)
     with pytest.raises(ValueError, match="answer that repeats itself"):
         written(chat, tmp_path / "rows.jsonl", 500, settings=MagpieSettings(max_question=120, max_answer=50, greedy=1))
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
@@ -100,7 +100,7 @@ def test_seeds_are_topics_or_first_words(chat, tmp_path):
     rows = written(chat, tmp_path / "rows.jsonl", 200, settings=settings)
     kept = [row for row in rows if "dropped" not in row]
     assert all(chat.text_tokenizer.decode(row["tokens"]).startswith("<|im_start|>user\nHow do bees ") for row in kept)
-    openings = Openings(ChatFormat(chat.text_tokenizer))
+    openings = TurnPrefixes(ChatFormat(chat.text_tokenizer))
     assert "The user asks about birds." in chat.text_tokenizer.decode(openings.opening("birds"))
     with pytest.raises(ValueError, match=r"data.seeds=.*no.txt is no file"):
         magpie.read_lines("seeds", str(tmp_path / "no.txt"))
@@ -129,7 +129,7 @@ def test_a_task_is_a_second_conversation_about_the_answers_of_the_first(chat, tm
 @pytest.mark.parametrize("model", MODELS)
 def test_openings_of_real_templates(model):
     form = form_of(model)
-    openings = Openings(form)
+    openings = TurnPrefixes(form)
     # The others change earlier answers, and give one turn.
     turns = model in ("gemma3", "granite4", "kimi_k2", "llama3", "llama4", "mistral", "phi3", "phi4", "smollm2")
     assert (openings.between is not None) == turns
@@ -142,13 +142,13 @@ def test_openings_of_real_templates(model):
 
 def test_a_template_that_takes_no_system_prompt_takes_first_words_alone():
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
-    openings = Openings(ChatFormat(tokenizer(refuses + CHATML)))
+    openings = TurnPrefixes(ChatFormat(tokenizer(refuses + CHATML)))
     with pytest.raises(ValueError, match=r"data.seeds names topics, for which .* takes no system prompt"):
         openings.opening("birds")
 
 
 def test_a_target_whose_questions_are_all_dropped_is_told_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(magpie, "HOPELESS", 12)
+    monkeypatch.setattr(magpie, "MAX_REJECTED", 12)
     target = Target.from_pretrained(save_bigram_chat(tmp_path / "digits", text="user\n1234 5678 1234<|im_end|>\n" * 3))
     with pytest.raises(ValueError, match=r"none of \d+ questions .* is kept .*: is it one that was trained to chat"):
         written(target, tmp_path / "rows.jsonl", 100)
@@ -174,7 +174,7 @@ def test_a_context_without_room_for_what_is_asked_is_refused_before_anything_is_
 def test_rows_that_end_before_the_target_writes_do_not_run_on(chat, tmp_path, monkeypatch):
     """Every question, and behind the first kept ones: so few that the file cannot grow."""
     monkeypatch.setattr(magpie, "EXHAUSTED", 30)
-    monkeypatch.setattr(magpie, "HOPELESS", 30)
+    monkeypatch.setattr(magpie, "MAX_REJECTED", 30)
     monkeypatch.setattr(magpie.Writer, "check_context", lambda self: None)
     with pytest.raises(ValueError, match=r"none of 3. questions .*conversation longer than the context"):
         written(chat, tmp_path / "none.jsonl", 100, settings=MagpieSettings(max_question=8000))

@@ -314,7 +314,7 @@ import torch.distributed as dist
 from foredraft.train.runtime import distributed
 both, own = map(Path, sys.argv[1:])
 dist.init_process_group("gloo", f"file://{both}/rendezvous", rank=distributed.rank(), world_size=2)
-distributed.SEEN_WITHIN = 0.5
+distributed.NFS_DELAY_S = 0.5
 distributed.check_shared(both, "output_dir")
 try:
     distributed.check_shared(own, "output_dir")

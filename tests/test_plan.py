@@ -12,12 +12,12 @@ from foredraft.heads import Target, adapter
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.scripts import plan
-from foredraft.train.cli import CONF, named_target, spelled_out
+from foredraft.train.cli import CONF, expand_shorthand, named_target
 from foredraft.train.losses import kl_div
 from foredraft.train.module import DistillationModel
 from foredraft.train.optimizer import adamw
 from foredraft.train.runtime import memory_plan
-from foredraft.train.runtime.cost import Live
+from foredraft.train.runtime.cost import LiveBytes
 from tests.support import ROOT
 from tests.support.configs import composed
 from tests.support.tiny import tiny_config
@@ -62,7 +62,7 @@ def test_planned_bytes_are_those_of_a_real_step(
         torch.arange(LENGTH).expand(shape),
     )
     before = [*distillation.parameters(), *distillation.buffers(), *target.model.parameters(), *text[:4]]
-    with Live(before + [parameter.grad for parameter in distillation.parameters()]) as live:
+    with LiveBytes(before + [parameter.grad for parameter in distillation.parameters()]) as live:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = distillation(*text).loss
         loss.backward()
@@ -152,7 +152,7 @@ def test_an_adapter_makes_the_target_keep_what_it_made(small: DictConfig, tiny_p
     ways = {name: plan.plan(composed("plan", f"head={name}", *given))["gib"] for name in ("medusa", "medusa2")}
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     adapter.add(target, 32, 16)
-    with Live(target.model.parameters()) as live:
+    with LiveBytes(target.model.parameters()) as live:
         reading = target.forward(torch.zeros(ROWS, LENGTH, dtype=torch.long), layers=[target.num_layers], keep_logits=1)
         kept = live.now - reading.aux_hidden_states.nbytes
     more = (ways["medusa2"]["activations"][0] - ways["medusa"]["activations"][0]) * memory_plan.GIB
@@ -161,16 +161,16 @@ def test_an_adapter_makes_the_target_keep_what_it_made(small: DictConfig, tiny_p
 
 
 def test_a_target_may_be_named_without_its_group():
-    assert spelled_out("target=ORG/NAME") == ["target=hf", "target.path=ORG/NAME"]
-    assert spelled_out("target=ORG/NAME", CONF / "publish") == ["target.path=ORG/NAME"]
-    assert spelled_out("target=a folder/x (1)=y's.gguf", CONF / "publish") == [
+    assert expand_shorthand("target=ORG/NAME") == ["target=hf", "target.path=ORG/NAME"]
+    assert expand_shorthand("target=ORG/NAME", CONF / "publish") == ["target.path=ORG/NAME"]
+    assert expand_shorthand("target=a folder/x (1)=y's.gguf", CONF / "publish") == [
         r"target.path='a folder/x (1)=y\'s.gguf'"
     ]
-    assert spelled_out("data.path=/d/date=2026-01-01/x.jsonl") == ["data.path='/d/date=2026-01-01/x.jsonl'"]
+    assert expand_shorthand("data.path=/d/date=2026-01-01/x.jsonl") == ["data.path='/d/date=2026-01-01/x.jsonl'"]
     for as_it_is in ("trainer.max_steps=range(start=1,stop=3)", "--config-dir=a=b", "+a={b: 'c=d'}", "max_length=8"):
-        assert spelled_out(as_it_is) == [as_it_is]
-    assert spelled_out("drafter=ORG/NAME+suffix") == ["drafter=union", "drafter.spec=ORG/NAME+suffix"]
-    assert [spelled_out(word) for word in ("target=hf", "gpus=8")] == [["target=hf"], ["gpus=8"]]
+        assert expand_shorthand(as_it_is) == [as_it_is]
+    assert expand_shorthand("drafter=ORG/NAME+suffix") == ["drafter=union", "drafter.spec=ORG/NAME+suffix"]
+    assert [expand_shorthand(word) for word in ("target=hf", "gpus=8")] == [["target=hf"], ["gpus=8"]]
     assert named_target(["target.path=FILE.gguf", "max_length=64"]) == ["target=hf"]
     for arguments in (["target=smollm2", "target.path=FILE.gguf"], ["recipe=x", "target.path=y"], ["max_length=64"]):
         assert named_target(arguments) == []

@@ -129,10 +129,10 @@ def test_the_c_library_keeps_what_is_freed_on_a_cpu_only(monkeypatch):
     called = []
     monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(mallopt=lambda *given: called.append(given)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    memory.keep_freed()
+    memory.disable_malloc_trim()
     assert called == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    memory.keep_freed()
+    memory.disable_malloc_trim()
     assert len(called) == 2
 
 

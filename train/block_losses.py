@@ -8,7 +8,7 @@ from torch import Tensor
 
 from foredraft.heads.lilicorr import LiLiCorrHead
 from foredraft.train.blocks import BlockDistillation, Drafts
-from foredraft.train.losses import exact
+from foredraft.train.losses import to_float32
 
 
 class LatticeDistillation(BlockDistillation):
@@ -37,8 +37,8 @@ class LatticeDistillation(BlockDistillation):
         scores, ids = self.head.select(drafts.base, drafts.correction)
         named = ids == drafts.tokens[..., None]
         right = named.int().argmax(-1, keepdim=True)  # the best candidate's, where it is none; not counted
-        theirs = exact(drafts.teacher.gather(-1, ids))
-        regret = (exact(scores).softmax(-1) * (theirs.gather(-1, right) - theirs).relu()).sum(-1)
+        theirs = to_float32(drafts.teacher.gather(-1, ids))
+        regret = (to_float32(scores).softmax(-1) * (theirs.gather(-1, right) - theirs).relu()).sum(-1)
         others = scores.scatter(-1, right, -torch.inf).max(-1).values
         hinge = (self.margin - scores.gather(-1, right)[..., 0] + others).relu()
         choice = self.candidates_weight * self.candidates_loss(scores, ids, drafts)

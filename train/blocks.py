@@ -16,7 +16,7 @@ from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, draft_loss_m
 from foredraft.heads.target import Target
 from foredraft.inference.sampling import GOLDEN, mix, shift, wrap
 from foredraft.train.gradients import PartialGradients
-from foredraft.train.losses import Prediction, exact
+from foredraft.train.losses import Prediction, to_float32
 from foredraft.train.module import DistillationModel, Loss, Outcome
 
 
@@ -93,7 +93,7 @@ class BlockDistillation(DistillationModel):
         grid = torch.stack([draft_loss_mask(text, depth).flatten() for depth in range(1, head.depth + 1)])
         real = ((begins >= 0)[..., None] & (positions < length)).flatten(0, 1)
         counted = grid[depths - 1, places] & real  # (blocks, depth)
-        blocks = self.nonempty(counted.T)
+        blocks = self.active_positions(counted.T)
         places, counted = places[blocks], counted[blocks]
         teachers = last.roll(-1, dims=1).flatten(0, 1)
         tokens = self.draft_tokens(text.tokens.roll(-2, dims=1).flatten())
@@ -174,14 +174,14 @@ def rating_loss(rating: Tensor, draft: Tensor, teacher: Tensor) -> Tensor:
     """Return the cross-entropy of a draft's rating, a logit (blocks, depth), with the chance that it is accepted (DSpark,
     arXiv:2607.05147)."""
     with torch.no_grad():
-        accepted = torch.minimum(exact(draft).softmax(-1), exact(teacher).softmax(-1)).sum(-1)
-    return F.binary_cross_entropy_with_logits(exact(rating), accepted, reduction="none")
+        accepted = torch.minimum(to_float32(draft).softmax(-1), to_float32(teacher).softmax(-1)).sum(-1)
+    return F.binary_cross_entropy_with_logits(to_float32(rating), accepted, reduction="none")
 
 
 @torch.no_grad()
 def d_pace_weights(draft: Tensor, tokens: Tensor, counted: Tensor) -> Tensor:
     """Return (blocks, depth): what a draft adds to the expected accepted length, chances smoothed by a half
     (arXiv:2605.18810)."""
-    chances = exact(draft).softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0] * (tokens >= 0)
+    chances = to_float32(draft).softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0] * (tokens >= 0)
     reached = torch.where(counted, 0.5 * chances + 0.5, 1.0).cumprod(1) * counted
     return reached.flip(1).cumsum(1).flip(1)

@@ -78,7 +78,7 @@ def preset_for(target: str, data: str, recipe: str | None) -> str:
     return "cpu" if small or target == "smollm2" else "gpu"
 
 
-def unless_typed(key: str, value: float) -> float:
+def unless_overridden(key: str, value: float) -> float:
     """Return `value`, or 0 if the command line sets `key`."""
     typed = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
     return 0.0 if key in [override.lstrip("+").partition("=")[0] for override in typed] else value
@@ -94,7 +94,7 @@ def muon_for(strategy: str) -> str:
     return "adamw" if strategy.startswith("zero") else "muon"
 
 
-for resolver in (shipped, bfloat16_products, default_for_target, preset_for, data_for, muon_for, unless_typed):
+for resolver in (shipped, bfloat16_products, default_for_target, preset_for, data_for, muon_for, unless_overridden):
     OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 # What every program wants of Hydra: no separate folder and no log. In a sweep it writes outputs/multirun.yaml.
 BASE = hydra_conf.HydraConf(run=hydra_conf.RunDir("."), sweep=hydra_conf.SweepDir("outputs", "."), output_subdir=None)
@@ -158,7 +158,7 @@ def parse(config_name: str, config_dir: Path = CONF) -> argparse.Namespace:
     typed = [
         part
         for argument in map(expand_home, sys.argv[1:])
-        for part in spelled_out(argument, config_dir, several=config_name == "evaluate")
+        for part in expand_shorthand(argument, config_dir, several=config_name == "evaluate")
     ]
     sys.argv[1:] = [*named_target(typed, config_dir), *typed]
     return get_args_parser().parse_intermixed_args()  # head=medusa --help all
@@ -223,7 +223,7 @@ def run_job(main: Callable[[DictConfig], None], plan: Plan, cfg: DictConfig) -> 
 
 def explain(error: Exception, folder: str) -> int:
     """Print what a user needs to know of `error`; the exit code. `folder` is where the job writes."""
-    message = sentence(error, folder)
+    message = user_message(error, folder)
     if message is None or os.environ.get("FOREDRAFT_TRACE") == "1":
         traceback.print_exception(error)
     if message is not None:
@@ -231,7 +231,7 @@ def explain(error: Exception, folder: str) -> int:
     return 1 if message is None else 2
 
 
-def sentence(error: BaseException, folder: str) -> str | None:
+def user_message(error: BaseException, folder: str) -> str | None:
     """Return `error` in a user's words, or None for a bug."""
     if any(map(no_space, chain(error))):
         return f"no space left in {folder}"
@@ -283,7 +283,7 @@ def expand_home(argument: str) -> str:
     return key + sign + re.sub(r"(^|[\[,:+'\"])~(?=/)", lambda found: found[1] + os.path.expanduser("~"), value)
 
 
-def spelled_out(argument: str, folder: Path = CONF, several: bool = False) -> list[str]:
+def expand_shorthand(argument: str, folder: Path = CONF, several: bool = False) -> list[str]:
     """Return what `argument` means in Hydra's language: target=ORG/NAME is target=hf target.path=ORG/NAME, drafter=DIRECTORY
     is drafter=head drafter.spec=DIRECTORY, drafter=A+B is drafter=union drafter.spec=A+B, and a prompt is text whatever
     characters are in it. several: of a program that takes a list of drafters, drafter=A is drafters=[A]."""

@@ -30,7 +30,7 @@ from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, has_pro
 from foredraft.train.data.packing import collate
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
-from foredraft.train.runtime.callbacks import fitted
+from foredraft.train.runtime.callbacks import time_limit_record
 from foredraft.train.runtime.environment import facts_of_run
 from foredraft.train.runtime.run_state import CHECKPOINTS, METRICS, seconds_of, write_atomically
 from foredraft.train.trainer import HeadTrainer
@@ -100,7 +100,7 @@ def trained(state: TrainerState) -> dict[str, int]:
     """Return how much the head has learned from, and how many steps a time limit removed."""
     tokens = sum(entry["tokens"] for entry in state.log_history if "tokens" in entry)
     print(f"trained {state.global_step} steps on {tokens:,} tokens in {seconds_of(state):.0f} s", flush=True)
-    limit = fitted(state.log_history)
+    limit = time_limit_record(state.log_history)
     if limit:
         print(
             f"trainer.max_minutes left out {limit['all_steps'] - limit['fitted_steps']} of {limit['all_steps']} steps: "
@@ -187,7 +187,7 @@ def sample(target: Target, drafter: Any, row: list[int], **settings: Any) -> Sam
 def write_results(directory: Path, head: DraftHead, target: Target, data: Corpus, record: RunRecord) -> None:
     """Write the model card, report.html, metrics.json (last: it marks a run as finished), and the table on the terminal."""
     metrics = record.metrics
-    facts = publish.about(head, target) | {"parameters": metrics["parameters"]}
+    facts = publish.head_metadata(head, target) | {"parameters": metrics["parameters"]}
     head_directory = directory / "head"
     (head_directory / "README.md").write_text(model_card(metrics, facts, dict(data_card.lines(data.card))))
     # Next to the weights too, where `scripts/push.py` makes the Hub's card of it.

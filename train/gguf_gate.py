@@ -47,7 +47,7 @@ def check(trained: str | Path, target: Target, file: Path, prompts: list[list[in
     head = load_head(trained, target)
     depth = head.depth if isinstance(head, BlockHead) else DEPTH
     ours = [decode_here(head, target, row, depth, new_tokens) for row in prompts]
-    theirs = decode_there(trained, target, file, prompts, depth, new_tokens)
+    theirs = decode_llamacpp(trained, target, file, prompts, depth, new_tokens)
     place, gains = first_difference(ours, theirs), (gained(ours), gained(theirs))
     exact = target.dtype == torch.float32 and target.supports_trees
     exact = exact and all(tensor.tensor_type.name == "F32" for tensor in package().GGUFReader(file).tensors)
@@ -85,7 +85,7 @@ def decode_here(head: DraftHead, target: Target, row: list[int], depth: int, new
     return Text(texts(out)[0], [sum(count >= d for count in steps) for d in range(1, depth + 1)])
 
 
-def decode_there(
+def decode_llamacpp(
     trained: str | Path, target: Target, file: Path, prompts: list[list[int]], depth: int, new_tokens: int
 ) -> list[Text]:
     settings: dict[str, Any] = {"n_predict": new_tokens, "temperature": 0, "top_k": 1, "ignore_eos": True}

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from foredraft.heads import adapter
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.target import Target
-from foredraft.train.losses import exact
+from foredraft.train.losses import to_float32
 from foredraft.train.module import DistillationModel, Loss, Outcome
 
 
@@ -62,5 +62,5 @@ class JointDistillation(DistillationModel):
         return total / (max(1, len(now)) if self.num_items is None else self.num_items[0].clamp(min=1))
 
     def divergence(self, before: Tensor, now: Tensor) -> Tensor:
-        p, q = (exact(self.target.logits(states)).log_softmax(-1) for states in (before, now))
+        p, q = (to_float32(self.target.logits(states)).log_softmax(-1) for states in (before, now))
         return (p.exp() * (p - q)).sum()

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
-def exact(logits: Tensor) -> Tensor:
+def to_float32(logits: Tensor) -> Tensor:
     """Convert to float32 at least: a softmax over a vocabulary is not for half precision."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -35,22 +35,22 @@ class Prediction:
 
     @cached_property
     def probabilities(self) -> Tensor:
-        return exact(self.logits).softmax(-1)
+        return to_float32(self.logits).softmax(-1)
 
     @cached_property
     def log_probabilities(self) -> Tensor:
-        return exact(self.logits).log_softmax(-1)
+        return to_float32(self.logits).log_softmax(-1)
 
 
 def ce(draft: Prediction, teacher: Prediction) -> Tensor:
     """Compute the cross-entropy with the target's most probable token (Medusa, arXiv:2401.10774)."""
-    return F.cross_entropy(exact(draft.logits), teacher.logits.argmax(-1), reduction="none")
+    return F.cross_entropy(to_float32(draft.logits), teacher.logits.argmax(-1), reduction="none")
 
 
 def kl_div(draft: Prediction, teacher: Prediction) -> Tensor:
     """Compute the cross-entropy with the target's distribution (EAGLE-3, arXiv:2503.01840), whose gradient is that of KL(p,
     q)."""
-    return SoftCrossEntropy.apply(exact(draft.logits), teacher.probabilities)
+    return SoftCrossEntropy.apply(to_float32(draft.logits), teacher.probabilities)
 
 
 class SoftCrossEntropy(torch.autograd.Function):
@@ -71,14 +71,14 @@ class SoftCrossEntropy(torch.autograd.Function):
 
 def rkl(draft: Prediction, teacher: Prediction) -> Tensor:
     """Compute KL(q, p): a draft that cannot follow all of p keeps to its peaks (DistillSpec, arXiv:2310.08461)."""
-    q, p = exact(draft.logits).log_softmax(-1), teacher.log_probabilities
+    q, p = to_float32(draft.logits).log_softmax(-1), teacher.log_probabilities
     return (q.exp() * (q - p)).sum(-1)
 
 
 def tv(draft: Prediction, teacher: Prediction) -> Tensor:
     """Compute 1 - sum min(p, q): the chance that a draft is rejected by the token-wise rule (DistillSpec,
     arXiv:2310.08461)."""
-    return 0.5 * (teacher.probabilities - exact(draft.logits).softmax(-1)).abs().sum(-1)
+    return 0.5 * (teacher.probabilities - to_float32(draft.logits).softmax(-1)).abs().sum(-1)
 
 
 def l1(draft: Prediction, teacher: Prediction) -> Tensor:
@@ -93,7 +93,7 @@ def label(draft: Prediction, teacher: Prediction) -> Tensor:
         raise ValueError(
             "loss=label learns from the tokens of the text, and only heads that draft in blocks are given them: set loss=ce"
         )
-    return F.cross_entropy(exact(draft.logits), teacher.tokens, reduction="none", ignore_index=-1)
+    return F.cross_entropy(to_float32(draft.logits), teacher.tokens, reduction="none", ignore_index=-1)
 
 
 def weighted_sum(draft: Prediction, teacher: Prediction, weights: dict[str, float]) -> Tensor:
@@ -113,7 +113,7 @@ def lk_hybrid(draft: Prediction, teacher: Prediction, eta: float = 3.0) -> Tenso
 def nla(draft: Prediction, teacher: Prediction) -> Tensor:
     """Compute -log sum min(p, q) of the expected acceptance (arXiv:2602.23881). Its gradient is total variation's over the
     acceptance, so that it learns from a bad start too, where total variation has hardly any gradient."""
-    q, p = exact(draft.logits).log_softmax(-1), teacher.log_probabilities
+    q, p = to_float32(draft.logits).log_softmax(-1), teacher.log_probabilities
     return -torch.minimum(q, p).logsumexp(-1)
 
 
@@ -121,8 +121,10 @@ def coupled(draft: Prediction, teacher: Prediction, temperature: float = 1.0) ->
     """Compute -log of the chance that draft and target choose the same token at this temperature by the same noise, as in the
     verifier. With shared Gumbel noise token i wins both races with probability 1 / sum_j max(p_j / p_i, q_j / q_i), so
     no noise need be drawn: sorted by q / p, each such sum is a part of p's and a part of q's cumulative sum. Ours."""
-    log_q = (exact(draft.logits) / temperature).log_softmax(-1)
-    log_p = teacher.log_probabilities if temperature == 1 else (exact(teacher.logits) / temperature).log_softmax(-1)
+    log_q = (to_float32(draft.logits) / temperature).log_softmax(-1)
+    log_p = (
+        teacher.log_probabilities if temperature == 1 else (to_float32(teacher.logits) / temperature).log_softmax(-1)
+    )
     order = (log_q.detach() - log_p).argsort(-1)
     log_p, log_q = log_p.gather(-1, order), log_q.gather(-1, order)
     tiny = torch.finfo(log_q.dtype).tiny
@@ -137,7 +139,7 @@ def top_k(draft: Prediction, teacher: Prediction, k: int = 10) -> Tensor:
     arXiv:2408.15766)."""
     p = teacher.probabilities
     best = p.topk(min(k, p.shape[-1]))
-    return -(best.values * exact(draft.logits).log_softmax(-1).gather(-1, best.indices)).sum(-1)
+    return -(best.values * to_float32(draft.logits).log_softmax(-1).gather(-1, best.indices)).sum(-1)
 
 
 def regression(
@@ -150,7 +152,7 @@ def regression(
             f"loss=regression compares hidden states of width {teacher.hidden.shape[-1]}, this head's have "
             f"{draft.hidden.shape[-1]}: choose loss=kl_div, or head=eagle"
         )
-    loss = F.smooth_l1_loss(exact(draft.hidden), exact(teacher.hidden), reduction="none").mean(-1)
+    loss = F.smooth_l1_loss(to_float32(draft.hidden), to_float32(teacher.hidden), reduction="none").mean(-1)
     if kl_weight:
         loss = loss + kl_weight * kl_div(draft, teacher)
     return loss + top_k_weight * top_k(draft, teacher, k) if top_k_weight else loss

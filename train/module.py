@@ -98,9 +98,9 @@ class DistillationModel(nn.Module):
         several = {"multiple_documents": several_documents(text)}
         if anchors is not None:
             return several | {"anchors": anchors}
-        return several | {"label_positions": self.nonempty(self.counted(text, self.head.depth))}
+        return several | {"label_positions": self.active_positions(self.loss_masks(text, self.head.depth))}
 
-    def counted(self, text: PackedBatch, depth: int) -> Tensor:
+    def loss_masks(self, text: PackedBatch, depth: int) -> Tensor:
         """Return (depth, label positions) bool: which drafts are in the loss."""
         return torch.stack([draft_loss_mask(text, d).flatten() for d in range(1, depth + 1)])
 
@@ -124,8 +124,8 @@ class DistillationModel(nn.Module):
         """Return the head's loss on what `forward_target` returned."""
         with record_function("head"):  # whose time is the rest of a step's
             outs = self.drafts(aux_hidden_states, self.target.embed(text.tokens), text)
-        counted = self.counted(text, len(outs))
-        rows = self.nonempty(counted) if self.label_positions is None else self.label_positions
+        counted = self.loss_masks(text, len(outs))
+        rows = self.active_positions(counted) if self.label_positions is None else self.label_positions
         counted = counted[:, rows]
         last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the teacher of label position p is the target at p + 1
         weights = None if self.weights is None else self.weights.roll(-2, dims=1).flatten()[rows]
@@ -160,7 +160,7 @@ class DistillationModel(nn.Module):
         """Return (depth,): the divisor of each depth's sum of losses."""
         return (counts if self.num_items is None else self.num_items).clamp(min=1)
 
-    def nonempty(self, counted: Tensor) -> Tensor:
+    def active_positions(self, counted: Tensor) -> Tensor:
         """Return (n,): the label positions at which a draft of some depth counts, of `counted` (depth, positions): only
         these need logits."""
         return counted.any(0).nonzero()[:, 0]

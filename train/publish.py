@@ -28,7 +28,7 @@ ADAPTER = (adapter.CONFIG, "adapter_model.safetensors")  # of a Medusa-2 head
 CARD, METRICS, REPORT = "README.md", "metrics.json", "report.html"
 
 
-class Passed(NamedTuple):
+class GateResult(NamedTuple):
     difference: float  # largest, between draft logits of training forward, drafter and files
     acceptance: float  # tokens per target forward, of the trained head and of the files alike
 
@@ -58,7 +58,7 @@ def own_texts(target: Target) -> list[list[int]]:
 
 
 @torch.no_grad()
-def gate(trained: Path, target: Target, files: Path) -> Passed:
+def gate(trained: Path, target: Target, files: Path) -> GateResult:
     """Compare the head in `files` with the one in `trained`; ValueError unless both draft the same.
 
     The texts are the target's own, so no data is needed. Both heads draft for the very target that is given.
@@ -78,10 +78,10 @@ def gate(trained: Path, target: Target, files: Path) -> Passed:
             f"parity gate: the trained head gains {lengths[0]:.4f} tokens per forward and the files in {files} "
             f"{lengths[1]:.4f}; they are not the same head"
         )
-    return Passed(difference, lengths[0])
+    return GateResult(difference, lengths[0])
 
 
-def about(head: DraftHead, target: Target) -> dict[str, Any]:
+def head_metadata(head: DraftHead, target: Target) -> dict[str, Any]:
     """Return what the model card says about a head itself."""
     return {
         "kind": head.kind,
@@ -107,7 +107,7 @@ def stage(head: Path, folder: Path, repo: str, target: Target, license: str | No
     if (head.parent / REPORT).is_file() and (head.parent / METRICS).is_file():
         shutil.copy(head.parent / REPORT, folder)
     recorded = json.loads((head / METRICS).read_text()) if (head / METRICS).is_file() else {}
-    facts = about(load_head(head, target), target) | recorded.get("about", {})
+    facts = head_metadata(load_head(head, target), target) | recorded.get("about", {})
     facts |= {"repo": repo, "sha256": hub.weights_sha256(folder), "revision": hub.cached_commit(target.checkpoint)}
     if license is not None:
         facts["license"] = license

@@ -47,8 +47,8 @@ from foredraft.train.data.self_generated import self_generate, write_more
 from foredraft.train.finalize import finalize
 from foredraft.train.hidden_states.ends import load_target
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
-from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal, fitted
-from foredraft.train.runtime.memory import keep_freed, out_of_memory_named
+from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal, time_limit_record
+from foredraft.train.runtime.memory import disable_malloc_trim, explain_out_of_memory
 from foredraft.train.runtime.run_state import CHECKPOINTS, done_before, open_directory, rows_per_step, unlock
 from foredraft.train.start import init_from
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments, arguments
@@ -125,7 +125,7 @@ def start_process(cfg: DictConfig) -> None:
         hub.check_name(cfg.push_to_hub)  # not after hours of training
     strategy.choose_device()
     set_seed(cfg.seed)
-    keep_freed()
+    disable_malloc_trim()
 
 
 def load(cfg: DictConfig) -> tuple[Target, Corpus]:
@@ -263,7 +263,9 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
     if args.max_steps <= 0:
         args.max_steps = math.ceil(args.num_train_epochs * len(dataset) / rows)
     if args.max_minutes and run.checkpoint is not None:
-        before = fitted(TrainerState.load_from_json(str(Path(run.checkpoint) / checkpoints.STATE)).log_history)
+        before = time_limit_record(
+            TrainerState.load_from_json(str(Path(run.checkpoint) / checkpoints.STATE)).log_history
+        )
         if before:
             args.max_steps, args.max_minutes = before["fitted_steps"], 0.0
     if (times := args.max_steps * rows / len(dataset)) > 1:
@@ -294,7 +296,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
     )
     trainer.remove_callback(PrinterCallback)
     strategy.check_distributed_type(cfg.strategy, trainer.accelerator.distributed_type)
-    named = out_of_memory_named(
+    named = explain_out_of_memory(
         cfg.trainer.per_device_train_batch_size,
         cfg.max_length,
         f"target={target.name} head={run.head.kind} strategy={cfg.strategy} gpus={distributed.world_size()}",

@@ -65,7 +65,7 @@ class Target:
     ends_only = False  # has it no layers here (heads/target/ends.py)?
     mixes_rows = False  # does a text's forward depend on the rows beside it (heads/target/support.py)?
     # What `forward` then asks for hidden states: of tokens (batch, length) and layers, (batch, length, layers * hidden).
-    states_elsewhere: Callable[[Tensor, Sequence[int]], Tensor] = staticmethod(refuse)
+    remote_hidden_states: Callable[[Tensor, Sequence[int]], Tensor] = staticmethod(refuse)
 
     def __init__(
         self,
@@ -373,7 +373,7 @@ class Target:
         """
         assert mask is None or self.supports_trees or isinstance(cache, StackedCache), self.why_no_trees
         if self.ends_only:
-            states = self.states_elsewhere(tokens, layers)
+            states = self.remote_hidden_states(tokens, layers)
             return TargetOutput(states.new_empty(*tokens.shape, 0), states)
         self.check_draftable()
         if cache is None:

@@ -33,7 +33,7 @@ from foredraft.train.cli import entry
 from foredraft.train.data.corpus import Document, Packed
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.hidden_states.probe import final_norm, read_states
-from foredraft.train.runtime.memory import keep_freed, peak_memory
+from foredraft.train.runtime.memory import disable_malloc_trim, peak_memory
 from foredraft.train.trainer import HeadTrainer, arguments
 
 EPOCHS = 4  # that are timed where there is a baseline, of both
@@ -43,7 +43,7 @@ EPOCHS = 4  # that are timed where there is a baseline, of both
 def main(cfg: DictConfig) -> None:
     torch.set_num_threads(cfg.threads)
     of_kind = baseline_settings(cfg) if cfg.baseline else {}
-    keep_freed()
+    disable_malloc_trim()
     target: Target = instantiate(cfg.target)
     batch = cfg.trainer.per_device_train_batch_size
     generator = torch.Generator().manual_seed(cfg.seed)

@@ -16,7 +16,7 @@ learned.
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
-from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, split_thoughts
+from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, split_reasoning
 
 if TYPE_CHECKING:
     from foredraft.train.data.chat_template import ChatFormat
@@ -97,9 +97,9 @@ def find_answer(form: "ChatFormat", messages: list[Message], tools: Tools) -> tu
 
 def with_thoughts(form: "ChatFormat", history: list[Message], answer: Message, tools: Tools) -> Written | None:
     """Return an answer behind its reasoning; None if it has none, or if the template neither shows nor opens it."""
-    plain = split_thoughts(answer)
+    plain = split_reasoning(answer)
     thoughts = "" if form.thinking is False else str(plain.get("reasoning_content") or "").strip("\n")
-    if not thoughts or not form.knows_thoughts:
+    if not thoughts or not form.supports_reasoning:
         return None
     plain = {name: value for name, value in plain.items() if name not in THOUGHTS}
     thinking = form.switched_to(True)
@@ -123,7 +123,7 @@ def with_thoughts(form: "ChatFormat", history: list[Message], answer: Message, t
         close = f"\n{close}\n\n" if prompt.endswith("\n") else close
         rest = after_header(form, history, prompt, without, tools, thinking)
         return Written(prompt + thoughts + close + rest, len(prompt), thinking, None)
-    if form.opens_thoughts or "</think>" not in form.template:
+    if form.opens_reasoning or "</think>" not in form.template:
         return None
     said = plain["content"] or ""
     tags = f"<think>\n{thoughts}\n</think>\n\n"  # SmolLM3 wrote them so
@@ -139,8 +139,8 @@ def with_thoughts(form: "ChatFormat", history: list[Message], answer: Message, t
 def without_thoughts(form: "ChatFormat", history: list[Message], answer: Message, tools: Tools) -> Written:
     """Return an answer that was written with thinking off, where the template has that switch."""
     thinking = form.switched_to(False)
-    plain = {name: value for name, value in split_thoughts(answer).items() if name not in THOUGHTS}
-    plain = plain if form.knows_thoughts else answer
+    plain = {name: value for name, value in split_reasoning(answer).items() if name not in THOUGHTS}
+    plain = plain if form.supports_reasoning else answer
     prompt, _ = form.write(history, True, tools=tools, thinking=thinking)
     text, _ = form.write([*history, plain], tools=tools, thinking=thinking)
     written = Written(text, len(prompt), thinking, plain)

@@ -20,7 +20,7 @@ from foredraft.heads.target.messages import as_parts, normalize_messages
 from foredraft.inference.text import answer_context, continuation
 from foredraft.train.data.answer_spans import OPENED, STAND_IN, Span, TurnEnd, common, learned, turn_end
 from foredraft.train.data.corpus import Document
-from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, split_thoughts
+from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, split_reasoning
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SWITCH = re.compile(r"(?<![.\w'\"])(enable_)?thinking\b(?!['\"])")  # not message.thinking
@@ -69,7 +69,7 @@ class ChatFormat:
         self.images = images
         self.name = f"the chat template of {where}" if template is None else f"the chat template {template}"
         self.tagged = bool(GENERATION.search(self.template))
-        self.knows_thoughts = bool(re.search("think|reasoning", self.template))
+        self.supports_reasoning = bool(re.search("think|reasoning", self.template))
         self.switch, self.thinking, self.options = bool(SWITCH.search(self.template)), thinking, switched(thinking)
         if thinking is not None and not self.switch:
             raise ValueError(
@@ -121,16 +121,16 @@ class ChatFormat:
         """Return an earlier message as the template wants it. Reasoning has one of several names; reasoning in the text stays
         there if the template reads no name."""
         if message["role"] != "assistant" or not (
-            self.knows_thoughts and (self.names_thoughts or self.thinking is False)
+            self.supports_reasoning and (self.names_reasoning or self.thinking is False)
         ):
             return message
-        message = split_thoughts(message)
+        message = split_reasoning(message)
         thoughts = None if self.thinking is False else message.get("reasoning_content")
         message = {name: value for name, value in message.items() if name not in THOUGHTS}
         return message | (dict.fromkeys(THOUGHTS, thoughts) if thoughts else {})
 
     @cached_property
-    def names_thoughts(self) -> bool:
+    def names_reasoning(self) -> bool:
         """Return whether the template reads reasoning under a name, apart from the text."""
         answer = {"role": "assistant", "content": "?"} | dict.fromkeys(THOUGHTS, STAND_IN)
         try:
@@ -139,7 +139,7 @@ class ChatFormat:
             return False
 
     @cached_property
-    def opens_thoughts(self) -> bool:
+    def opens_reasoning(self) -> bool:
         """Return whether the generation prompt opens the reasoning."""
         asked = [{"role": "user", "content": "?"}]
         return bool(OPENED.search(self.write(asked, True, thinking=self.switched_to(True))[0]))

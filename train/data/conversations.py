@@ -33,7 +33,9 @@ class HeldOut(Sequence[str | Document]):
 
         left_out = self.documents.with_images() | (pyarrow.compute.binary_length(self.raws).to_numpy() > 0)
         sizes = self.documents.sizes
-        flags = ((n, self.documents.stretch(n, 0, int(sizes[n]))[1] != 0) for n in np.flatnonzero(~left_out).tolist())
+        flags = (
+            (n, self.documents.token_slice(n, 0, int(sizes[n]))[1] != 0) for n in np.flatnonzero(~left_out).tolist()
+        )
         return {number: int(learned.argmax()) for number, learned in flags}
 
     def select(self, numbers: np.ndarray) -> "HeldOut":

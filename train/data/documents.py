@@ -131,7 +131,7 @@ class Documents(Sequence[Document]):
 
     def __getitem__(self, number: int) -> Document:  # type: ignore[override]  # no slices: `select`
         number = range(len(self))[number]  # raises IndexError, which ends an iteration
-        tokens, flags = self.stretch(number, 0, int(self.sizes[number]))
+        tokens, flags = self.token_slice(number, 0, int(self.sizes[number]))
         return Document(tokens.tolist(), flags.astype(bool).tolist(), self.images_of(number))
 
     def images_of(self, number: int) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ class Documents(Sequence[Document]):
 
         return (pyarrow.compute.binary_length(self.images).to_numpy() > 0)[self.pictured]
 
-    def stretch(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    def token_slice(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and flags of a part of document `number`, without a copy. Give back mapped pages now and then."""
         self.touched += stop - start
         if self.touched > KEPT:
@@ -173,7 +173,7 @@ class Documents(Sequence[Document]):
         total = int(ends[-1]) if len(ends) else 0
         cuts = np.unique([0, *np.searchsorted(ends, np.arange(BLOCK, total, BLOCK)).tolist(), len(self)])
         for first, last in pairwise(cuts.tolist()):
-            pieces = [self.stretch(number, 0, self.sizes[number]) for number in range(first, last)]
+            pieces = [self.token_slice(number, 0, self.sizes[number]) for number in range(first, last)]
             tokens, flags = (np.concatenate(parts) for parts in zip(*pieces, strict=True))
             yield range(first, last), tokens, flags
 
@@ -182,7 +182,7 @@ class Documents(Sequence[Document]):
         """Return a hash of all tokens and masks."""
         total = hashlib.sha256()
         for number in range(len(self)):
-            tokens, flags = self.stretch(number, 0, self.sizes[number])
+            tokens, flags = self.token_slice(number, 0, self.sizes[number])
             total.update(tokens.tobytes() + (flags != 0).tobytes())
             for image in self.images_of(number):
                 total.update(image.encode())

@@ -107,10 +107,10 @@ class Server:
                 if error.status_code in (400, 413, 422):
                     raise Refused(f"status {error.status_code}: {error.message[:300]}") from None
                 if error.status_code in (401, 403, 404):
-                    raise self.gone(error) from error
+                    raise self.server_unavailable(error) from error
                 if error.status_code == 429:
                     if time.monotonic() - self.last_answer > self.patience:
-                        raise self.gone(error) from error
+                        raise self.server_unavailable(error) from error
                     await asyncio.sleep(pause * random.uniform(0.75, 1.0))
                     pause = min(2 * pause, LONGEST_PAUSE)
                     continue
@@ -120,14 +120,14 @@ class Server:
                 failure = error
                 break
             except self.errors.APIConnectionError as error:
-                raise self.gone(error) from error
+                raise self.server_unavailable(error) from error
             except (self.errors.APIResponseValidationError, ValueError, TypeError, IndexError, AttributeError) as error:
                 failure = error  # no JSON, or not an answer's
                 await asyncio.sleep(min(8.0, 0.5 * 2**attempt) * random.uniform(0.75, 1.0))
                 attempt += 1
         raise Failed(f"tried {self.retries + 1} times: {str(failure)[:300]}") from failure
 
-    def gone(self, failure: Exception) -> ValueError:
+    def server_unavailable(self, failure: Exception) -> ValueError:
         return ValueError(
             f"endpoint={self.endpoint} gives no answer, tried {self.retries + 1} times ({failure}); what is answered is "
             "kept, the same command continues from there"
@@ -166,7 +166,7 @@ async def through_server(server: Server, rows: Iterable[ConversationRequest], co
             except Failed as error:
                 failed.append((row, answered.row))
                 if len(failed) > max(FAILURES, concurrency):
-                    raise server.gone(error) from error
+                    raise server.server_unavailable(error) from error
                 continue
             output.add(row, answered.row)
             some = True
@@ -182,7 +182,7 @@ async def through_server(server: Server, rows: Iterable[ConversationRequest], co
     finally:
         await server.client.close()
     if failed and not some:
-        raise server.gone(ValueError(failed[0][1]["error"]))
+        raise server.server_unavailable(ValueError(failed[0][1]["error"]))
     for row, answered in failed:
         output.add(row, answered)
 

@@ -128,7 +128,7 @@ def not_learned(item: dict, names: tuple[str, ...]) -> bool:
     return any(isinstance(value, bool | int | float) and value <= 0 for value in found)
 
 
-def split_thoughts(message: Message) -> Message:
+def split_reasoning(message: Message) -> Message:
     """Separate reasoning in an answer's content, <think>so</think>, from its text."""
     found = IN_TEXT.fullmatch(message["content"] or "")
     if found is None or "reasoning_content" in message:

@@ -39,7 +39,7 @@ from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.conversations import assemble
 from foredraft.train.data.corpus import Corpus
 from foredraft.train.data.encoding import Encoder, encode
-from foredraft.train.data.openings import Openings
+from foredraft.train.data.openings import TurnPrefixes
 from foredraft.train.data.question_filters import QuestionFilter, before_loop, loops
 from foredraft.train.data.sources import Source
 from foredraft.train.data.written_rows import RowFile
@@ -50,7 +50,7 @@ SHORTEST_CUT = 40  # tokens of an answer before it repeats itself
 PREFIXES = 1 << 28  # bytes of texts whose beginnings are not read again
 EVERY = 20  # seconds between lines of progress
 LONG = 3600  # seconds left, from which on it is said how to do with less
-HOPELESS = 100  # rows of which none is kept, after which no other is tried
+MAX_REJECTED = 100  # rows of which none is kept, after which no other is tried
 EXHAUSTED = 1000  # the same, where earlier rows were kept
 
 
@@ -119,7 +119,7 @@ class Conversation:
 class Writer:
     """Let a target write rows into a file, many at a time."""
 
-    def __init__(self, target: Target, openings: Openings, settings: MagpieSettings, rows: RowFile, batch: int):
+    def __init__(self, target: Target, openings: TurnPrefixes, settings: MagpieSettings, rows: RowFile, batch: int):
         self.target, self.openings, self.settings, self.rows, self.batch = target, openings, settings, rows, batch
         self.filter = QuestionFilter(settings.script)
         for question in rows.questions:
@@ -146,7 +146,7 @@ class Writer:
                 if output.finish_reason is not None:
                     del self.texts[output.request]
                     self.advance(conversation, text, output.finish_reason)
-            self.check_hope()
+            self.check_yield()
             if time.monotonic() - since >= EVERY:
                 since = time.monotonic()
                 # With what is in hand, since the first rows end long after the first answers began.
@@ -174,12 +174,12 @@ class Writer:
                     f"{self.target.context} tokens. Set data.{name} to {self.target.context - before} at most"
                 )
 
-    def check_hope(self) -> None:
+    def check_yield(self) -> None:
         if self.rows.kept > self.kept:
             self.kept, self.tried = self.rows.kept, len(self.rows.numbers)
         dropped = len(self.rows.numbers) - self.tried
         reasons = "; ".join(f"{count} x {reason}" for reason, count in self.rows.dropped.most_common(3))
-        if not self.kept and dropped >= HOPELESS:
+        if not self.kept and dropped >= MAX_REJECTED:
             raise ValueError(
                 f"none of {dropped} questions that {self.target.name} wrote is kept ({reasons}): is it one that was trained "
                 "to chat? Else give data=text or data=conversations"
@@ -293,7 +293,7 @@ class Writer:
         else:
             self.close(conversation)
 
-    def pose(self, conversation: Conversation, task: str) -> None:
+    def start_task_turn(self, conversation: Conversation, task: str) -> None:
         """Start the row's second conversation: a task about what the target answered in the first."""
         spans = [conversation.tokens[start:end] for start, end in conversation.written]
         answers = self.openings.tokenizer.batch_decode(spans, skip_special_tokens=True)
@@ -309,7 +309,7 @@ class Writer:
             conversation.tokens = conversation.tokens[: conversation.written[-1][1]]
             conversation.asked = conversation.asked[: len(conversation.written)]
             if conversation.task is not None:
-                self.pose(conversation, conversation.task)
+                self.start_task_turn(conversation, conversation.task)
                 return
         self.rows.append(conversation.row(dropped))
 
@@ -351,7 +351,7 @@ def write(target: Target, form: ChatFormat, settings: MagpieSettings, file: Path
         rows = RowFile(file, {"target": fingerprint(target), "settings": asdict(settings), "dtype": str(target.dtype)})
         if rows.tokens < tokens:
             report(f"the target writes {tokens - rows.tokens:,} tokens into {file}")
-            Writer(target, Openings(form), settings, rows, batch).write(tokens)
+            Writer(target, TurnPrefixes(form), settings, rows, batch).write(tokens)
         rows.close()
     finally:
         lock.release()

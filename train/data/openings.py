@@ -8,7 +8,7 @@ from foredraft.train.data.layouts import Message, SkippedRow
 MARK = "\u2402question\u2403"  # stands for what is not written yet when a template is rendered
 
 
-class Openings:
+class TurnPrefixes:
     """Find what stands around questions and answers in a target's own template.
 
     Raise ValueError for a template that does not mark where a question ends."""

@@ -37,14 +37,14 @@ class Packed(Dataset):
         self.made_of = found, f"{length} {seed} {long} whole"
         # A part of an image is none.
         fits = ~(found.with_images() & (found.sizes > length))
-        pictures_left_out = int(len(found) - fits.sum())
-        found = found.select(np.flatnonzero(fits)) if pictures_left_out else found
+        num_skipped_images = int(len(found) - fits.sum())
+        found = found.select(np.flatnonzero(fits)) if num_skipped_images else found
         order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).numpy()
         self.store = found.select(order)
         whole = self.store.sizes
         prompts, later = np.zeros_like(whole), np.zeros_like(whole)
         for number in np.flatnonzero(whole > length).tolist() if long == "split" else ():
-            prompts[number] = int((self.store.stretch(number, 0, int(whole[number]))[1] != 0).argmax())
+            prompts[number] = int((self.store.token_slice(number, 0, int(whole[number]))[1] != 0).argmax())
             if prompts[number] < length // 2:
                 later[number] = -(-(whole[number] - length) // (length - prompts[number]))
         self.numbers = np.repeat(np.arange(len(whole)), later + 1)
@@ -70,7 +70,7 @@ class Packed(Dataset):
         headless = learned[kept & (after > 0) & (self.heads == 0)].sum()
         self.card: dict[str, Any] = {
             "rows_packed": len(rows),
-            **({"image_documents_longer_than_a_row": pictures_left_out} if pictures_left_out else {}),
+            **({"image_documents_longer_than_a_row": num_skipped_images} if num_skipped_images else {}),
             "documents_left_out": len(whole) - len(np.unique(self.numbers[kept])),
             "documents_longer_than_a_row": int((whole > length).sum()),
             "long": f"{long} at {length} tokens",
@@ -112,7 +112,7 @@ class Packed(Dataset):
             number, head, first = int(self.numbers[piece]), int(self.heads[piece]), filled
             for start, end in ((0, head), (int(self.begins[piece]), int(self.ends[piece]))):
                 place = slice(filled, filled + end - start)
-                tokens[place], flags[place] = self.store.stretch(number, start, end)
+                tokens[place], flags[place] = self.store.token_slice(number, start, end)
                 filled = place.stop
             if head:
                 flags[first + head] = 0  # it does not follow what stands before it

@@ -85,7 +85,7 @@ def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, 
         prompts: dict[float, list[list[int]]] = {0.0: [], 1.0: []}  # by temperature
         for i in range(base, min(base + BATCH, end)):
             number, first, last = places[order[i % len(order)]].tolist()
-            row = texts.stretch(number, first, last)[0].tolist()
+            row = texts.token_slice(number, first, last)[0].tolist()
             greedy = i % 2 == 0 and i < len(order)
             prompts[0.0 if greedy else 1.0].append(row if first == 0 else [*start, *row])
         for temperature, some in prompts.items():
@@ -120,7 +120,7 @@ def beginnings(number: int, texts: Documents, begin: int) -> np.ndarray:
     """Return (n, 3): document, start, end of what the target can continue: all before an answer of a conversation, or any
     stretch of `begin` tokens of raw text."""
     size = int(texts.sizes[number])
-    flags = texts.stretch(number, 0, size)[1] != 0
+    flags = texts.token_slice(number, 0, size)[1] != 0
     if flags[1:].all():  # raw text, behind its bos token
         starts = np.arange(0, size - begin + 1, begin)
         return np.stack([np.full_like(starts, number), starts, starts + begin], axis=1)

@@ -26,8 +26,8 @@ def load_target(cfg: DictConfig) -> Target:
         )
     target = instantiate(cfg.target, ends_only=True)
     if stored:
-        target.states_elsewhere = offline.StoredProbe(target, Path(settings.path))
+        target.remote_hidden_states = offline.StoredProbe(target, Path(settings.path))
     else:
         client, urls = server.connect(settings.url, settings.run, settings.timeout, settings.patience)
-        target.states_elsewhere = server.EngineStates(target, client, urls)
+        target.remote_hidden_states = server.EngineStates(target, client, urls)
     return target

@@ -89,9 +89,9 @@ class Client:
             os.kill(worker.pid, signal.SIGUSR1)
         for worker in workers:
             worker.join(self.timeout)
-        self.sweep()
+        self.delete_stale_files()
 
-    def sweep(self) -> None:
+    def delete_stale_files(self) -> None:
         """Delete stale files, also those of an earlier process that was killed: it had the same tag."""
         for folder in self.folders:
             for file in folder.glob(f"*{self.tag}*"):
@@ -110,7 +110,7 @@ class Client:
                 raise
             except TRANSIENT as error:
                 reason = f"{error or type(error).__name__}".strip().split("\n")[0]
-            if time.monotonic() - begun + wait > self.patience or self.abandoned():
+            if time.monotonic() - begun + wait > self.patience or self.is_orphaned():
                 raise EngineError(
                     f"hidden_states.url={url} has given no hidden states for {self.patience:g} s ({reason}): see that the "
                     "engine runs; the same command continues from the newest checkpoint"
@@ -136,7 +136,7 @@ class Client:
             print(line, file=sys.stderr, flush=True)
         self.said = True
 
-    def abandoned(self) -> bool:
+    def is_orphaned(self) -> bool:
         """Return whether nobody waits for an answer any more."""
         parent = multiprocessing.parent_process()
         return self.stopping or (parent is not None and not parent.is_alive())

@@ -196,7 +196,7 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
         save_file(tensors, half, metadata={"foredraft": json.dumps({name: facts[name] for name in OWNER})})
         with half.open("rb") as opened:
             os.fsync(opened.fileno())
-        remember(half, directory / name, checksum(half))
+        cache_checksum(half, directory / name, checksum(half))
         half.rename(directory / name)  # complete or absent
 
 
@@ -244,7 +244,7 @@ def write_probe(target: Target, layers: list[int], directory: Path) -> None:
 
 
 class StoredProbe:
-    """Replace `Target.states_elsewhere`."""
+    """Replace `Target.remote_hidden_states`."""
 
     def __init__(self, target: Target, directory: Path):
         self.tokens, self.states = probe_tokens(target), load_file(directory / PROBE, device=str(target.device))
@@ -258,7 +258,7 @@ class StoredProbe:
 def write_manifest(facts: dict, directory: Path) -> None:
     """Write the manifest; the same shards give the same bytes."""
     files = [directory / name for name in names(facts)]
-    shards = [{"file": file.name, "sha256": remembered(file) or checksum(file)} for file in files]
+    shards = [{"file": file.name, "sha256": cached_checksum(file) or checksum(file)} for file in files]
     half = directory / f"{MANIFEST}.part"
     half.write_text(json.dumps(facts | {"shards": shards}, indent=2) + "\n")
     half.rename(directory / MANIFEST)
@@ -266,7 +266,7 @@ def write_manifest(facts: dict, directory: Path) -> None:
 
 def wait_for(files: list[Path]) -> None:
     """Wait for files that other processes have written, which a network file system may show later."""
-    until = time.monotonic() + distributed.SEEN_WITHIN
+    until = time.monotonic() + distributed.NFS_DELAY_S
     while not all(file.exists() for file in files) and time.monotonic() < until:
         time.sleep(0.2)
 
@@ -276,7 +276,7 @@ def checksum(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def remembered(file: Path) -> str | None:
+def cached_checksum(file: Path) -> str | None:
     """Return the checksum of the unchanged file, if it was computed before."""
     try:
         facts = json.loads(Path(f"{file}.checked").read_text())
@@ -286,7 +286,7 @@ def remembered(file: Path) -> str | None:
     return facts["sha256"] if (facts["size"], facts["changed"]) == (found.st_size, found.st_mtime_ns) else None
 
 
-def remember(file: Path, name: Path, sha256: str) -> None:
+def cache_checksum(file: Path, name: Path, sha256: str) -> None:
     """Remember a checksum. file: the shard that has, or will have, this name."""
     found = file.stat()
     part = Path(f"{name}.checked.{os.getpid()}")
@@ -332,10 +332,10 @@ class StoredRows(Dataset):
         file, sha256 = self.files[number], self.manifest["shards"][number]["sha256"]
         shard = Shard(file)
         check_owner(shard, self.manifest)
-        if self.verify and number not in self.proven and remembered(file) != sha256:
+        if self.verify and number not in self.proven and cached_checksum(file) != sha256:
             if checksum(file) != sha256:
                 raise ValueError(f"{file} is damaged, its checksum is not the manifest's; {AGAIN}")
-            remember(file, file, sha256)
+            cache_checksum(file, file, sha256)
         self.proven.add(number)
         return shard
 

@@ -22,7 +22,7 @@ def several_documents(text: PackedBatch) -> bool:
     return bool((text.documents != text.documents[:, :1]).any())
 
 
-def apart(target: Target, text: PackedBatch) -> bool:
+def needs_per_document_forward(target: Target, text: PackedBatch) -> bool:
     """Return whether the documents of this batch are forwarded side by side. Under fsdp all processes must, whatever their
     rows."""
     if target.sharding == "fsdp" or text.images is not None:
@@ -46,7 +46,7 @@ def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tupl
         if target.supports_packed_rows and not pictured:
             mask = target.masks.packed(text.document_starts(), target.dtype)
             reading = target.forward(text.tokens, text.positions, mask, None, wanted, 1)
-        elif apart(target, text):
+        elif needs_per_document_forward(target, text):
             reading = forward_documents(target, text.tokens, text.documents, wanted, images)
         else:
             reading = target.forward(text.tokens, text.positions, None, None, wanted, 1)

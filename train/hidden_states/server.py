@@ -75,7 +75,7 @@ def server(
                 last = client.states(tokens[:count], [one])[-1:, columns[-1]]
                 check_writes_alike(one, target, norm(last.to(target.device)), client.written(one))
             client.columns[one] = columns
-    client.sweep()
+    client.delete_stale_files()
     return ServedRows(packed, client, urls, on_host(norm), [layer == target.num_layers for layer in layers])
 
 
@@ -91,7 +91,7 @@ def connect(url: str | list[str], run: str, timeout: float, patience: float) -> 
 
 
 class EngineStates:
-    """Replace `Target.states_elsewhere`: what heads ask of a target before they learn."""
+    """Replace `Target.remote_hidden_states`: what heads ask of a target before they learn."""
 
     def __init__(self, target: Target, client: Client, urls: list[str]):
         self.target, self.client, self.urls, self.norm = target, client, urls, final_norm(target)
@@ -102,7 +102,7 @@ class EngineStates:
         url, last = self.urls[0], self.target.num_layers
         given = self.client.states(tokens[0].tolist(), [url])
         columns = named_columns(url, self.target, given, self.client.layers(url), layers)
-        self.client.sweep()
+        self.client.delete_stale_files()
         states = given.to(self.target.device, self.target.dtype)
         return torch.cat(
             [self.norm(states[:, c]) if layer == last else states[:, c] for c, layer in zip(columns, layers)], -1

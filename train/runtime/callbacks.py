@@ -93,7 +93,7 @@ class FitToTime(TrainerCallback):
             self.reschedule(steps)
 
 
-def fitted(history: list[dict[str, Any]]) -> dict[str, int]:
+def time_limit_record(history: list[dict[str, Any]]) -> dict[str, int]:
     """Return what FitToTime logged: `fitted_steps` and `all_steps`; empty if it reduced nothing."""
     return next((entry for entry in history if "fitted_steps" in entry), {})
 

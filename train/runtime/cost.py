@@ -41,7 +41,7 @@ EXPERTS = (
 )
 
 
-class Live(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Count the bytes of tensors made inside, while they live: `peak` is the most at any moment. before: tensors whose memory
     was there before, so that views of them are not new bytes."""
 
@@ -100,7 +100,7 @@ class ConfigOnlyTarget(Target):
 class ConfigOnly(DistillationModel):
     """Learn from every label position: which of them count is in the data, and the most is what must fit."""
 
-    def nonempty(self, counted: Tensor) -> Tensor:
+    def active_positions(self, counted: Tensor) -> Tensor:
         return torch.arange(counted.shape[1], device=counted.device)
 
     def forward_target(self, text: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -140,11 +140,11 @@ class Body(NamedTuple):
 def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tuple[Head, Body, Target]:
     """Count head, target and the target itself, which has no numbers. cfg: as conf/plan.yaml describes it."""
     # Fake tensors cannot be moved, and have nowhere to go.
-    unmoved = patch.object(nn.Module, "to", lambda self, *args, **kwargs: self)
+    no_device_moves = patch.object(nn.Module, "to", lambda self, *args, **kwargs: self)
     with (
         FakeTensorMode(),
         no_init_weights(),
-        unmoved,
+        no_device_moves,
         # Neither can be read from a batch without numbers: every block sees the whole row.
         patch(
             "foredraft.heads.block_attention.text_ends",
@@ -182,7 +182,7 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
         *text[:4],
     ]
     before += [parameter.grad for parameter in parameters if parameter.grad is not None]
-    flops, live = FlopCounterMode(display=False), Live(before)
+    flops, live = FlopCounterMode(display=False), LiveBytes(before)
     for counter in (flops, live):  # one at a time: what counts products holds on to tensors
         with counter:
             with torch.autocast("cpu", torch.bfloat16, enabled=cfg.trainer.bf16):
@@ -198,7 +198,7 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
         return Head(held, gradients, state, live.peak, flops.get_total_flops(), head.layers)
     # Gradients of an adapter pass through all of the target, which keeps what every layer made of the batch for them; and
     # it runs over the batch once more without the adapter. AdamW has two moments of each weight.
-    with Live(before) as kept:
+    with LiveBytes(before) as kept:
         output = Target.forward(target, text.tokens, layers=[target.num_layers], keep_logits=1)
         between = kept.now - output.aux_hidden_states.nbytes
     work = flops.get_total_flops() + 4 * text.tokens.numel() * sum(p.numel() for p in target.model.parameters())

@@ -22,7 +22,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(days=7)
-SEEN_WITHIN = 10  # seconds, until a network file system shows a new file everywhere
+NFS_DELAY_S = 10  # seconds, until a network file system shows a new file everywhere
 
 
 def rank() -> int:
@@ -83,7 +83,7 @@ def check_shared(directory: Path, setting: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         file.touch()
     barrier()
-    until = time.monotonic() + SEEN_WITHIN
+    until = time.monotonic() + NFS_DELAY_S
     while not (seen := file.exists()) and time.monotonic() < until:
         time.sleep(0.1)
     sees = int(all_reduce(torch.tensor(float(seen))))

@@ -17,7 +17,7 @@ import torch
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # mallopt's names, from malloc.h
 
 
-def keep_freed() -> None:
+def disable_malloc_trim() -> None:
     if sys.platform == "linux" and not torch.cuda.is_available():
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
         if mallopt is not None:
@@ -34,7 +34,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def out_of_memory_named(rows: int, length: int, plan: str) -> Iterator[None]:
+def explain_out_of_memory(rows: int, length: int, plan: str) -> Iterator[None]:
     """Raise ValueError, with the setting to change, where a batch of `rows` rows does not fit. plan: arguments of
     scripts/plan.py."""
     try:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
 
 from foredraft.heads.target import Target
-from foredraft.train.cli import sentence
+from foredraft.train.cli import user_message
 from foredraft.train.data.corpus import Corpus
 from foredraft.train.finalize import finalize, save_final
 from foredraft.train.run import Prepared, load, prepare, start_process, train, with_self_generated_text
@@ -144,12 +144,12 @@ class Search:
         return prepared, train(cfg, prepared, *callbacks)
 
     @contextlib.contextmanager
-    def dropped_where_it_fails(self, name: str) -> Iterator[None]:
+    def drop_on_error(self, name: str) -> Iterator[None]:
         """Drop a candidate that fails, and keep the figures of the others."""
         try:
             yield
         except Exception as error:
-            said = sentence(error, str(self.folder(name))) or f"{type(error).__name__}: {error}"
+            said = user_message(error, str(self.folder(name))) or f"{type(error).__name__}: {error}"
             reason = f"failed: {' '.join(said.split())[:500]}"
             print(f"{name} is dropped: {reason}", flush=True)
             self.state.candidates[name].dropped = reason
@@ -176,7 +176,7 @@ class Search:
             if self.state.candidates[name].step_seconds is not None:
                 continue
             shutil.rmtree(folder, ignore_errors=True)
-            with self.dropped_where_it_fails(name):
+            with self.drop_on_error(name):
                 cfg = self.config(name, folder, PROBE)
                 cfg.eval.steps, cfg.trainer.logging_steps = 0, 1
                 _, trainer = self.train(cfg)
@@ -225,7 +225,7 @@ class Search:
         for name in self.state.left:
             if self.state.candidates[name].steps < this.goals[name].until:
                 print(f"round {number + 1} of {len(self.sizes)}: {name} to step {this.goals[name].until}", flush=True)
-                with self.dropped_where_it_fails(name):
+                with self.drop_on_error(name):
                     self.train_to(name, this)
         self.judge(number, this)
         keep = self.sizes[number + 1] if number + 1 < len(self.sizes) else 1
@@ -274,7 +274,7 @@ class Search:
         this.found, this.note, failed = self.judging.measure(heads, this.prompts, file)
         self.state.decode_seconds = (time.perf_counter() - start) / self.judging.decodes(len(heads), this.prompts)
         for name, reason in failed.items():
-            with self.dropped_where_it_fails(name):
+            with self.drop_on_error(name):
                 raise ValueError(reason)
 
     # The winner
