@@ -42,9 +42,6 @@ EXTRAS = {
 
 # The target of these is the test model, or the one that the head's files name; every other program has to be told.
 KNOWN_TARGET = ("demo", "env", "export", "parity", "push")
-NEEDS_TARGET = (
-    "foredraft {} needs a target: add target=ORG/NAME or a directory; `foredraft demo` trains for the test model"
-)
 
 
 def needs_target(command: str, arguments: list[str]) -> bool:
@@ -86,12 +83,13 @@ def main() -> None:
     asks_help = bool({"-h", "--help"} & set(sys.argv[1:]))
     if command == "demo" and needs_target("train", sys.argv[1:]):
         sys.argv.insert(1, "target=test_model")
-    if needs_target(command, sys.argv[1:]):
-        if not asks_help:
-            print(f"error: {NEEDS_TARGET.format(command)}", file=sys.stderr)
-            raise SystemExit(2)
-        sys.argv.append("target=hf")  # the keys and choices that a target of the user's has
     try:
+        if needs_target(command, sys.argv[1:]):
+            if not asks_help:
+                sentence = importlib.import_module("foredraft.train.cli").NEEDS_TARGET.format(command)
+                print(f"error: {sentence}", file=sys.stderr)
+                raise SystemExit(2)
+            sys.argv.append("target=hf")  # the keys and choices that a target of the user's has
         if asks_help:
             importlib.import_module("foredraft.train.cli").show_help(command, PROGRAMS[command][0])
             return

@@ -86,7 +86,9 @@ def fitting(cfg: DictConfig) -> tuple[list[str], float] | None:
     """The first remedy with which it fits, and the GiB it then takes."""
     for change in remedies(cfg):
         keys = [KEYS.get(one, one) for one in change]
-        changed = cast(DictConfig, OmegaConf.merge(cfg, OmegaConf.from_dotlist(keys)))
+        changed = cast(DictConfig, OmegaConf.merge(cfg, {}))
+        OmegaConf.set_struct(changed, False)  # a change may bring a key of another choice
+        changed.merge_with_dotlist(keys)
         total = plan(changed)["total"]
         if total <= cfg.gpu_gib:
             return change, total

@@ -86,7 +86,8 @@ def test_a_run_on_a_log(here, tiny_path: Path, tmp_path: Path):
 
 def test_a_head_for_the_test_model_goes_on_gently():
     log = ["data=accepted", "data.path=log.jsonl"]
-    runs = [], log, [*log, "target=hf", "target.path=ORG/NAME"]
+    small = ["target=test_model"]
+    runs = small, [*small, *log], [*log, "target.path=ORG/NAME"]
     new, goes_on, other = (composed("train", *given) for given in runs)
     assert goes_on.self_generated_tokens == 0 and goes_on.trainer.optim == "adamw"
     assert goes_on.trainer.learning_rate < new.trainer.learning_rate and goes_on.max_length == new.max_length

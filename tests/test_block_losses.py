@@ -72,5 +72,5 @@ def test_each_is_for_heads_of_its_own(target):
     for kind in ("dflash", "dflash2", "lilicorr"):
         with pytest.raises(ValueError, match=f"this objective is for .* and {kind} does not"):
             SelfFedDistillation(make_head(kind, target), target, kl_div)
-    with pytest.raises(ValueError, match=r"criterion\.rounds=0"):
+    with pytest.raises(ValueError, match=r"objective\.rounds=0"):
         SelfFedDistillation(make_head("xpress", target), target, kl_div, rounds=0)

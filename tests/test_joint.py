@@ -203,7 +203,7 @@ def test_casts_leave_rotary_frequencies_alone(fresh):
 
 
 def test_a_draft_model_has_fewer_layers(fresh):
-    with pytest.raises(ValueError, match=r"head\.num_layers=6 must lie between 1 and 5"):
+    with pytest.raises(ValueError, match=r"head\.num_hidden_layers=6 must lie between 1 and 5"):
         DraftModelHead.for_target(fresh, num_hidden_layers=6)
 
 

@@ -74,5 +74,5 @@ def test_rows_that_teach_nothing_are_left_out_and_counted():
     assert len(packed) == 1 and packed.card["documents_left_out"] == 1
     with pytest.raises(ValueError, match="no token of the loss"):
         Packed(texts[:1], length=16, seed=0)
-    with pytest.raises(ValueError, match="long=drop is not known"):
+    with pytest.raises(ValueError, match="packing=drop is not known"):
         Packed(texts, length=16, seed=0, long="drop")

@@ -201,8 +201,8 @@ def unfinished(reference: Path, directory: Path, **changes: object) -> Path:
     "changes, message",
     [
         ({"processes": 2, "rows_per_step": 8}, "rows_per_step is 8 there, 4 here"),
-        ({"strategy": {"name": "fsdp"}}, "holds checkpoints of strategy=fsdp, which strategy=single cannot read"),
-        ({"strategy": {"name": "ddp"}, "processes": 2}, None),
+        ({"strategy": "fsdp"}, "holds checkpoints of strategy=fsdp, which strategy=single cannot read"),
+        ({"strategy": "ddp", "processes": 2}, None),
     ],
 )
 def test_checkpoints_of_other_processes(changes, message, reference: Path, tmp_path: Path):
@@ -216,7 +216,7 @@ def test_checkpoints_of_other_processes(changes, message, reference: Path, tmp_p
 
 
 def test_zero_checkpoints_are_cut_for_their_processes(reference: Path, tmp_path: Path):
-    now = run_state.saved_config(reference) | {"strategy": {"name": "zero2"}, "processes": 4}
+    now = run_state.saved_config(reference) | {"strategy": "zero2", "processes": 4}
     with pytest.raises(ValueError, match=r"cut its checkpoints in .* for 2 processes and here are 4: resume with 2"):
         run_state.check_same_run(tmp_path, now | {"processes": 2}, now)
 

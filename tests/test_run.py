@@ -354,13 +354,16 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     ),
     "prompts longer than the held-out text": (
         lambda tiny, tmp: [f"data.path={file(tmp / 'one.txt', TEXT[:300])}", "eval.prompt_tokens=200"],
-        r"the held-out text is too short for prompts of 200 tokens: .*evaluate\.prompt_tokens",
+        r"the held-out text is too short for prompts of 200 tokens: .*eval\.prompt_tokens",
     ),
     "prompts longer than the context": (
         lambda tiny, tmp: ["eval.prompt_tokens=256"],
-        r"^evaluate\.prompt_tokens=256: the target reads 256 tokens",
+        r"^eval\.prompt_tokens=256: the target reads 256 tokens",
     ),
-    "nothing to measure": (lambda tiny, tmp: ["eval.final_num_prompts=0"], r"^evaluate\.prompts=0 must be at least 1"),
+    "nothing to measure": (
+        lambda tiny, tmp: ["eval.final_num_prompts=0"],
+        r"^eval\.final_num_prompts=0 must be at least 1",
+    ),
     "output_dir is a file": (
         lambda tiny, tmp: [f"output_dir={file(tmp / 'taken')}"],
         r"^output_dir=.*taken is a file: give a directory",

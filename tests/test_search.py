@@ -31,10 +31,10 @@ from tests.support.processes import Ended, complaint, end, program, until
 
 SMALL = typed("""
     head=auto heads=[eagle3,broken,medusa,hass] "+candidates.broken=['head=eagle3','head.target_layer_ids=[70]']"
-    budget=32steps judge={prompts:2,new_tokens:8,repeats:1} output_dir=out
+    budget=32steps judge={num_prompts:2,max_new_tokens:8,repeats:1} output_dir=out
     data=text target=hf preset=test_model trainer.optim=adamw target.device=cpu max_length=64 self_generated_tokens=600
     trainer.per_device_train_batch_size=4 trainer.warmup_steps=2 trainer.logging_steps=1 trainer.learning_rate=0.001
-    evaluate={prompts:2,timed_prompts:1,prompt_tokens:16,new_tokens:8,eval_prompts:1,eval_steps:0,proof:false}
+    eval={final_num_prompts:2,timed_prompts:1,prompt_tokens:16,max_new_tokens:8,num_prompts:1,steps:0,check_float32:false}
 """)
 # Of a text, in tests that must not depend on the machine.
 SECONDS = {"baseline": 4.0, "eagle3": 2.0, "medusa": 1.0, "hass": 3.0}
@@ -227,9 +227,9 @@ def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
         ),
         (
             ["heads=[x]", "+candidates.x=['head=eagle3','max_length=32']"],
-            "candidates.x sets length, which all candidates",
+            "candidates.x sets max_length, which all candidates",
         ),
-        (["heads=[x]", "+candidates.x=['head=auto']"], "candidates.x is given head=auto, which is no head"),
+        (["heads=[x]", "+candidates.x=['head=auto']"], "candidates.x is given head=auto, which is not a head"),
         (["budget=1s"], r"budget=1s is too small for a round of 2 candidates .* give at least \d+[sm], or name fewer"),
     ],
 )

@@ -48,9 +48,9 @@ def test_a_run_begins_with_the_weights_and_the_vocabulary_of_another_head(
 
 
 def test_a_run_goes_on_with_other_loggers_and_measurements_and_for_longer(capsys: pytest.CaptureFixture[str]):
-    before = {"processes": 1, "strategy": {"name": "single"}, "evaluate": {"prompts": 4, "proof": True}, "seed": 0}
+    before = {"processes": 1, "strategy": "single", "eval": {"final_num_prompts": 4}, "seed": 0}
     before |= {"trainer": {"max_steps": 10, "report_to": ["none"], "learning_rate": 0.1}}
-    now = before | {"evaluate": {"prompts": 8, "proof": True}}
+    now = before | {"eval": {"final_num_prompts": 8}}
     now |= {"trainer": {"max_steps": 20, "report_to": ["wandb"], "learning_rate": 0.1}}
     run_state.check_same_run(Path("out"), before, now)
     said = capsys.readouterr().out
@@ -110,6 +110,7 @@ def test_out_of_memory_says_which_setting_to_change(error, here, tiny_path: Path
 def test_a_loss_of_what_is_not_stored_is_refused_before_anything_is_written(here, tmp_path: Path, loss: str):
     named, *weights = loss.split()
     given = [
+        "target=test_model",
         "head=eagle3",
         "hidden_states=offline",
         "hidden_states.path=stored",

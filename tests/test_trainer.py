@@ -58,7 +58,7 @@ def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Pa
     [
         (
             "+trainer.optim=sgd",
-            "trainer.optim=sgd has no effect on a head: choose trainer.optim=adamw or trainer.optim=muon",
+            "trainer.optim=sgd is not one of adamw, muon",
         ),
         (
             "+trainer.eval_strategy=steps",

@@ -33,12 +33,14 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
-from foredraft.__main__ import NEEDS_TARGET
 from foredraft.train.config_check import Plan, first_line, make_plan, search_path
 from foredraft.train.config_help import describe
 from foredraft.train.data.known_sets import DATA_SETS
 
 WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
+NEEDS_TARGET = (
+    "foredraft {} needs a target: add target=ORG/NAME or a directory; `foredraft demo` trains for the test model"
+)
 TEXTS = ("prompt", "system")  # keys whose values are not paths
 ROOT = Path(__file__).resolve().parents[1]  # of a checkout, or the folder of the installed package
 CONF, SCRIPTS = ROOT / "conf", ROOT / "scripts"

@@ -109,7 +109,7 @@ def check(config_name: str, overrides: list[str], number: int) -> tuple[str | No
     base = compose(config_name, [str(override.input_line) for override in parsed if override not in values], number)
     known = dict(flat(base))
     for override in values:
-        if renamed := new_key(override.key_or_group, known):
+        if renamed := new_key(override.key_or_group, {*known, *base.hydra.runtime.choices}):
             raise HydraException(renamed)
     try:
         final = compose(config_name, overrides, number) if values else base
