@@ -1,7 +1,7 @@
-"""foredraft: draft heads for frozen language models, and decoding with them that does not change the text.
+"""Train draft heads for frozen language models, and decode with them without changing the text.
 
-The rooms of this package are the folders heads, inference, train, conf and scripts at the top of the repository, linked here.
-Names below are imported when they are first used, so that `foredraft --help` need not wait for torch.
+The subpackages are the folders heads, inference, train, conf and scripts at the top of the repository, linked here. The names
+below are imported when they are first used, so that `foredraft --help` does not import torch.
 """
 
 import importlib
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-ROOMS = {
+SUBPACKAGES = {
     "heads": ("DraftHead", "Target", "load_head", "save_head"),
     "inference": ("Drafter", "Engine", "Request", "SamplingParams", "drafter_for", "generate", "load_drafter"),
 }
@@ -34,7 +34,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    for room, names in ROOMS.items():
+    for subpackage, names in SUBPACKAGES.items():
         if name in names:
-            return getattr(importlib.import_module(f"foredraft.{room}"), name)
+            return getattr(importlib.import_module(f"foredraft.{subpackage}"), name)
     raise AttributeError(f"module 'foredraft' has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""The `foredraft` command: `foredraft train head=medusa` is `python train/run.py head=medusa`, and so on for scripts/*.py.
+"""Run the programs: `foredraft train head=medusa` is `python train/run.py head=medusa`, and so on for scripts/*.py.
 
-A program is imported when it is chosen, so that --help needs no torch.
+A program is imported only when it is chosen, so that --help does not import torch.
 """
 
 import importlib
@@ -10,22 +10,19 @@ from difflib import get_close_matches
 from foredraft import __version__
 
 PROGRAMS = {
-    "train": ("foredraft.train.run", "train a draft head and measure what it gained"),
+    "train": ("foredraft.train.run", "train a draft head and measure it"),
     "demo": ("foredraft.train.run", "train for the small test model of this repository (target=test_model)"),
     "generate": ("foredraft.scripts.generate", "continue prompts with a drafter"),
     "chat": ("foredraft.scripts.chat", "chat with a target in the terminal"),
-    "serve": ("foredraft.scripts.serve", "answer OpenAI's protocol, and a page in the browser"),
-    "evaluate": ("foredraft.scripts.evaluate", "measure what a drafter gains on held-out prompts"),
-    "lossless": ("foredraft.scripts.lossless", "check on your own model that drafting does not change the text"),
-    "preview": ("foredraft.scripts.preview", "show what a head would be trained on"),
-    "regenerate": ("foredraft.scripts.regenerate", "replace the answers of a data set by the target's own"),
-    "extract": (
-        "foredraft.scripts.extract",
-        "give a target's hidden states to trainers elsewhere (hidden_states=server)",
-    ),
+    "serve": ("foredraft.scripts.serve", "serve OpenAI's protocol and a chat page"),
+    "evaluate": ("foredraft.scripts.evaluate", "measure acceptance length and speed of drafters"),
+    "lossless": ("foredraft.scripts.lossless", "check that drafting does not change the text of your model"),
+    "preview": ("foredraft.scripts.preview", "show the training samples, with the learned tokens highlighted"),
+    "regenerate": ("foredraft.scripts.regenerate", "replace the answers of a dataset by the target's"),
+    "extract": ("foredraft.scripts.extract", "serve a target's hidden states to trainers (hidden_states=server)"),
     "plan": ("foredraft.scripts.plan", "estimate memory and time of a training before it starts"),
-    "export": ("foredraft.scripts.export", "write a head in the layout of another engine"),
-    "parity": ("foredraft.scripts.parity", "check that a head, its files and its export draft the same"),
+    "export": ("foredraft.scripts.export", "convert a head to the format of another engine"),
+    "parity": ("foredraft.scripts.parity", "check that a head and its export draft the same tokens"),
     "env": ("foredraft.scripts.env", "report versions, devices and what works here, for bug reports"),
     "push": ("foredraft.scripts.push", "send a head to the Hugging Face Hub"),
 }
@@ -40,12 +37,12 @@ EXTRAS = {
     "serve": "serve",
 }
 
-# The target of these is the test model, or the one that the head's files name; every other program has to be told.
+# Programs without a required target: the head's files name it, or none is needed.
 KNOWN_TARGET = ("demo", "env", "export", "parity", "push")
 
 
 def needs_target(command: str, arguments: list[str]) -> bool:
-    """Return whether a command that runs for a target is not told which; arguments such as --cfg run nothing."""
+    """Return whether the command line lacks a target that the command requires. Arguments such as --cfg run nothing."""
     named = ("target=", "target.path=", "recipe=", "--cfg", "-c", "--config-name", "--hydra-help", "--info")
     return command not in KNOWN_TARGET and not any(argument.startswith(named) for argument in arguments)
 
@@ -60,24 +57,24 @@ def usage() -> str:
             *lines,
             "",
             "foredraft COMMAND --help explains a command with its main keys and choices, --help all with every key.",
-            "foredraft --version prints the version.",
+            "foredraft --version prints the version, also after a command.",
         ]
     )
 
 
 def main() -> None:
-    """Run the program that the first argument names, with the others. Exit codes: as train/cli.py has them."""
+    """Run the program that the first argument names with the other arguments. train/cli.py lists the exit codes."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command in ("-h", "--help"):
         print(usage())
         return
-    if command == "--version":
+    if "--version" in sys.argv[1:]:
         print(f"foredraft {__version__}")
         return
     if command not in PROGRAMS:
         near = get_close_matches(command, PROGRAMS, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
-        print(f"error: {command} is no command of foredraft{hint} Known: {', '.join(PROGRAMS)}.", file=sys.stderr)
+        print(f"error: {command} is not a command of foredraft{hint} Known: {', '.join(PROGRAMS)}.", file=sys.stderr)
         raise SystemExit(2)
     sys.argv = [f"{sys.argv[0]} {command}", *sys.argv[2:]]
     asks_help = bool({"-h", "--help"} & set(sys.argv[1:]))

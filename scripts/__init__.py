@@ -1,1 +1,1 @@
-"""What users run. In an installed wheel this folder is the package train.scripts."""
+"""The programs that users run."""

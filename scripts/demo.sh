@@ -33,7 +33,7 @@ else
         [ -d "$output/head" ] || exit 0 # nothing ran: --help, --cfg job
         head=$output/head decoded=$output/decoded
     fi
-    decode=("drafter=[$head,$head+suffix,suffix]" prompts=scripts/smollm2/prompts.jsonl limit=0 new_tokens=64
+    decode=("drafter=[$head,$head+suffix,suffix]" prompts=scripts/smollm2/prompts.jsonl limit=0 max_new_tokens=64
         repeats=1 "temperature=[0]" rivals=false output_dir="$decoded")
     say "decoding: python scripts/evaluate.py target=smollm2 ${decode[*]}"
     "$python" scripts/evaluate.py target=smollm2 "${decode[@]}"

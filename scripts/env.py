@@ -18,8 +18,8 @@ import foredraft
 
 
 def main() -> None:
-    for topic, found in [*machine(), *packages(), *torch_paths()]:
-        print(f"{topic + ':':26}{found}")
+    for topic, state in [*machine(), *packages(), *torch_paths()]:
+        print(f"{topic + ':':26}{state}")
 
 
 def machine() -> Iterator[tuple[str, str]]:

@@ -1,8 +1,8 @@
-"""Measure what drafters gain:  foredraft evaluate target=ORG/NAME 'drafter=[outputs/mine/head,ngram]' prompts=spec_bench
+"""Measure drafters:  foredraft evaluate target=ORG/NAME 'drafter=[outputs/mine/head,ngram]' prompts=spec_bench
 
-Every drafter, plain decoding and transformers' own generate decode the same prompts, all in turn on each. The report has
-acceptance, speed over plain decoding and over the best of transformers, identity with plain text, where a step's time goes,
-and whether anything is wrong with a drafter. A run that was stopped is continued by the same command.
+Every drafter, autoregressive decoding (the baseline) and transformers' own generate decode the same prompts, all in turn on
+each prompt. The report has acceptance length, speed relative to the baseline and to the best of transformers, identity with
+the baseline's texts, the time of each stage of a step, and faults of drafters. The same command resumes an interrupted run.
 """
 
 import copy
@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
-from tqdm.auto import tqdm
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from foredraft.heads import Target
 from foredraft.heads.target.device import device_name
@@ -28,6 +27,7 @@ from foredraft.inference.evaluation.alignment import check_alignment
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Line, Lines, System, Text, rivals
 from foredraft.inference.evaluation.benchmark_report import Results
 from foredraft.inference.evaluation.lossless import audit, nodes_by_token
+from foredraft.inference.evaluation.progress import track
 from foredraft.inference.evaluation.report import Sample
 from foredraft.train.cli import entry
 from foredraft.train.data import prompt_sets
@@ -37,12 +37,12 @@ from foredraft.train.data.prompt_sets import Prompt
 from foredraft.train.runtime.environment import versions
 from foredraft.train.runtime.locks import hold
 
-ALIGNED = 4  # texts over which a drafter's alignment is checked
+ALIGNED = 4  # number of texts on which a drafter's alignment is checked
 
 
 @entry("evaluate")
 def main(cfg: DictConfig) -> None:
-    for name in ("prompt_tokens", "new_tokens", "repeats", "chain"):
+    for name in ("prompt_tokens", "max_new_tokens", "repeats", "chain"):
         if cfg[name] < 1:
             raise ValueError(f"{name}={cfg[name]} must be at least 1")
     if not cfg.temperature or min(cfg.temperature) < 0:
@@ -56,6 +56,8 @@ def main(cfg: DictConfig) -> None:
 
 
 def measure(cfg: DictConfig, output: Path) -> None:
+    if not isinstance(cfg.drafter, ListConfig):
+        cfg.drafter = [cfg.drafter]
     same_run(output / "run.json", cfg)
     target: Target = instantiate(cfg.target)
     chosen = read_prompts(cfg, target, output / "prompts.json")
@@ -64,7 +66,7 @@ def measure(cfg: DictConfig, output: Path) -> None:
     ours = load(cfg, target, lines)
     systems = [*ours, *(rivals(target, assistants(cfg)) if cfg.rivals else ())]
     texts = [Text(prompt.category, prompt.tokens, prompt.ends) for prompt in chosen]
-    benchmark = Benchmark(target, systems, texts, cfg.new_tokens, lines)
+    benchmark = Benchmark(target, systems, texts, cfg.max_new_tokens, lines)
     temperatures = [float(t) for t in cfg.temperature]
     benchmark.run(temperatures, cfg.repeats)
     examine(cfg, benchmark, temperatures)
@@ -74,20 +76,21 @@ def measure(cfg: DictConfig, output: Path) -> None:
 
 
 def same_run(file: Path, cfg: DictConfig) -> None:
-    """Raises ValueError where the directory holds lines of other settings. More repeats, say, are the same run."""
+    """Save the settings. Raises ValueError if the directory contains a run with other settings; repeats may differ."""
     settings = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(settings, dict)
     for name in ("repeats", "temperature", "rivals", "output_dir"):
         del settings[name]
     if file.exists() and json.loads(file.read_text()) != settings:
         raise ValueError(
-            f"{file.parent} holds a run with other settings ({file}): give another output_dir, or remove it"
+            f"output_dir={file.parent} contains a run with other settings ({file}). Use another output_dir, or remove it."
         )
     file.write_text(json.dumps(settings, indent=1) + "\n")
 
 
 def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
-    """Those of an earlier part of the run, which may have had the target answer first turns, or new ones."""
+    """Return the prompts that an earlier part of the run saved, or read and save new ones. Questions of several turns need
+    the target's answers to the turns before."""
     if file.exists():
         return [Prompt(*prompt) for prompt in json.loads(file.read_text())]
     tokenizer = target.text_tokenizer
@@ -101,15 +104,16 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
             for row in prompts(tokenizer, held, most, cfg.prompt_tokens)
         ]
     else:
-        most = (target.context or 10**9) - cfg.new_tokens
+        most = (target.context or 10**9) - cfg.max_new_tokens
         if most < 1:
             raise ValueError(
-                f"new_tokens={cfg.new_tokens} leaves no room for a prompt: the target's context is {target.context}"
+                f"max_new_tokens={cfg.max_new_tokens} leaves no room for a prompt in the target's context of "
+                f"{target.context} tokens"
             )
 
         def answer(ids: list[int]) -> list[int]:
             return generate(
-                target, None, torch.tensor([ids], device=target.device), max_new_tokens=cfg.new_tokens
+                target, None, torch.tensor([ids], device=target.device), max_new_tokens=cfg.max_new_tokens
             ).new_tokens[0]
 
         found = list(
@@ -120,26 +124,27 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
 
 
 def load(cfg: DictConfig, target: Target, lines: Lines) -> list[System]:
-    """Plain decoding and the drafters; where one sizes its tree, the fixed tree beside it; and the chain of a head."""
-    found = [System(BASELINE, None)]
-    for one in cfg.drafters:
-        options: dict[str, Any] = {"spec": one} if isinstance(one, str) else {str(key): one[key] for key in one}
-        name = str(options.pop("name", options.get("spec", options.get("_target_"))))
+    """Return the baseline and the drafters, each with its variants. Drafters that cannot be loaded are logged."""
+    systems = [System(BASELINE, None)]
+    for one in cfg.drafter:
+        options: dict[str, Any] = {"path": one} if isinstance(one, str) else {str(key): one[key] for key in one}
+        name = str(options.pop("name", options.get("path", options.get("_target_"))))
         try:
             drafter = (
                 instantiate(options, target=target) if "_target_" in options else load_drafter(target=target, **options)
             )
-            found += around(name, drafter, target, cfg.chain)
+            systems += with_variants(name, drafter, target, cfg.chain)
         except Exception as error:
             lines.failed(name, error)
-    if len(found) == 1:
+    if len(systems) == 1:
         raise ValueError(
-            f"no drafter of drafter={list(cfg.drafters)} could be loaded: {lines.of('error')[-1]['reason']}"
+            f"no drafter of drafter={list(cfg.drafter)} could be loaded: {lines.of('error')[-1]['reason']}"
         )
-    return found
+    return systems
 
 
-def around(name: str, drafter: Drafter, target: Target, chain: int) -> Iterator[System]:
+def with_variants(name: str, drafter: Drafter, target: Target, chain: int) -> Iterator[System]:
+    """Yield the drafter, its fixed tree if it sizes its tree, and the chain of a head."""
     yield System(name, drafter)
     tree = tree_of(drafter)
     if isinstance(drafter, AutoTree) and tree is not None:
@@ -154,13 +159,13 @@ def chain_name(name: str, chain: int) -> str:
 
 
 def assistants(cfg: DictConfig) -> dict[str, str]:
-    """Smaller models among the drafters, which transformers can draft with too."""
-    specs = [given if isinstance(given, str) else str(given.get("spec", "")) for given in cfg.drafters]
-    return {spec: spec.removeprefix("draft:") for spec in specs if spec.startswith("draft:")}
+    """Return the smaller models among the drafters, with which transformers can draft too."""
+    paths = [given if isinstance(given, str) else str(given.get("path", "")) for given in cfg.drafter]
+    return {path: path.removeprefix("draft:") for path in paths if path.startswith("draft:")}
 
 
 def examine(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float]) -> None:
-    """What is not speed: identity and alignment. Each is a line, like the texts."""
+    """Check identity and alignment, and write each result as a line, like the texts."""
     lines, target = benchmark.lines, benchmark.target
     done = {(line["kind"], line["decoder"], *line["job"]) for line in lines.lines if "job" in line}
     left: list[tuple[str, Callable[[], None]]] = []
@@ -182,14 +187,14 @@ def examine(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float]) ->
             "alignment",
             one.name,
             [],
-            lambda one=one, rows=rows: check_alignment(target, one.drafter, rows[:ALIGNED], cfg.new_tokens).faults,
+            lambda one=one, rows=rows: check_alignment(target, one.drafter, rows[:ALIGNED], cfg.max_new_tokens).faults,
         )
-    for name, work in tqdm(left, desc="checks", unit="check"):
+    for name, work in track(left, "checking texts and alignment", "checks"):
         benchmark.attempt(name, work)
 
 
 def identity(benchmark: Benchmark, one: System, temperature: float) -> dict[str, Any]:
-    """How many texts are plain decoding's, how many differ where rounding decides, and how many are wrong."""
+    """Return the number of texts that equal the baseline's, that differ because of rounding, and that are wrong."""
     assert isinstance(one.drafter, Drafter)
     found: dict[str, dict[int, Line]] = {BASELINE: {}, one.name: {}}
     for line in benchmark.lines.of("text"):
@@ -207,7 +212,7 @@ def identity(benchmark: Benchmark, one: System, temperature: float) -> dict[str,
 
 
 def samples(benchmark: Benchmark) -> Iterator[Sample]:
-    """Of each category the text with the median tokens per forward of the drafter that accepts most, first temperature."""
+    """Yield, for each category, the text with the median acceptance length of the best drafter at the first temperature."""
     lines = [line for line in benchmark.lines.of("text") if line.get("emitted") and "ids" in line]
     if not lines:
         return
@@ -241,7 +246,7 @@ def collect(cfg: DictConfig, benchmark: Benchmark, temperatures: list[float], ab
             "dtype": str(target.dtype).removeprefix("torch."),
             "date": datetime.date.today().isoformat(),
             "prompts": about,
-            "new_tokens": cfg.new_tokens,
+            "new_tokens": cfg.max_new_tokens,
             "preempted_share": median(lines.preempted_shares().values() or [0.0]),
             "command": " ".join(["python", *sys.argv]),
             "versions": versions(),

@@ -1,8 +1,8 @@
 """Continue prompts with a drafter:  python scripts/generate.py target=ORG/NAME drafter=DIRECTORY prompt="def main():"
 
-The text goes to stdout; acceptance length and tokens/s go to stderr. A file of prompts (prompts=FILE.jsonl) is answered in
-batches. A prompt that cannot be answered (it is too long, say) gets a line with `error`, and the others are answered. With
-output=FILE.jsonl the same command continues a run that was stopped; retry_errors=true also answers again what failed.
+The text is written to stdout; acceptance length and tokens/s are written to stderr. A file of prompts (prompts=FILE.jsonl) is
+answered in batches. A prompt that cannot be answered (because it is too long, for example) gets a line with `error`. With
+output=FILE.jsonl the same command resumes an interrupted run; retry_errors=true also answers failed prompts again.
 """
 
 import json
@@ -23,6 +23,7 @@ from foredraft.heads import Target
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter
 from foredraft.inference.evaluation.measure import left_pad
+from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.inference.generation import read_settings
 from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt
 from foredraft.train.cli import entry
@@ -37,17 +38,19 @@ Answer = dict[str, Any]  # a line of the output: `prompt`, and `text` or `error`
 @entry("generate")
 def main(cfg: DictConfig) -> None:
     if (cfg.prompt is None) == (cfg.prompts is None):
-        raise ValueError("give one of prompt=TEXT and prompts=FILE.jsonl")
+        raise ValueError("set either prompt=TEXT or prompts=FILE.jsonl")
     rows = [Row("prompt", {"prompt": cfg.prompt})] if cfg.prompts is None else read_file(Path(cfg.prompts))
-    if cfg.batch < 1:
-        raise ValueError(f"batch={cfg.batch} must be at least 1")
+    if cfg.batch_size < 1:
+        raise ValueError(f"batch_size={cfg.batch_size} must be at least 1")
     if cfg.output is not None and cfg.prompts is None:
-        raise ValueError(f"output={cfg.output} takes the answers to prompts=FILE.jsonl; one prompt's goes to stdout")
+        raise ValueError(
+            f"output={cfg.output} needs prompts=FILE.jsonl; the answer to a single prompt is written to stdout"
+        )
     if cfg.retry_errors and cfg.output is None:
-        raise ValueError("retry_errors=true answers again what failed in output=FILE.jsonl: give that file")
+        raise ValueError("retry_errors=true needs output=FILE.jsonl, whose failed prompts are answered again")
     target: Target = instantiate(cfg.target)
     if cfg.chat and target.text_tokenizer.chat_template is None:
-        raise ValueError(f"chat=true: {target.text_tokenizer.name_or_path} has no chat template; leave it false")
+        raise ValueError(f"chat=true: {target.text_tokenizer.name_or_path} has no chat template. Set chat=false.")
     writer = Writer(target, instantiate(cfg.drafter, target=target), cfg)
     began = time.perf_counter()
     if cfg.prompts is None:
@@ -57,20 +60,20 @@ def main(cfg: DictConfig) -> None:
     seconds = time.perf_counter() - began
     print(
         f"{writer.tokens} tokens in {seconds:.1f} s, {writer.tokens / seconds:.1f} tokens/s, "
-        f"acceptance length {writer.gained / max(1, writer.forwards):.2f} with drafter {cfg.drafter.spec}",
+        f"acceptance length {writer.accepted / max(1, writer.forwards):.2f} with drafter {cfg.drafter.path}",
         file=sys.stderr,
     )
 
 
 class Printer:
-    """Prints a text as it comes, as a streamer of `generate`. Special tokens are left out: a reader of stdout gets text."""
+    """Stream a text to stdout, as a streamer of `generate`, without special tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: bool):
         self.tokenizer, self.chat = tokenizer, chat
         self.detokenizer: Detokenizer | None = None
 
     def put(self, tokens: Tensor) -> None:
-        """The prompt, then new tokens."""
+        """Accept the prompt at the first call, and new tokens at all others."""
         ids = tokens.flatten().tolist()
         if self.detokenizer is None:
             prompt = answer_context(self.tokenizer, ids) if self.chat else ids
@@ -83,7 +86,7 @@ class Printer:
 
 
 class Writer:
-    """Answers rows, and counts what that took."""
+    """Generate answers, and count tokens and forwards."""
 
     def __init__(self, target: Target, drafter: Drafter, cfg: DictConfig):
         self.target, self.drafter, self.tokenizer, self.cfg = target, drafter, target.text_tokenizer, cfg
@@ -93,25 +96,25 @@ class Writer:
             "top_p": cfg.top_p,
         }
         read_settings(None, self.settings, target, 1)  # raises what would be every prompt's error
-        self.gained = self.tokens = self.forwards = 0
+        self.accepted = self.tokens = self.forwards = 0
 
     def stream(self, row: Row) -> None:
         """Print the answer while it is written."""
         self.generate([self.encode(row)], [0], Printer(self.tokenizer, self.cfg.chat))
 
     def answer(self, rows: Sequence[Row], numbers: Sequence[int]) -> list[Answer]:
-        """The answers to these rows of the file, decoded together. If that fails (one prompt is too long, or memory is out),
-        each half is tried, down to the row that fails by itself: its answer is the error."""
+        """Return the answers to these rows of the file, decoded as a batch. If the batch fails (a prompt is too long, or
+        memory is full), each half is tried, down to the single row, whose answer is the error."""
         try:
             texts = self.generate([self.encode(row) for row in rows], numbers)
             return [{**asked(row), "text": text} for row, text in zip(rows, texts, strict=True)]
         except torch.AcceleratorError:
-            raise  # the device answers nothing more in this process
+            raise  # the device is unusable in this process
         except Exception as error:
             failure = " ".join(str(error).split()) or type(error).__name__
             failure = failure if isinstance(error, ValueError) else f"{type(error).__name__}: {failure}"
         if len(rows) == 1:
-            print(f"{rows[0].where}: {failure}", file=sys.stderr, flush=True)
+            report(f"{rows[0].where}: {failure}")
             return [{**asked(rows[0]), "error": failure}]
         if self.target.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -126,19 +129,19 @@ class Writer:
         more: dict[str, Any] = {"seed": seeds, "streamer": streamer, **self.settings}
         answer = generate(self.target, self.drafter, ids.to(self.target.device), mask, **more)
         self.tokens += sum(map(len, answer.new_tokens))
-        self.gained += sum(sum(step.emitted) for step in answer.steps)
+        self.accepted += sum(sum(step.emitted) for step in answer.steps)
         self.forwards += sum(len(step.emitted) for step in answer.steps)
         before = [answer_context(self.tokenizer, prompt) if self.cfg.chat else prompt for prompt in prompts]
         pairs = zip(before, answer.new_tokens, strict=True)
         return [continuation(self.tokenizer, *pair) for pair in pairs]
 
     def encode(self, row: Row) -> list[int]:
-        """Raises ValueError for a row that has no prompt."""
+        """Return the prompt's ids. Raises ValueError for a row without a prompt."""
         if isinstance(row.value, SkippedRow):
             raise row.value
         prompt = asked(row)["prompt"]
         if not isinstance(prompt, str):
-            raise ValueError('no prompt in it: write {"prompt": "..."} on every line')
+            raise ValueError('the row has no prompt: write {"prompt": "..."} on every line')
         ids = encode(self.tokenizer, prompt, self.cfg.chat)
         if not ids:
             raise ValueError("the prompt is empty: give at least one token (the bos token, say)")
@@ -160,13 +163,15 @@ def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
     """Answer the rows that have no line in the output yet, and with retry_errors those whose line is an error."""
 
     def batches(numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Answer]]]:
-        for first in range(0, len(numbers), cfg.batch):
-            some = numbers[first : first + cfg.batch]
-            yield some, writer.answer([rows[number] for number in some], some)
+        with Progress("answering", len(rows), "prompts", done=len(rows) - len(numbers)) as progress:
+            for first in range(0, len(numbers), cfg.batch_size):
+                some = numbers[first : first + cfg.batch_size]
+                yield some, writer.answer([rows[number] for number in some], some)
+                progress.add(len(some))
 
     if cfg.output is None:
         for _, answers in batches(range(len(rows))):
-            print(lines(answers), end="", flush=True)
+            report(lines(answers).removesuffix("\n"), sys.stdout)
         return
     output = Path(cfg.output)
     lock = hold(output, "output")
@@ -186,25 +191,27 @@ def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
 
 
 def answered(output: Path, rows: Sequence[Row]) -> list[Answer]:
-    """The lines of a run that was stopped; half a line at the end is cut off. Raises ValueError where the file holds other
-    prompts' answers."""
+    """Read the lines of an interrupted run, and remove an incomplete last line. Raises ValueError if the file contains
+    answers to other prompts."""
     whole = output.read_bytes().rpartition(b"\n")[0]
     done = [json.loads(line) for line in whole.splitlines()]
     for number, line in enumerate(done):
         if number >= len(rows) or lines([{"prompt": line.get("prompt")}]) != lines([asked(rows[number])]):
-            raise ValueError(f"output={output}, line {number + 1}: no answer to prompt {number + 1}; give another file")
+            raise ValueError(
+                f"output={output}, line {number + 1} is not an answer to prompt {number + 1}. Use another file."
+            )
     os.truncate(output, len(whole) + bool(done))
     return done
 
 
 def lines(answers: Sequence[Answer]) -> str:
-    """JSON Lines. Half a surrogate pair, which UTF-8 does not have, is escaped."""
+    """Format the answers as JSON Lines. Unpaired surrogates, which UTF-8 cannot encode, are escaped."""
     found = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
     return found.encode(errors="backslashreplace").decode()
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
-    """With the special tokens that the target expects before a text."""
+    """Encode a prompt with the special tokens that the target expects before a text."""
     if not chat:
         return encode_prompt(tokenizer, prompt)
     turns = [{"role": "user", "content": prompt}]

@@ -2,7 +2,8 @@
 
     python scripts/lossless.py target=ORG/NAME drafter=outputs/eagle3/head
 
-Levels L1 to L3 of inference/evaluation/lossless.py, and for every token where texts differ in half precision its gap audit.
+inference/evaluation/lossless.py describes the levels L1 to L3. In half precision, the gap between the two best logits is
+printed for each first token that differs.
 """
 
 from hydra.utils import instantiate
@@ -19,13 +20,13 @@ from foredraft.train.data.loading import load_corpus
 @entry("lossless")
 def main(cfg: DictConfig) -> None:
     exact: Target = instantiate(cfg.target, dtype="float32")
-    rows = prompts(exact.text_tokenizer, load_corpus(cfg.data, exact).test, cfg.prompts, cfg.prompt_tokens)
+    rows = prompts(exact.text_tokenizer, load_corpus(cfg.data, exact).test, cfg.num_prompts, cfg.prompt_tokens)
     print(
-        f"{len(rows)} prompts of {cfg.prompt_tokens} tokens, {cfg.new_tokens} new tokens each, drafter {cfg.drafter.spec}"
+        f"{len(rows)} prompts of {cfg.prompt_tokens} tokens, {cfg.max_new_tokens} new tokens each, drafter {cfg.drafter.path}"
     )
     wrong = 0
     for name, share in identical_shares(
-        exact, instantiate(cfg.drafter, target=exact), None, rows, cfg.new_tokens
+        exact, instantiate(cfg.drafter, target=exact), None, rows, cfg.max_new_tokens
     ).items():
         print(f"L1  float32, {name}: {share:.1%} identical")
         wrong += share < 1
@@ -34,15 +35,17 @@ def main(cfg: DictConfig) -> None:
     padded = PaddedDrafter(drafter)
     nodes = padded.nodes
     if half.prefers_chains and not drafter.branches:
-        for name, share in identical_shares(half, drafter, None, rows, cfg.new_tokens).items():
+        for name, share in identical_shares(half, drafter, None, rows, cfg.max_new_tokens).items():
             print(f"L2  {dtype}, {name}: {share:.1%} identical")
             wrong += share < 1
         return conclude(wrong)
-    for name, share in identical_shares(half, padded, PaddedDrafter(NoDrafter(), nodes), rows, cfg.new_tokens).items():
-        print(f"L2  {dtype}, {name}: {share:.1%} identical to plain decoding with {nodes} tokens a forward")
+    for name, share in identical_shares(
+        half, padded, PaddedDrafter(NoDrafter(), nodes), rows, cfg.max_new_tokens
+    ).items():
+        print(f"L2  {dtype}, {name}: {share:.1%} identical to the baseline with {nodes} tokens per forward")
     for temperature in (0.0, 1.0):
-        found = divergences(half, drafter, rows, cfg.new_tokens, temperature)
-        print(f"L3  {dtype}, temperature {temperature}: {len(found)} of {len(rows)} texts differ somewhere")
+        found = divergences(half, drafter, rows, cfg.max_new_tokens, temperature)
+        print(f"L3  {dtype}, temperature {temperature}: {len(found)} of {len(rows)} texts differ")
         for place in found:
             kind = "arithmetic" if place.is_arithmetic else "NOT explained by rounding"
             print(
@@ -54,7 +57,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def conclude(wrong: int) -> None:
-    """Print that no check failed. Raise ValueError otherwise."""
+    """Print the verdict. Raises ValueError if a check failed."""
     if wrong:
         raise ValueError(f"{wrong} checks failed: with this target and drafter, drafting changes the text")
     print("lossless")

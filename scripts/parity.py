@@ -1,8 +1,8 @@
-"""Check that a head and its export draft alike:  python scripts/parity.py head=outputs/eagle3/head [exported=exports/eagle3]
+"""Check that a head and its export draft the same:  python scripts/parity.py checkpoint=DIRECTORY [exported=DIRECTORY]
 
-Training forward, drafter and files must give the same draft logits, and trained head and export the same acceptance
-length. Over a GGUF of the target (target_gguf=FILE, or the file that the head was trained on) llama.cpp's server must accept
-its drafts where we do. Exit code 2 where they do not.
+Training forward, drafter and files must give the same draft logits, and the trained head and its export the same acceptance
+length. With a GGUF of the target (target_gguf=FILE, or the file that the head was trained on), llama.cpp's server must accept
+the same drafts. Otherwise the exit code is 2.
 """
 
 from pathlib import Path
@@ -13,17 +13,17 @@ from foredraft.heads import hub
 from foredraft.heads.target.locating import gguf_of
 from foredraft.inference.serve.llamacpp import is_installed
 from foredraft.train import gguf_gate, publish
-from foredraft.train.cli import CONF, entry
+from foredraft.train.cli import entry
 
 
-@entry("parity", CONF / "publish")
+@entry("parity")
 def main(cfg: DictConfig) -> None:
-    target = publish.open_target(cfg.target, cfg.head)
-    trained = hub.find(cfg.head)
+    target = publish.open_target(cfg.target, cfg.checkpoint)
+    trained = hub.find(cfg.checkpoint)
     print(publish.gate(trained, target, hub.find(cfg.exported) if cfg.exported else trained))
     own = None if cfg.target_gguf else gguf_of(target.name, None, cfg.target.revision)
     if own is not None and not is_installed():
-        print(f"not compared with llama.cpp over {own.name}, which is not installed (pip install xllamacpp)")
+        print(f"not compared with llama.cpp on {own.name}, because llama.cpp is not installed (pip install xllamacpp)")
     elif own or cfg.target_gguf:
         prompts = [text[: publish.LENGTH // 2] for text in publish.own_texts(target)]
         print(gguf_gate.check(trained, target, own or Path(cfg.target_gguf), prompts, 2 * publish.LENGTH))

@@ -1,6 +1,7 @@
 """Show what a head would be trained on:  python scripts/preview.py data=conversations data.path=FILE target=ORG/NAME
 
-A few documents in the terminal and in a page, what is supervised in colour, and the data card. Reads no weights.
+Some documents are shown in the terminal and on a page, with the supervised tokens highlighted, followed by the dataset card.
+No weights are loaded.
 """
 
 import sys
@@ -30,7 +31,7 @@ def main(cfg: DictConfig) -> None:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer: {str(error).splitlines()[0]}") from error
-    writes = needs_target(cfg.data) and cfg.data.path is None  # the target writes what is not there yet
+    writes = needs_target(cfg.data) and cfg.data.path is None  # the target generates the missing text
     data: Corpus = (
         load_corpus(cfg.data, instantiate(cfg.target)) if writes else instantiate(cfg.data, tokenizer=tokenizer)
     )
@@ -50,7 +51,7 @@ def main(cfg: DictConfig) -> None:
     write_page(
         Path(cfg.output), "preview.html.jinja", "foredraft.train.data", source=card["source"], samples=shown, **facts
     )
-    print(f"the same, in colour: {cfg.output}")
+    print(f"the same as a page: {cfg.output}")
 
 
 def title(number: int, document: Document) -> str:
@@ -58,16 +59,16 @@ def title(number: int, document: Document) -> str:
 
 
 def runs(tokenizer: PreTrainedTokenizerBase, document: Document) -> Iterator[tuple[bool, str]]:
-    """(supervised?, text) of each stretch. The texts are the tokens' own, special ones included."""
+    """Yield (supervised?, text) of each span, with special tokens."""
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, prompt=())
     pairs = zip(document.loss_mask, document.tokens, strict=True)
-    found = [(flag, [token for _, token in run]) for flag, run in groupby(pairs, key=lambda pair: pair[0])]
-    for number, (flag, tokens) in enumerate(found, start=1):
-        yield flag, detokenizer.push(*tokens) + (detokenizer.pending_text if number == len(found) else "")
+    spans = [(flag, [token for _, token in run]) for flag, run in groupby(pairs, key=lambda pair: pair[0])]
+    for number, (flag, tokens) in enumerate(spans, start=1):
+        yield flag, detokenizer.push(*tokens) + (detokenizer.pending_text if number == len(spans) else "")
 
 
 def terminal(tokenizer: PreTrainedTokenizerBase, document: Document) -> str:
-    """Green, or in [[ ]] where the output is no terminal."""
+    """Return the text with supervised spans in green, or in [[ ]] if the output is not a terminal."""
     start, end = (GREEN, PLAIN) if sys.stdout.isatty() else ("[[", "]]")
     return "".join(f"{start}{text}{end}" if flag else text for flag, text in runs(tokenizer, document))
 

@@ -1,6 +1,6 @@
-"""Put a head on the Hugging Face Hub:  python scripts/push.py head=outputs/eagle3/head repo=org/name dry_run=true
+"""Put a head on the Hugging Face Hub:  python scripts/push.py checkpoint=outputs/eagle3/head repo=org/name dry_run=true
 
-Needs a login (`hf auth login`, or HF_TOKEN). What is sent has passed the parity gate; else nothing is.
+This needs a login (`hf auth login`, or HF_TOKEN). Nothing is sent unless the head passes the parity gate.
 """
 
 from pathlib import Path
@@ -8,13 +8,13 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from foredraft.train import publish
-from foredraft.train.cli import CONF, entry
+from foredraft.train.cli import entry
 
 
-@entry("push", CONF / "publish")
+@entry("push")
 def main(cfg: DictConfig) -> None:
-    target = publish.open_target(cfg.target, cfg.head)
-    print(publish.push(Path(cfg.head), target, cfg.repo, cfg.private, cfg.replace, cfg.dry_run, cfg.license))
+    target = publish.open_target(cfg.target, cfg.checkpoint)
+    print(publish.push(Path(cfg.checkpoint), target, cfg.repo, cfg.private, cfg.replace, cfg.dry_run, cfg.license))
 
 
 if __name__ == "__main__":

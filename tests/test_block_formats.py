@@ -10,12 +10,13 @@ import torch
 from foredraft.heads import load_head
 from foredraft.heads.checkpoint import read_head
 from foredraft.heads.dflash import DFlashHead
+from foredraft.heads.formats import engines
 from foredraft.heads.p_eagle import PEagleHead
 from foredraft.inference import drafter_for, generate
 from foredraft.train import parity_gate
 from tests.support import golden
 from tests.support.batches import PROMPT
-from tests.support.exports import export_of, write_export
+from tests.support.exports import write_export
 from tests.support.head_factory import make_head
 
 # name -> kind, hidden states that it reads, block size, anchor first, causal
@@ -227,7 +228,7 @@ def test_vllm_masks_a_block_as_it_was_trained(deep, tmp_path, kind, name):
 
 def test_a_window_that_vllm_would_take_for_another_is_refused(deep, tmp_path):
     with pytest.raises(ValueError, match=r"causal in all layers or in none, .* \(head.window=\d+\): format=vllm"):
-        export_of("speculators", make_head("dflash anchor first", deep), deep)
+        engines.speculators(make_head("dflash anchor first", deep), deep)
     config, weights, file = golden.make("speculators_dflash", deep)
     layer = config["transformer_layer_config"]
     sliding = ["sliding_attention"] * layer["num_hidden_layers"]

@@ -49,7 +49,7 @@ def test_a_system_prompt_that_a_template_refuses_is_said_in_a_chat():
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
     target = SimpleNamespace(text_tokenizer=tokenizer(template), eos_token_ids=[])
     chat = Chat(target, None, None, 8, 0, Console(), False)
-    with pytest.raises(ValueError, match="the chat template refuses this: no system role"):
+    with pytest.raises(ValueError, match="the chat template does not support this conversation: no system role"):
         chat.request([{"role": "system", "content": "be kind"}, ONE[0]])
 
 

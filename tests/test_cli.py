@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from foredraft import __main__ as foredraft
 from foredraft.train import renamed_keys
-from foredraft.train.cli import entry, expand_home
+from foredraft.train.cli import NEEDS_TARGET, entry, expand_home
 from foredraft.train.config_check import flat, nearest
 from foredraft.train.config_help import TABLES, comment_lines, comments, describe, described, header
 from tests.support import names
@@ -351,6 +351,13 @@ def test_bad_data_ends_in_one_sentence(name: str, tiny_path: Path, tmp_path: Pat
         ("scripts/plan.py", "rows=2", "rows is trainer.per_device_train_batch_size now"),
         ("scripts/plan.py", "length=512", "length is max_length now"),
         ("scripts/serve.py", "max_rows=4", "max_rows is max_num_seqs now"),
+        ("scripts/serve.py", "learn.budget=4", "learn.budget is learn.max_minutes now"),
+        ("scripts/serve.py", "drafter.spec=a", "drafter.spec is drafter.path now"),
+        ("scripts/chat.py", "drafter=several", "drafter=several is drafter=union now"),
+        ("scripts/chat.py", "head=medusa", "head is not known"),
+        ("scripts/evaluate.py", "drafters=[ngram]", "drafters is drafter now"),
+        ("scripts/lossless.py", "prompts=4", "prompts is num_prompts now"),
+        ("scripts/bench/matched.py", "heads=[a]", "heads is drafter now"),
     ],
 )
 def test_a_key_of_earlier_versions(program: str, typed: str, message: str, tmp_path: Path) -> None:
@@ -399,7 +406,7 @@ def test_a_dataset_of_the_hub_without_a_network(tiny_path: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     "given, message",
     [
-        ("max_tokens=48", r"max_tokens=\[48\]: of the shortest and the longest answer"),
+        ("max_tokens=48", r"max_tokens=\[48\]: set the lengths of the shortest and the longest answer"),
         ("clients=0", r"clients=\[0\] requests=10 questions=64: at least 1 of each"),
         ("clients=1", r"url=http://127\.0\.0\.1:9 does not answer: .*refused"),
     ],
@@ -411,7 +418,7 @@ def test_a_load_that_cannot_be(given: str, message: str, tmp_path: Path) -> None
 
 BENCH = ROOT / "scripts" / "bench" / "conf"
 PROGRAMS = sorted(path.stem for folder in (ROOT / "conf", BENCH) for path in folder.glob("*.yaml"))
-OPTIONS = sorted(file for file in (ROOT / "conf").glob("**/*.yaml") if file.parent.name not in ("conf", "publish"))
+OPTIONS = sorted(file for file in (ROOT / "conf").glob("**/*.yaml") if file.parent.name != "conf")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -497,6 +504,21 @@ def test_a_command_that_is_not_told_its_target_says_how(monkeypatch, capsys, com
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: foredraft {command} needs a target: add target=ORG/NAME") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("program", ["chat", "generate", "lossless", "serve", "bench/matched"])
+def test_a_script_that_is_not_told_its_target_says_the_same(program: str, tmp_path: Path) -> None:
+    more = {"generate": ["prompt=a"], "bench/matched": ["drafter=ngram", "prompts=mt_bench"]}.get(program, [])
+    ended = script(f"scripts/{program}.py", *more, cwd=tmp_path)
+    name = program.removeprefix("bench/")
+    assert (ended.code, ended.err) == (2, f"error: {NEEDS_TARGET.format(name)}\n")
+
+
+@pytest.mark.parametrize("typed", [["--version"], ["chat", "--version"], ["serve", "port=0", "--version"]])
+def test_version(monkeypatch, capsys, typed: list[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["foredraft", *typed])
+    foredraft.main()
+    assert capsys.readouterr().out == f"foredraft {foredraft.__version__}\n"
 
 
 @pytest.mark.parametrize("given", ["target=tiny", "target.path=tiny", "recipe=x", "--cfg"])

@@ -84,4 +84,4 @@ def check(command: list[str]) -> None:
     for key in (setting.partition("=")[0] for setting in settings):
         group, _, name = key.partition(".")
         assert key in known or (ROOT / "conf" / group).is_dir(), key
-        assert not name or name in ("path", "spec")
+        assert not name or name == "path"

@@ -42,7 +42,7 @@ from tests.support.processes import complaint
 @pytest.fixture
 def run(call, tiny_path):
     """run(*arguments): scripts/evaluate.py with them, into the folder `out`."""
-    given = f"target=hf target.path={tiny_path} target.device=cpu output_dir=out limit=2 repeats=2 new_tokens=12"
+    given = f"target=hf target.path={tiny_path} target.device=cpu output_dir=out limit=2 repeats=2 max_new_tokens=12"
     return partial(call, evaluate.main, *typed(given))
 
 
@@ -251,7 +251,7 @@ def test_what_is_no_prompt_is_named(tmp_path, monkeypatch, name, content, messag
 
 def test_no_limit_is_every_prompt(run, tmp_path):
     (tmp_path / "set.jsonl").write_text('{"prompt": "one"}\n' * 3)
-    run(*typed("prompts=set.jsonl limit=0 drafter=ngram new_tokens=2 repeats=1 rivals=false"))
+    run(*typed("prompts=set.jsonl limit=0 drafter=ngram max_new_tokens=2 repeats=1 rivals=false"))
     assert len(json.loads((tmp_path / "out" / "prompts.json").read_text())) == 3
 
 

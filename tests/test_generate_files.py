@@ -36,23 +36,23 @@ def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: P
         out = generate(target, None, ids, temperature=1.0, seed=3 + number, max_new_tokens=9)
         text = target.text_tokenizer.decode(out.new_tokens[0], skip_special_tokens=True)
         expected.append({"prompt": prompt, "text": text})
-    printed = program("generate", *given, "batch=3", cwd=tmp_path)
+    printed = program("generate", *given, "batch_size=3", cwd=tmp_path)
     assert [json.loads(line) for line in printed.out.splitlines()] == expected, printed.err
     output = tmp_path / "out.jsonl"
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in expected]
     output.write_text("".join(lines[:2]) + lines[2][:9])  # a kill came within the third line
-    continued = program("generate", *given, "output=out.jsonl", "batch=2", cwd=tmp_path)
+    continued = program("generate", *given, "output=out.jsonl", "batch_size=2", cwd=tmp_path)
     assert continued.code == 0 and continued.out == "" and output.read_text() == "".join(lines)
-    assert "tokens in" in continued.err
+    assert "tokens in" in continued.err and "\r" not in printed.err + continued.err  # nor bars of transformers
     output.write_text(lines[1])
     other = program("generate", *given, "output=out.jsonl", cwd=tmp_path)
-    assert other.code == 2 and "output=out.jsonl, line 1: no answer to prompt 1" in other.err
+    assert other.code == 2 and "output=out.jsonl, line 1 is not an answer to prompt 1" in other.err
 
 
 def test_a_chat_answers_line_by_line(tmp_path: Path):
     """The test model, whose chat template it is; stdin is no terminal here."""
     typed = "def add(a, b):\n\n/new\ndef add(a, b):\n" + "word " * 3000 + "\nmore\n/quit\nnever read\n"
-    ended = program("chat", "max_new_tokens=6", "colour=true", cwd=tmp_path, typed=typed)
+    ended = program("chat", "target=test_model", "max_new_tokens=6", "colour=true", cwd=tmp_path, typed=typed)
     assert ended.code == 0, ended.err
     figures = [line for line in ended.out.splitlines() if "tokens/s, acceptance length" in line]
     assert len(figures) == 3 and "\n" in ended.out
@@ -70,7 +70,7 @@ def test_prompts_that_cannot_be_answered_leave_the_others(target: Target, tiny_p
     prompts = [good[number] if number in good else next(bad) for number in range(9)]
     rows = [json.dumps({"prompt": prompt}) for prompt in prompts] + ["{no JSON", "[]"]
     (tmp_path / "in.jsonl").write_text("".join(f"{row}\n" for row in rows))
-    given = [f"target={tiny_path}", "prompts=in.jsonl", "max_new_tokens=9", "seed=3", "temperature=1.0", "batch=4"]
+    given = [f"target={tiny_path}", "prompts=in.jsonl", "max_new_tokens=9", "seed=3", "temperature=1.0", "batch_size=4"]
     given.append("output=out.jsonl")
     first = program("generate", *given, cwd=tmp_path)
     assert first.code == 0, first.err

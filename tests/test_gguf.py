@@ -17,8 +17,7 @@ from foredraft.heads.checkpoint import read_head, write_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.heads.formats.files import read
-from foredraft.heads.formats.gguf.layout import DTYPES
-from foredraft.heads.formats.gguf.tensors import FILE
+from foredraft.heads.formats.gguf.tensors import DTYPES, FILE
 from foredraft.heads.mtp import MTPHead
 from foredraft.train import gguf_gate, publish
 from tests.support.gguf_heads import EMBEDDED, GOLDEN, OUTTYPES, SMALL, contents, gguf_head, write_qwen, write_target
@@ -47,7 +46,7 @@ def write(head, target, folder, **options):
 @pytest.mark.parametrize("outtype", OUTTYPES)
 @pytest.mark.parametrize("name", HEADS)
 def test_keys_and_tensors_are_those_of_the_converter(made, tmp_path, name, outtype):
-    write(*made(name), tmp_path, dtype=outtype)
+    write(*made(name), tmp_path, dtype={kind.lower(): dtype for dtype, kind in DTYPES.items()}[outtype])
     ours, theirs = contents(tmp_path / FILE), FILES[f"{name} {outtype}"]
     assert ours["keys"] == theirs["keys"]
     assert ours["tensors"] == theirs["tensors"]
@@ -57,7 +56,7 @@ def test_keys_and_tensors_are_those_of_the_converter(made, tmp_path, name, outty
 @pytest.mark.parametrize("name", HEADS)
 def test_what_comes_back_is_equal_to_the_bit(made, tmp_path, name):
     head, target = made(name)
-    layout = write(head, target, tmp_path, dtype="f32")
+    layout = write(head, target, tmp_path, dtype="float32")
     assert layout.stored(head, target) is head
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", FILE}
     again = read_head(tmp_path, target)
@@ -67,7 +66,7 @@ def test_what_comes_back_is_equal_to_the_bit(made, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["eagle3 pruned", "mtp"])
-@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "f32"])
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if name != "float32"])
 def test_rounded_weights_are_those_that_the_gate_is_given(made, tmp_path, name, dtype):
     head, target = made(name)
     layout = write(head, target, tmp_path, dtype=dtype)
@@ -156,7 +155,7 @@ def test_what_llama_cpp_has_no_loader_for_is_refused(embedded, kind, changes, me
 
 
 def test_an_unknown_number_format_is_an_error(embedded):
-    with pytest.raises(ValueError, match=r"format\.dtype=q9 is not one of f32, f16, bf16, q8_0"):
+    with pytest.raises(ValueError, match=r"^dtype=q9 is not one of float32, float16, bfloat16, q8_0"):
         engines.llamacpp(gguf_head("eagle3", embedded), embedded, dtype="q9")
 
 
@@ -173,7 +172,7 @@ def test_other_files_are_no_head(embedded, tmp_path):
 def test_the_gate_sees_another_order_of_rows(embedded, tmp_path, monkeypatch):
     """A head of real sizes passes; with rows as transformers orders them it does not."""
     head = Eagle3Head.for_target(embedded, 3)
-    layout = engines.llamacpp(head, embedded, dtype="f32").layout
+    layout = engines.llamacpp(head, embedded, dtype="float32").layout
     from foredraft.heads.formats.gguf import tensors
 
     save_head(head, tmp_path / "head", embedded)

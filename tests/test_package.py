@@ -133,7 +133,7 @@ def test_the_report_for_bugs(foredraft: Program):
 def test_an_unknown_command_is_one_sentence(foredraft: Program):
     ended = foredraft("trian")
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
-    assert ended.stderr.startswith("error: trian is no command of foredraft; did you mean train?")
+    assert ended.stderr.startswith("error: trian is not a command of foredraft; did you mean train?")
 
 
 def test_a_training(foredraft: Program, trained: subprocess.CompletedProcess[str]):
@@ -142,10 +142,10 @@ def test_a_training(foredraft: Program, trained: subprocess.CompletedProcess[str
 
 
 def test_lossless_and_export_with_the_trained_head(foredraft: Program, trained: subprocess.CompletedProcess[str]):
-    few = ["prompts=1", "prompt_tokens=16", "new_tokens=8", "dtype=float32"]
+    few = ["num_prompts=1", "prompt_tokens=16", "max_new_tokens=8", "dtype=float32"]
     proved = foredraft("lossless", "target=test_model", "target.device=cpu", "drafter=out/head", *few)
     assert proved.returncode == 0 and proved.stdout.endswith("lossless\n"), proved
-    exported = foredraft("export", "head=out/head", "format=medusa", "output_dir=exported", "target.device=cpu")
+    exported = foredraft("export", "checkpoint=out/head", "format=medusa", "output_dir=exported", "target.device=cpu")
     assert exported.returncode == 0 and "parity gate passed" in exported.stdout, exported
 
 

@@ -12,7 +12,7 @@ from foredraft.heads import Target, adapter
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.scripts import plan
-from foredraft.train.cli import CONF, expand_shorthand, named_target
+from foredraft.train.cli import expand_shorthand, named_target
 from foredraft.train.losses import kl_div
 from foredraft.train.module import DistillationModel
 from foredraft.train.optimizer import adamw
@@ -162,19 +162,15 @@ def test_an_adapter_makes_the_target_keep_what_it_made(small: DictConfig, tiny_p
 
 def test_a_target_may_be_named_without_its_group():
     assert expand_shorthand("target=ORG/NAME") == ["target=hf", "target.path=ORG/NAME"]
-    assert expand_shorthand("target=ORG/NAME", CONF / "publish") == ["target.path=ORG/NAME"]
-    assert expand_shorthand("target=a folder/x (1)=y's.gguf", CONF / "publish") == [
-        r"target.path='a folder/x (1)=y\'s.gguf'"
-    ]
+    assert expand_shorthand("target=a folder/x (1)=y's.gguf")[1] == r"target.path='a folder/x (1)=y\'s.gguf'"
     assert expand_shorthand("data.path=/d/date=2026-01-01/x.jsonl") == ["data.path='/d/date=2026-01-01/x.jsonl'"]
     for as_it_is in ("trainer.max_steps=range(start=1,stop=3)", "--config-dir=a=b", "+a={b: 'c=d'}", "max_length=8"):
         assert expand_shorthand(as_it_is) == [as_it_is]
-    assert expand_shorthand("drafter=ORG/NAME+suffix") == ["drafter=union", "drafter.spec=ORG/NAME+suffix"]
+    assert expand_shorthand("drafter=ORG/NAME+suffix") == ["drafter=union", "drafter.path=ORG/NAME+suffix"]
     assert [expand_shorthand(word) for word in ("target=hf", "gpus=8")] == [["target=hf"], ["gpus=8"]]
     assert named_target(["target.path=FILE.gguf", "max_length=64"]) == ["target=hf"]
     for arguments in (["target=smollm2", "target.path=FILE.gguf"], ["recipe=x", "target.path=y"], ["max_length=64"]):
         assert named_target(arguments) == []
-    assert named_target(["target.path=ORG/NAME"], CONF / "publish") == []
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "domino", "lilicorr", "p_eagle", "xpress"])

@@ -34,7 +34,9 @@ def trained(target, tmp_path_factory) -> Path:
 
 
 def test_export_writes_what_has_passed_the_gate(script, trained, target, tmp_path):
-    ended = script("export", f"head={trained}/medusa/head", "format=medusa", "output_dir=exported", "target.device=cpu")
+    ended = script(
+        "export", f"checkpoint={trained}/medusa/head", "format=medusa", "output_dir=exported", "target.device=cpu"
+    )
     assert ended.code == 0, ended.err
     assert "parity gate passed" in ended.out and "text-generation-launcher" in ended.out
     assert [path.name for path in tmp_path.iterdir()] == ["exported"]
@@ -47,7 +49,9 @@ def test_export_writes_what_has_passed_the_gate(script, trained, target, tmp_pat
 def test_export_removes_nothing_that_it_did_not_make(script, trained, tmp_path):
     (tmp_path / "exported.part").mkdir()
     (tmp_path / "exported.part" / "thesis.txt").write_text("ours")
-    ended = script("export", f"head={trained}/medusa/head", "format=medusa", "output_dir=exported", "target.device=cpu")
+    ended = script(
+        "export", f"checkpoint={trained}/medusa/head", "format=medusa", "output_dir=exported", "target.device=cpu"
+    )
     assert ended.code == 0, ended.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "exported.part"]
     assert (tmp_path / "exported.part" / "thesis.txt").read_text() == "ours"
@@ -57,36 +61,40 @@ def test_export_removes_nothing_that_it_did_not_make(script, trained, tmp_path):
     ("arguments", "complaint"),
     [
         (["format=hydra", "output_dir=x"], "reads no eagle3 heads"),
-        (["format=tensorrt", "output_dir=x"], "format=tensorrt is not known"),
-        (["format=vllm", "output_dir=taken"], "is there already"),
-        (["format=vllm", "output_dir=x", "head=nowhere"], "neither a directory nor a Hub id"),
-        (["format=vllm", "output_dir=x", "hed=y"], "did you mean head?"),
+        (["format=tensorrt", "output_dir=x"], "format=tensorrt is not one of vllm, sglang"),
+        (["format=vllm", "dtype=q8_0", "output_dir=x"], "dtype=q8_0 is only for format=gguf"),
+        (["format=vllm", "output_dir=x", "head=y"], "head is checkpoint now"),
+        (["format=gguf", "output_dir=x", "format.dtype=q8_0"], "format.dtype is dtype now"),
+        (["format=gguf", "output_dir=x", "dtype=f16"], "dtype=f16 is dtype=float16 now"),
+        (["format=vllm", "output_dir=taken"], "already exists"),
+        (["format=vllm", "output_dir=x", "checkpoint=nowhere"], "neither a directory nor a Hub id"),
+        (["format=vllm", "output_dir=x", "checkpont=y"], "did you mean checkpoint?"),
         (["output_dir=x"], "format"),
     ],
 )
 def test_export_says_what_is_wrong(script, trained, tmp_path, arguments, complaint):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "something").write_text("")
-    ended = script("export", f"head={trained}/eagle3/head", *arguments)
+    ended = script("export", f"checkpoint={trained}/eagle3/head", *arguments)
     assert ended.code == 2 and complaint in ended.err and "Traceback" not in ended.err
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
 def test_the_gate_is_a_command(script, trained, tmp_path):
     head = trained / "eagle3/head"
-    ended = script("parity", f"head={head}")
+    ended = script("parity", f"checkpoint={head}")
     assert ended.code == 0 and "parity gate passed" in ended.out
     (tmp_path / "other").mkdir()
     for path in head.iterdir():
         (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
     config = json.loads((head / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"norm_before_residual": True}))
-    ended = script("parity", f"head={head}", "exported=other")
+    ended = script("parity", f"checkpoint={head}", "exported=other")
     assert ended.code == 2 and "parity gate: at depth 1" in ended.err
 
 
 def test_push_as_it_is_typed(script, trained, server, monkeypatch):
-    given = ("push", f"head={trained}/eagle3/head", "repo=org/name", "license=mit")
+    given = ("push", f"checkpoint={trained}/eagle3/head", "repo=org/name", "license=mit")
     ended = script(*given, "dry_run=true")
     assert ended.code == 0 and "would send to a new private repository org/name" in ended.out and not server.repos
     ended = script(*given)

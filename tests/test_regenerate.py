@@ -90,8 +90,8 @@ def test_other_settings_other_questions_and_a_changed_file_are_refused(file: Pat
     output, server = tmp_path / "out.jsonl", BadServer(("fine",))
     regenerate(file, output, server)
     lines = output.read_text().splitlines(keepends=True)
-    with pytest.raises(ValueError, match=r"other settings \(max_tokens 16\)"):
-        Output(output, SAMPLING._replace(max_tokens=3)._asdict())
+    with pytest.raises(ValueError, match=r"other settings \(max_new_tokens 16\)"):
+        Output(output, SAMPLING._replace(max_new_tokens=3)._asdict())
     with output.open("ab") as other, pytest.raises(ValueError, match=r"being written by (another )?process"):
         fcntl.flock(other, fcntl.LOCK_EX)
         Output(output, SAMPLING._asdict())
@@ -113,7 +113,7 @@ def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
         f"output={output}",
         "concurrency=4",
     ]
-    given += ["timeout=5.0", "max_tokens=16", "seed=7"]
+    given += ["timeout=5.0", "max_new_tokens=16", "seed=7"]
     command = [sys.executable, str(ROOT / "scripts" / "regenerate.py"), *given]
     process = start(*command, cwd=tmp_path)
     while not (output.exists() and output.read_bytes().count(b"\n") >= 3):
@@ -134,7 +134,7 @@ def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_in_process_rows_do_not_depend_on_the_batch(file: Path, tmp_path: Path, target, temperature: float):
     form = ChatFormat(target.tokenizer, template=str(ROOT / "train" / "data" / "plain_chat.jinja"))
-    sampling = SAMPLING._replace(temperature=temperature, max_tokens=6)
+    sampling = SAMPLING._replace(temperature=temperature, max_new_tokens=6)
     written = []
     for batch in (3, 32):
         output = Output(tmp_path / f"{batch}.jsonl", sampling._asdict())

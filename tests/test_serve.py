@@ -43,7 +43,7 @@ def server(chatty: Path) -> Iterator[Served]:
     ]
     log = ["log_accepted=accepted.jsonl", "log_text=true"]
     log += ["cors=['https://chat.example']", "max_num_seqs=4", "max_tokens=24"]
-    with served(chatty.parent, *facts, f"drafter.spec=draft:{chatty}", *log) as running:
+    with served(chatty.parent, *facts, f"drafter.path=draft:{chatty}", *log) as running:
         yield running
 
 

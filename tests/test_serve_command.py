@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from foredraft.heads import Target, save_head
 from foredraft.inference.serve.address import is_loopback
-from foredraft.scripts.serve import leave_a_core
+from foredraft.scripts.serve import reserve_event_loop_core
 from tests.support.gguf_heads import EMBEDDED, write_target
 from tests.support.head_factory import make_head
 from tests.support.processes import Ended, script
@@ -22,8 +22,9 @@ printf '%s' "$VLLM_API_KEY$LLAMA_API_KEY" >> "$RECORD.key"
 
 
 def serve(cwd: Path, *arguments: str, path: Path | None = None, **environment: str) -> Ended:
-    """With the commands in `path` alone."""
-    return script("scripts/serve.py", *arguments, cwd=cwd, PATH=str(path or cwd), **environment)
+    """Serve the test model, unless the arguments name another target, with only the commands in `path`."""
+    named = [] if any(argument.startswith("target=") for argument in arguments) else ["target=test_model"]
+    return script("scripts/serve.py", *named, *arguments, cwd=cwd, PATH=str(path or cwd), **environment)
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def handed_over(tmp_path) -> Callable[..., list[str]]:
         fake.parent.mkdir()
         fake.write_text(FAKE)
         fake.chmod(0o755)
-        facts = ["drafter=head", f"drafter.spec={tmp_path / 'head'}", "port=7", "max_num_seqs=3", *arguments]
+        facts = ["drafter=head", f"drafter.path={tmp_path / 'head'}", "port=7", "max_num_seqs=3", *arguments]
         environment = {"RECORD": str(tmp_path / "record"), "FOREDRAFT_API_KEY": "a-key", "TMPDIR": str(tmp_path)}
         done = serve(tmp_path, *facts, path=fake.parent, **environment)
         assert done.code == 0, done.err
@@ -48,7 +49,7 @@ def handed_over(tmp_path) -> Callable[..., list[str]]:
 
 def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path, handed_over):
     save_head(make_head("eagle3", target), tmp_path / "head", target)
-    words = handed_over("vllm", "engine=vllm", f"target={tiny_path}", "target.device=cpu", "model=tiny")
+    words = handed_over("vllm", "engine=vllm", f"target={tiny_path}", "target.device=cpu", "served_model_name=tiny")
     assert words[:3] == ["serve", str(tiny_path), "--speculative-config"]
     config = json.loads(words[3])
     assert config["method"] == "eagle3" and config["num_speculative_tokens"] >= 1
@@ -65,7 +66,7 @@ def test_llamacpp_gets_the_targets_file_and_the_exported_head(tmp_path, handed_o
     embedded = Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
     save_head(make_head("eagle3", embedded), tmp_path / "head", embedded)
     file = write_target(tmp_path / "target.gguf", embedded.vocab_size)
-    words = handed_over("llama-server", "engine=llamacpp", f"target_gguf={file}", "model=small")
+    words = handed_over("llama-server", "engine=llamacpp", f"target_gguf={file}", "served_model_name=small")
     given = dict(zip(words[::2], words[1::2], strict=True))
     assert given["-m"] == str(file) and given["--spec-type"] == "draft-eagle3"
     assert given["--port"] == "7" and given["--alias"] == "small" and given["-np"] == "3"
@@ -88,7 +89,7 @@ def test_llamacpp_wants_the_target_in_its_own_format(target):
     [
         (["engine=vllm"], "needs the command `vllm`"),
         (["engine=sglang"], "engine=sglang is not one of foredraft, vllm, llamacpp"),
-        (["log_text=true"], "give log_accepted=FILE"),
+        (["log_text=true"], "needs log_accepted=FILE"),
         (["port=99999"], " port=99999: "),
         (["host=0.0.0.0"], "set FOREDRAFT_API_KEY, or set insecure=true"),
         (["log_accepted=no/such/folder/log"], "log_accepted=no/such/folder/log cannot be written"),
@@ -125,5 +126,5 @@ def test_a_core_is_left_to_the_event_loop(monkeypatch, cores, environment, threa
     found = list[int]()
     monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
     monkeypatch.setattr(torch, "set_num_threads", found.append)
-    leave_a_core()
+    reserve_event_loop_core()
     assert found == threads

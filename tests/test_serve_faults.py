@@ -23,7 +23,7 @@ SHORT = {"model": "tiny", "prompt": "class Pair:", "max_tokens": 12, "seed": 2}
 
 @pytest.fixture(scope="module")
 def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    facts = [f"target={tiny_path}", "target.dtype=float32", "target.device=cpu", "model=tiny"]
+    facts = [f"target={tiny_path}", "target.dtype=float32", "target.device=cpu", "served_model_name=tiny"]
     limits = ["max_num_seqs=2", "max_waiting=2", "max_body=100000", "cache_gib=0.0006", "log_accepted=accepted.jsonl"]
     with served(tmp_path_factory.mktemp("faults"), *facts, *limits, FOREDRAFT_API_KEY=KEY) as running:
         yield running
@@ -174,7 +174,13 @@ def test_texts_are_in_no_log_unless_asked_for(server, client):
 
 def test_a_broken_engine_ends_the_process(tiny_path, tmp_path):
     """A request that meets a bug fails alone; where the engine's thread ends, everybody is told and the process too."""
-    facts = [f"target={tiny_path}", "target.dtype=float32", "target.device=cpu", "model=tiny", "drafter=none"]
+    facts = [
+        f"target={tiny_path}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        "served_model_name=tiny",
+        "drafter=none",
+    ]
     program = "tests/support/broken_server.py"
     with served(tmp_path, *facts, program=program) as running:
         client = running.client()

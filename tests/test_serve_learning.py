@@ -289,7 +289,13 @@ def folder(tiny_path: Path, target: Target, tmp_path: Path) -> Path:
 
 
 def facts(tiny_path: Path, *more: str) -> list[str]:
-    given = [f"target={tiny_path}", "target.dtype=float32", "target.device=cpu", "model=tiny", "drafter=given/"]
+    given = [
+        f"target={tiny_path}",
+        "target.dtype=float32",
+        "target.device=cpu",
+        "served_model_name=tiny",
+        "drafter=given/",
+    ]
     return [*given, "learn=true", *more]
 
 
@@ -324,7 +330,7 @@ def served_by(server: Served, number: int, tenant: str = "") -> float:
 
 
 def test_each_tenant_has_texts_and_a_head_of_its_own(tiny_path: Path, folder: Path):
-    more = [word for word in facts(tiny_path) if not word.startswith("model=")]
+    more = [word for word in facts(tiny_path) if not word.startswith("served_model_name=")]
     with served(folder, *more, "learn.tenants=[one,two]", "cache_gib=1") as server:
         assert [model.id for model in server.client().models.list()] == ["one", "two"]
         expected = text(server, 3, speculative=False)
@@ -348,10 +354,10 @@ def test_each_tenant_has_texts_and_a_head_of_its_own(tiny_path: Path, folder: Pa
     [
         (["drafter=ngram"], "learn=true trains the head that drafts: set drafter=DIRECTORY"),
         (["drafter=given/", "engine=llamacpp"], "set drafter=DIRECTORY and engine=foredraft"),
-        (["drafter=given/", "learn.share=2"], "learn.device_share=2"),
+        (["drafter=given/", "learn.device_share=2"], "learn.device_share=2"),
         (["drafter=given/", "learn.keep=1"], "learn.keep=1"),
-        (["drafter=given/", "learn.tenants=[a,a]"], "models of different names"),
-        (["drafter=given/", "learn.tenants=[../a]"], "a name is a folder too"),
+        (["drafter=given/", "learn.tenants=[a,a]"], "must be different names"),
+        (["drafter=given/", "learn.tenants=[../a]"], "names are also folders"),
     ],
 )
 def test_what_cannot_learn_is_said_in_a_sentence(tiny_path: Path, folder: Path, arguments, sentence):
@@ -362,7 +368,7 @@ def test_what_cannot_learn_is_said_in_a_sentence(tiny_path: Path, folder: Path, 
 @pytest.mark.nightly
 def test_a_round_by_the_real_trainer_and_judge(tiny_path: Path, folder: Path):
     few = ["trainer.max_steps=2", "max_length=32", "trainer.per_device_train_batch_size=2", "eval.final_num_prompts=2"]
-    with served(folder, *facts(tiny_path, "learn.rows=24", f"learn.train={json.dumps(few)}")) as server:
+    with served(folder, *facts(tiny_path, "learn.num_samples=24", f"learn.train={json.dumps(few)}")) as server:
         for seed in range(30):
             text(server, seed, prompt=f"{PROMPT}{seed}")
         history = folder / "learned" / "history.jsonl"

@@ -93,7 +93,7 @@ def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))  # tools are long prompts
     facts = [f"target={path}", "target.dtype=float32", "target.device=cpu", "drafter=draft_model", "max_tokens=300"]
     facts += ["log_accepted=/dev/full"] if sys.platform.startswith("linux") else []  # a full disk stops no answer
-    with served(path.parent, *facts, f"drafter.spec=draft:{path}") as running:
+    with served(path.parent, *facts, f"drafter.path=draft:{path}") as running:
         yield running
 
 

@@ -48,7 +48,7 @@ def spelled(path: Path) -> Target:
 @pytest.fixture(scope="module")
 def server(path: Path) -> Iterator[Served]:
     facts = [f"target={path}", "target.dtype=float32", "target.device=cpu", "drafter=draft_model"]
-    with served(path.parent, *facts, "drafter.tree=fixed", f"drafter.spec=draft:{path}", "max_tokens=24") as running:
+    with served(path.parent, *facts, "drafter.tree=fixed", f"drafter.path=draft:{path}", "max_tokens=24") as running:
         yield running
 
 

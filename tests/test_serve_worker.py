@@ -229,7 +229,7 @@ def test_how_often_beginnings_were_known_is_told(target):
         {"max_waiting": -1},
         {"prefix_cache_gib": -1},
         {"prefix_cache_gib": 2, "cache_gib": 1},
-        {"prefill_chunk": 0},
+        {"max_num_batched_tokens": 0},
     ],
 )
 def test_settings_of_the_worker_are_checked(target, settings):

@@ -42,6 +42,7 @@ NEEDS_TARGET = (
     "foredraft {} needs a target: add target=ORG/NAME or a directory; `foredraft demo` trains for the test model"
 )
 TEXTS = ("prompt", "system")  # keys whose values are not paths
+NAMED_DRAFTERS = ("evaluate", "matched", "rivals", "rows")  # programs whose key `drafter` is not the group of that name
 ROOT = Path(__file__).resolve().parents[1]  # of a checkout, or the folder of the installed package
 CONF, SCRIPTS = ROOT / "conf", ROOT / "scripts"
 
@@ -129,7 +130,7 @@ def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Callable[[Dict
     def decorate(main: Callable[[DictConfig], None]) -> Callable[[], None]:
         @functools.wraps(main)
         def run() -> None:
-            args = parse(config_name, config_dir)
+            args = parse(config_name)
             # As Hydra reads --config-path: next to the file of `main`, unless it is absolute.
             folder = Path(inspect.getfile(main)).resolve().parent / (args.config_path or config_dir)
             try:
@@ -155,14 +156,14 @@ def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Callable[[Dict
     return decorate
 
 
-def parse(config_name: str, config_dir: Path = CONF) -> argparse.Namespace:
+def parse(config_name: str) -> argparse.Namespace:
     """Return Hydra's view of the command line, after `sys.argv` was rewritten in Hydra's language."""
     typed = [
         part
         for argument in map(expand_home, sys.argv[1:])
-        for part in expand_shorthand(argument, config_dir, several=config_name == "evaluate")
+        for part in expand_shorthand(argument, named=config_name in NAMED_DRAFTERS)
     ]
-    sys.argv[1:] = [*named_target(typed, config_dir), *typed]
+    sys.argv[1:] = [*named_target(typed), *typed]
     return get_args_parser().parse_intermixed_args()  # head=medusa --help all
 
 
@@ -186,13 +187,12 @@ def show_help(command: str, module: str) -> None:
     """Print the help of a command of `foredraft` without its program, which would import torch."""
     file = ROOT / f"{module.partition('.')[2].replace('.', '/')}.py"
     name = {"demo": "train"}.get(command, command)
-    folder = CONF / "publish" if (CONF / "publish" / f"{name}.yaml").is_file() else CONF
-    if not (folder / f"{name}.yaml").is_file():
+    if not (CONF / f"{name}.yaml").is_file():
         print(f"usage: foredraft {command}\n\n{docstring(file)}")
         return
-    args = parse(name, folder)
+    args = parse(name)
     try:
-        print(help_of(args, args.config_name or name, folder, file))
+        print(help_of(args, args.config_name or name, CONF, file))
     except Exception as error:
         raise SystemExit(explain(error, os.getcwd())) from None
 
@@ -210,6 +210,10 @@ def run_job(main: Callable[[DictConfig], None], plan: Plan, cfg: DictConfig) -> 
             cfg.output_dir = str(Path(cfg.output_dir) / name)
     for key in plan.lists:
         OmegaConf.update(cfg, key, [OmegaConf.select(cfg, key)])
+    if (named := OmegaConf.select(cfg, "drafter.value")) is not None:
+        cfg.drafter = named
+    if "transformers" in sys.modules and not sys.stderr.isatty():
+        sys.modules["transformers"].utils.logging.disable_progress_bar()  # a file would get carriage returns
     try:
         if (
             "target" in cfg
@@ -285,15 +289,16 @@ def expand_home(argument: str) -> str:
     return key + sign + re.sub(r"(^|[\[,:+'\"])~(?=/)", lambda found: found[1] + os.path.expanduser("~"), value)
 
 
-def expand_shorthand(argument: str, folder: Path = CONF, several: bool = False) -> list[str]:
+def expand_shorthand(argument: str, named: bool = False) -> list[str]:
     """Return what `argument` means in Hydra's language: target=ORG/NAME is target=hf target.path=ORG/NAME, drafter=DIRECTORY
-    is drafter=head drafter.spec=DIRECTORY, drafter=A+B is drafter=union drafter.spec=A+B, and a prompt is text whatever
-    characters are in it. several: of a program that takes a list of drafters, drafter=A is drafters=[A]."""
+    is drafter=head drafter.path=DIRECTORY, drafter=A+B is drafter=union drafter.path=A+B, and a prompt is text whatever
+    characters are in it. named: `drafter` is a key of the program, where Hydra would look for a choice of the group of that
+    name; it takes a group of keys as a value, which run_job unwraps."""
     key, _, value = argument.partition("=")
     if key == "--local_rank":
         return []  # DeepSpeed's launcher adds it; the variable LOCAL_RANK, which it sets too, says the same
-    if key == "drafter" and several:
-        return [f"drafters={value if value.startswith('[') else f'[{value}]'}"]
+    if key == "drafter" and named:
+        return [f"drafter={{value:{value if value[:1] in '[{' else quoted(value)}}}"]
     if key == "data" and value in DATA_SETS:
         chosen = [f"data.{name}={wanted}" for name, wanted in DATA_SETS[value][1].items()]
         return ["data=conversations", *chosen]
@@ -303,28 +308,24 @@ def expand_shorthand(argument: str, folder: Path = CONF, several: bool = False) 
         text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not OmegaConf's interpolation
         text = re.sub(r"(\\*)'", r"\1\1\\'", text)
         return ["prompt='" + re.sub(r"(\\+)\Z", r"\1\1", text) + "'"]
-    if key == "target" and not (folder / "target").is_dir() and (CONF / "target" / f"{value}.yaml").is_file():
-        path = OmegaConf.load(CONF / "target" / f"{value}.yaml").path
-        return [f"target.path='{path}'"]  # conf/publish has no such group
     joined = key == "drafter" and "+" in value and not os.path.exists(value)
     if key not in ("target", "drafter") or not (joined or "/" in value or os.path.exists(value)):
         # A partitioned data set has folders such as date=2026-01-01.
         path = "=" in value and re.fullmatch(r"\+*[.\w]+", key) and re.fullmatch(r"[\w./:@+~=-]+", value)
         return [f"{key}={quoted(value)}" if path else argument]
-    if (folder / key / f"{value}.yaml").is_file() or value.startswith(("{", "[")):
+    if (CONF / key / f"{value}.yaml").is_file() or value.startswith(("{", "[")):
         return [argument]
     if key == "drafter":
-        return [f"drafter={'union' if joined else 'head'}", f"drafter.spec={quoted(value)}"]
-    group = ["target=hf"] if (folder / "target").is_dir() else []  # conf/publish has none
-    return [*group, f"target.path={quoted(value)}"]
+        return [f"drafter={'union' if joined else 'head'}", f"drafter.path={quoted(value)}"]
+    return ["target=hf", f"target.path={quoted(value)}"]
 
 
-def named_target(arguments: list[str], folder: Path = CONF) -> list[str]:
+def named_target(arguments: list[str]) -> list[str]:
     """Return target=hf if target.path is typed and nothing names the kind of target: the test model's preset would not suit
     it."""
     keys = {argument.partition("=")[0] for argument in arguments}
     given = keys & {"target", "recipe", "--config-name", "-cn"}
-    return ["target=hf"] if "target.path" in keys and not given and (folder / "target").is_dir() else []
+    return ["target=hf"] if "target.path" in keys and not given else []
 
 
 def quoted(path: str) -> str:

@@ -12,6 +12,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import make_dataclass
@@ -106,7 +107,16 @@ def check(config_name: str, overrides: list[str], number: int) -> tuple[str | No
         options = GlobalHydra.instance().config_loader().get_group_options(override.key_or_group, None)
         if override.value() not in options and (renamed := new_choice(override.key_or_group, override.value())):
             raise HydraException(renamed)
-    base = compose(config_name, [str(override.input_line) for override in parsed if override not in values], number)
+    choices = [override for override in parsed if override not in values]
+    try:
+        base = compose(config_name, [str(override.input_line) for override in choices], number)
+    except ConfigCompositionException as error:
+        group = re.match(r"Could not override '([\w/]+)'", str(error))  # which other programs choose from
+        if group is None:
+            raise
+        others = [str(override.input_line) for override in choices if override.key_or_group != group[1]]
+        known = dict(flat(compose(config_name, others, number)))
+        raise HydraException(new_key(group[1], known) or unknown_key(group[1], known)) from None
     known = dict(flat(base))
     for override in values:
         if renamed := new_key(override.key_or_group, {*known, *base.hydra.runtime.choices}):

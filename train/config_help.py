@@ -25,6 +25,7 @@ HIDDEN = {"_target_", "_partial_", "_convert_"}
 # Keys whose words are the names of a table: the file that has it, and the table.
 TABLES = {
     "data": ("train/data/known_sets.py", "DATA_SETS"),
+    "format": ("heads/formats/engines.py", "FORMATS"),
     "loss": ("train/losses.py", "LOSSES"),
     "strategy": ("train/runtime/strategy.py", "STRATEGIES"),
 }
@@ -44,7 +45,8 @@ def describe(about: str, config_name: str, overrides: list[str], folder: Path, e
         cfg = loader.load_configuration(config_name, overrides, RunMode.RUN)
         meanings = meanings_of(loader.compute_defaults_list(config_name, overrides, RunMode.RUN).defaults, places)
         chosen = {name: option for name, option in cfg.hydra.runtime.choices.items() if not name.startswith("hydra/")}
-        words = chosen | {key: cfg[key] for key in TABLES if isinstance(cfg.get(key), str)}
+        named = [key for key in TABLES if key not in chosen and key in list(cfg)]
+        words = chosen | {key: "???" if OmegaConf.is_missing(cfg, key) else cfg[key] for key in named}
         options = list(options_of(dict(sorted(words.items())), loader, places))
     if everything:
         keys = list(lines(cfg, meanings))

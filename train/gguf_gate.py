@@ -106,7 +106,7 @@ def serving(trained: str | Path, target: Target, file: Path, depth: int, exact: 
     exact: head, keys and values in float32, else in its usual half precision."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    place, dtype = ("parity", "127.0.0.1", port, 1), "f32" if exact else "f16"
+    place, dtype = ("parity", "127.0.0.1", port, 1), "float32" if exact else "float16"
     command = llamacpp.serve_command(target, str(file), str(trained), *place, dtype=dtype)
     if "--spec-draft-n-max" in command:
         command[command.index("--spec-draft-n-max") + 1] = str(depth)

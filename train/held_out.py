@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.base import PackedBatch, draft_loss_mask
-from foredraft.inference.evaluation.progress import Ticker
+from foredraft.inference.evaluation.progress import track
 from foredraft.inference.generation import Generation
 from foredraft.train.data.conversations import HeldOut
 from foredraft.train.data.corpus import Corpus, Held, tokenize
@@ -92,8 +92,7 @@ def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]
     distillation.num_items = torch.stack([mask.sum(1) for mask in counted]).sum(0)
     loss, hits = 0.0, torch.zeros(head.depth)
     gained: list[int] = []
-    ticker = Ticker("held-out agreement", len(texts))
-    for text, mask in zip(texts, counted, strict=True):
+    for text, mask in track(list(zip(texts, counted, strict=True)), "held-out agreement"):
         states = distillation.forward_target(text)
         loss += distillation.compute_loss(text, *states).loss.item()
         grid = torch.zeros_like(mask)
@@ -101,7 +100,6 @@ def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]
             grid[depth - 1, mask[depth - 1]] = guesses[:, 0] == best
         hits += grid.sum(1).cpu()
         gained += steps(grid.cpu(), mask.cpu())
-        ticker.add()
     shares = (hits / distillation.num_items.cpu().clamp(min=1)).tolist()
     return Agreement(loss, shares, sum(gained) / max(1, len(gained)))
 

@@ -70,6 +70,28 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
     "rows": "trainer.per_device_train_batch_size",
     # keys of serving
     "max_rows": "max_num_seqs",
+    "batch": "batch_size",
+    "drafter.spec": "drafter.path",
+    "drafter=several": "drafter=union",
+    "drafters": "drafter",
+    "dtype=bf16": "dtype=bfloat16",
+    "dtype=f16": "dtype=float16",
+    "dtype=f32": "dtype=float32",
+    "folder": "output_dir",
+    "format.dtype": "dtype",
+    "format.target_gguf": "target_gguf",
+    "head": "checkpoint",
+    "head_path": "drafter",
+    "heads": "drafter",
+    "learn.budget": "learn.max_minutes",
+    "learn.directory": "learn.output_dir",
+    "learn.rows": "learn.num_samples",
+    "learn.share": "learn.device_share",
+    "max_tokens": "max_new_tokens",
+    "model": "served_model_name",
+    "new_tokens": "max_new_tokens",
+    "prefill_chunk": "max_num_batched_tokens",
+    "prompts": "num_prompts",
 }
 
 

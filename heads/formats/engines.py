@@ -1,10 +1,11 @@
-"""What each engine reads, and the command that loads it: the choices of `python scripts/export.py format=...`.
+"""What each engine reads, and the command that loads it: the formats of `foredraft export format=...`.
 
 Each function takes a head and its target and returns the layout for one engine, or raises ValueError where the engine
 would not load the head, or would draft with it wrongly.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from foredraft.heads import formats
@@ -27,8 +28,9 @@ from foredraft.heads.formats.engine_checks import (
     check_vanilla,
     unsupported,
 )
-from foredraft.heads.formats.gguf.layout import DTYPES, GGUFFormat
+from foredraft.heads.formats.gguf.layout import GGUFFormat
 from foredraft.heads.formats.gguf.nextn import NextnFormat
+from foredraft.heads.formats.gguf.tensors import DTYPES
 from foredraft.heads.formats.hydra import check_tied
 from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
 from foredraft.heads.hydra import HydraHead
@@ -214,10 +216,10 @@ def mtp(head: DraftHead, target: Target) -> Export:
     return Export(formats.MTPFormat(), VLLM_MTP, note)
 
 
-def llamacpp(head: DraftHead, target: Target, dtype: str = "f16", target_gguf: str | None = None) -> Export:
-    """dtype: one of heads/formats/gguf's DTYPES. target_gguf: a GGUF of the target, whose tokenizer is copied."""
+def llamacpp(head: DraftHead, target: Target, dtype: str = "float16", target_gguf: str | None = None) -> Export:
+    """dtype: one of DTYPES. target_gguf: a GGUF of the target, whose tokenizer is copied."""
     if dtype not in DTYPES:
-        raise ValueError(f"format.dtype={dtype} is not one of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype={dtype} is not one of {', '.join(DTYPES)}")
     if isinstance(head, MTPHead):
         return llamacpp_mtp(head, target, dtype, target_gguf)
     if not isinstance(head, Eagle3Head) and type(head) not in (DFlashHead, DFlash2Head, DSparkHead):
@@ -235,7 +237,7 @@ def llamacpp(head: DraftHead, target: Target, dtype: str = "f16", target_gguf: s
     note = (
         f"llama.cpp drafts a chain, no tree. Its own converter writes the target: {convert}\n"
         f"The way from the start: foredraft train target={target.name} head={head.kind} output_dir=outputs/mine; foredraft "
-        "export head=outputs/mine/head format=gguf output_dir=exported; llama-server as below.\n"
+        "export checkpoint=outputs/mine/head format=gguf output_dir=exported; llama-server as below.\n"
         "Its cache of keys and values is in half precision, where ties may fall otherwise than here, unless it is started "
         "with -fa off -ctk f32 -ctv f32."
     )
@@ -261,24 +263,44 @@ def llamacpp_mtp(head: MTPHead, target: Target, dtype: str, target_gguf: str | N
     return Export(NextnFormat(dtype, target_gguf), LLAMACPP, note)
 
 
-Exporter = Callable[[DraftHead, Target], Export]
-# Engines, and the formats of export that they read: a card names the first that takes the head.
-ENGINES: dict[str, dict[str, Exporter]] = {
-    "vLLM": {"vllm": vllm, "speculators": speculators, "mtp": mtp},
-    "SGLang": {"sglang": sglang},
-    "Text Generation Inference": {"medusa": medusa},
-    "llama.cpp": {"gguf": llamacpp},
+FORMATS = {  # each with the description that --help shows
+    "vllm": ("The layout that vLLM loads.", vllm),
+    "sglang": ("The layout that SGLang loads.", sglang),
+    "speculators": ("The layout of the speculators library, which vLLM loads too.", speculators),
+    "eagle": ("The layout of the EAGLE authors.", eagle),
+    "medusa": ("The layout of the Medusa authors, which Text Generation Inference loads too.", medusa),
+    "hydra": ("The layout of the Hydra authors.", hydra),
+    "mtp": ("The target's own files with this MTP layer in place of theirs.", mtp),
+    "gguf": ("GGUF, which llama.cpp loads; dtype= and target_gguf= are for this format.", llamacpp),
 }
+# Engines, and the formats that they read: a card names the first that takes the head.
+ENGINES = {
+    "vLLM": ("vllm", "speculators", "mtp"),
+    "SGLang": ("sglang",),
+    "Text Generation Inference": ("medusa",),
+    "llama.cpp": ("gguf",),
+}
+
+
+def exporter_for(name: str, **options: str | None) -> Callable[[DraftHead, Target], Export]:
+    """Return the function for the format of this name. options: dtype and target_gguf of "gguf", None unless given."""
+    if name not in FORMATS:
+        raise ValueError(f"format={name} is not one of {', '.join(FORMATS)}")
+    given = {key: value for key, value in options.items() if value is not None}
+    for key, value in given.items() if name != "gguf" else ():
+        raise ValueError(f"{key}={value} is only for format=gguf: leave it out with format={name}")
+    exporter: Callable[..., Export] = FORMATS[name][1]
+    return partial(exporter, **given)
 
 
 def engines(head: DraftHead, target: Target, name: str) -> list[dict[str, Any]]:
     """For the model card: each engine that loads the head, from which `format` of export (None: the files that training
     writes), by what `command`, in which {head} is still to be filled in. name: of the target, for the commands."""
     trained, found = formats.default_format(head), []
-    for engine, exporters in ENGINES.items():
-        for layout, exporter in exporters.items():
+    for engine, names in ENGINES.items():
+        for layout in names:
             try:
-                export = exporter(head, target)
+                export = FORMATS[layout][1](head, target)
             except ValueError:
                 continue
             same = type(export.layout) is type(trained) and vars(export.layout) == vars(trained)

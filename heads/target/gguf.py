@@ -186,14 +186,15 @@ def load(file: Path, dtype: torch.dtype, metadata: dict[str, Any], tensors: Any,
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Without the bars and warnings of transformers about what is checked here."""
-    level = logging.get_verbosity()
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        logging.enable_progress_bar()
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def record_of(directory: str | Path) -> dict[str, Any] | None:

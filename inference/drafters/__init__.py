@@ -28,24 +28,24 @@ from foredraft.inference.drafters.union import Union
 DRAFTER_NAMES = "none, ngram, suffix, lookahead, draft:<path or id of a smaller model>, a head's directory or Hub id"
 
 
-def load_drafter(spec: str, target: Target, revision: str | None = None, **options: Any) -> Drafter:
-    """Load the drafter that `spec` names. `options` are passed to its constructor; conf/drafter/*.yaml list them.
+def load_drafter(path: str, target: Target, revision: str | None = None, **options: Any) -> Drafter:
+    """Load the drafter that `path` names. `options` are passed to its constructor; conf/drafter/*.yaml list them.
 
-    spec: "none" (autoregressive decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's
+    path: "none" (autoregressive decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's
     directory or Hub id (revision: its branch, tag or commit), or several of these joined by "+" (`load_joined`). Heads and
     draft models have the option `tree` (`with_tree_policy`), "auto" by default.
     """
-    if "+" in spec and not Path(spec).is_dir():
-        return load_joined(spec.split("+"), target, **options)
-    return load(spec, target, revision, "auto", **options)
+    if "+" in path and not Path(path).is_dir():
+        return load_joined(path.split("+"), target, **options)
+    return load(path, target, revision, "auto", **options)
 
 
-def load_joined(specs: list[str], target: Target, tree: str = "auto") -> Drafter:
+def load_joined(paths: list[str], target: Target, tree: str = "auto") -> Drafter:
     """Load several drafters. A head and "suffix": each step uses the one with the higher expected throughput (switch.py).
     Other drafters, or tree="fixed": the union of their trees. It sizes no head's tree, whose share of the time is unknown."""
     if tree not in ("auto", "fixed"):
         raise ValueError(f"tree={tree} is not one of auto, fixed, which drafters joined by + support")
-    drafters = [load(spec, target, None, tree) for spec in specs]
+    drafters = [load(path, target, None, tree) for path in paths]
     if tree == "auto" and len(drafters) == 2:
         suffix, auto = sorted(drafters, key=lambda one: isinstance(one, AutoTree))
         if isinstance(suffix, SuffixDrafter) and isinstance(auto, AutoTree):
@@ -54,22 +54,22 @@ def load_joined(specs: list[str], target: Target, tree: str = "auto") -> Drafter
     return Chain(union) if target.prefers_chains else union
 
 
-def load(spec: str, target: Target, revision: str | None, default_tree: str, **options: Any) -> Drafter:
+def load(path: str, target: Target, revision: str | None, default_tree: str, **options: Any) -> Drafter:
     """Load one drafter like `load_drafter`. default_tree: for heads and draft models without the option `tree`."""
-    if spec == "none":
+    if path == "none":
         return NoDrafter(**options)
-    if spec == "ngram":
+    if path == "ngram":
         return NgramDrafter(**options)
-    if spec == "suffix":
+    if path == "suffix":
         return SuffixDrafter(**({"width": 1} if target.prefers_chains else {}) | options)
-    if spec == "lookahead":
+    if path == "lookahead":
         return Chain(Lookahead(**options)) if target.prefers_chains else Lookahead(**options)
-    if spec.startswith("draft:"):
-        small = Target.from_pretrained(spec.removeprefix("draft:"), dtype=target.dtype, device=target.device)
+    if path.startswith("draft:"):
+        small = Target.from_pretrained(path.removeprefix("draft:"), dtype=target.dtype, device=target.device)
         return drafter_for_model(small, target, **{"tree": default_tree, **options})
-    if "/" not in spec and not Path(spec).is_dir():
-        raise ValueError(f"drafter {spec!r} is not one of: {DRAFTER_NAMES}; or several of them joined by +")
-    directory = find(spec, revision)
+    if "/" not in path and not Path(path).is_dir():
+        raise ValueError(f"drafter {path!r} is not one of: {DRAFTER_NAMES}; or several of them joined by +")
+    directory = find(path, revision)
     head = load_head(directory, target)
     adapter.merge(target)
     pack(target.model)  # again, after an adapter

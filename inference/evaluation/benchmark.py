@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm.auto import tqdm
 
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.base import Drafter
+from foredraft.inference.evaluation.progress import report, track
 from foredraft.inference.evaluation.speed import (
     Decoder,
     FirstTokens,
@@ -75,7 +75,7 @@ class Lines:
     def failed(self, name: str, error: Exception) -> None:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         self.add({"kind": "error", "decoder": name, "reason": reason})
-        tqdm.write(f"{name} failed and is omitted: {reason}")
+        report(f"{name} failed and is omitted: {reason}")
 
     def of(self, kind: str) -> list[Line]:
         return [line for line in self.lines if line["kind"] == kind]
@@ -99,16 +99,13 @@ class Benchmark:
     def run(self, temperatures: list[float], repeats: int) -> None:
         done = {(line["decoder"], line["temperature"], line["text"], line["repeat"]) for line in self.lines.of("text")}
         left = [job for job in self.jobs(temperatures, repeats) if (job[0].name, *job[1:]) not in done]
-        with tqdm(total=len(left), desc="texts", unit="text") as bar:
-            for system, *job in left:
-                bar.set_postfix_str(system.name[-30:])
-                self.attempt(system.name, lambda *job: self.lines.add(self.decode(*job)), system, *job)
-                bar.update()
+        for system, *job in track(left, "decoding", "texts"):
+            self.attempt(system.name, lambda *job: self.lines.add(self.decode(*job)), system, *job)
         self.retime_preempted()
         known = {(line["decoder"], line["temperature"]) for line in self.lines.of("stages")}
         timed = [system for system in self.systems if not (system.is_rival or system.once)]
         stages = [(system, t) for system in timed for t in temperatures if (system.name, t) not in known]
-        for system, temperature in tqdm(stages, desc="stages of a step", unit="run"):
+        for system, temperature in track(stages, "timing the stages of a step", "runs"):
             self.attempt(system.name, self.time_stages, system, temperature)
 
     def retime_preempted(self) -> None:
@@ -121,7 +118,7 @@ class Benchmark:
             if line["preempted_share"] < preempted[system.name, *job]:
                 self.lines.add(line)
 
-        for name, *job in tqdm(preempted_jobs(preempted), desc="preempted texts", unit="text", disable=None):
+        for name, *job in track(preempted_jobs(preempted), "timing preempted texts again", "texts"):
             self.attempt(name, work, systems[name], *job)
 
     def jobs(self, temperatures: list[float], repeats: int) -> Iterator[tuple[System, float, int, int]]:

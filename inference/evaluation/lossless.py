@@ -15,6 +15,7 @@ from torch import Tensor
 
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
+from foredraft.inference.evaluation.progress import track
 from foredraft.inference.generation import generate
 from foredraft.inference.sampling import Noise
 from foredraft.inference.tree import TokenTree, chain, pad_nodes
@@ -65,7 +66,7 @@ def identical_shares(
     found = {}
     for name, settings in SETTINGS.items():
         same = 0
-        for seed, prompt in enumerate(prompts):
+        for seed, prompt in enumerate(track(prompts, f"checking {name}", "prompts")):
             ids = torch.tensor([prompt], device=target.device)
             texts = [
                 generate(target, one, ids, max_new_tokens=new_tokens, seed=seed, eos_token_id=-1, **settings).new_tokens
@@ -81,7 +82,7 @@ def divergences(
 ) -> list[Divergence]:
     """Return the first divergence of each prompt that has one, with the gap that may explain it."""
     found = []
-    for seed, prompt in enumerate(prompts):
+    for seed, prompt in enumerate(track(prompts, f"checking temperature {temperature}", "prompts")):
         ids = torch.tensor([prompt], device=target.device)
         settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature}
         baseline = generate(target, None, ids, seed=seed, **settings).new_tokens[0]

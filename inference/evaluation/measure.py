@@ -18,7 +18,7 @@ from torch import Tensor
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.auto import AutoTree, HeadTree
 from foredraft.inference.drafters.base import Drafter
-from foredraft.inference.evaluation.progress import Ticker, report
+from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.inference.evaluation.speed import foredraft_decoder, time_decoders
 from foredraft.inference.generation import Generation, generate, tokens_per_forward
 
@@ -41,14 +41,15 @@ def run(
     what: str = "decoding",
     **settings: Any,
 ) -> list[Generation]:
-    """Decode the prompts, `BATCH` at a time; prompt i has seed i. what: the activity that progress lines name."""
-    generations, progress = [], Ticker(what, len(prompts) * max_new_tokens, "tokens").add
-    settings |= {"max_new_tokens": max_new_tokens, "progress": progress}
-    for start in range(0, len(prompts), BATCH):
-        batch = prompts[start : start + BATCH]
-        ids, mask = (part.to(target.device) for part in left_pad(batch))
-        seeds = list(range(start, start + len(batch)))
-        generations.append(generate(target, drafter, ids, mask, seed=seeds, **settings))
+    """Decode the prompts, `BATCH` at a time; prompt i has seed i. what: the activity that the progress bar names."""
+    generations = []
+    with Progress(what, len(prompts) * max_new_tokens, "tokens at most") as progress:
+        settings |= {"max_new_tokens": max_new_tokens, "progress": progress.add}
+        for start in range(0, len(prompts), BATCH):
+            batch = prompts[start : start + BATCH]
+            ids, mask = (part.to(target.device) for part in left_pad(batch))
+            seeds = list(range(start, start + len(batch)))
+            generations.append(generate(target, drafter, ids, mask, seed=seeds, **settings))
     return generations
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.base import Drafter
-from foredraft.inference.evaluation.progress import Ticker
+from foredraft.inference.evaluation.progress import track
 from foredraft.inference.generation import Generation, generate
 
 MAX_PREEMPTED_SHARE = 0.1  # share of a text's time without a core above which its timing is not reliable
@@ -114,14 +114,13 @@ def time_decoders(decoders: dict[str, Decoder], prompts: list[list[int]], target
     """Measure all decoders on all prompts; prompt i has seed i + 1. On a GPU, each prompt is decoded once before it is timed,
     because its length decides which CUDA graphs are captured, which takes longer than decoding."""
     timings = {name: Timing([], [], [], []) for name in decoders}
-    ticker = Ticker("measuring speed", len(prompts), "prompts")
 
     def timed(name: str, number: int) -> tuple[int, Generation | None, float, float]:
         ids = torch.tensor([prompts[number]], device=target.device)
         watch = Stopwatch(target)
         return *decoders[name](ids, number + 1), *watch.stop()
 
-    for number, prompt in enumerate(prompts):
+    for number, prompt in enumerate(track(prompts, "measuring speed", "prompts")):
         if number == 0 or target.device.type == "cuda":
             for decode in decoders.values():
                 decode(torch.tensor([prompt], device=target.device), number + 1)
@@ -131,7 +130,6 @@ def time_decoders(decoders: dict[str, Decoder], prompts: list[list[int]], target
             timings[name].preempted.append(preempted)
             timings[name].tokens.append(count)
             timings[name].generations.extend([] if generation is None else [generation])
-        ticker.add()
     for name, number in preempted_jobs(
         {(name, i): w for name, timing in timings.items() for i, w in enumerate(timing.preempted)}
     ):

@@ -61,7 +61,7 @@ class ServingHead:
     def swap_between_steps(self, head: Path, done: "concurrent.futures.Future[None]") -> None:
         """Load the head in the worker's thread, because loading may use the device while a step is being captured."""
         try:
-            self.engine.swap(self.load(spec=str(head)))
+            self.engine.swap(self.load(path=str(head)))
         except Exception as error:
             done.set_exception(error)
         else:

@@ -47,7 +47,7 @@ def serve_command(
     host: str,
     port: int,
     max_num_seqs: int,
-    dtype: str = "f16",
+    dtype: str = "float16",
 ) -> list[str]:
     """Write the head named `drafter` to a new temporary folder in `dtype`, and return the server's arguments. "none" is the
     baseline. Raises ValueError for a drafter that llama.cpp does not support, and without a file of the target."""
@@ -58,7 +58,7 @@ def serve_command(
     if drafter != "none":
         if "/" not in drafter and not Path(drafter).is_dir():
             raise ValueError(
-                f"drafter.spec={drafter}: engine=llamacpp drafts with a head (drafter=head) or not (drafter=none)"
+                f"drafter.path={drafter}: engine=llamacpp drafts with a head (drafter=head) or not (drafter=none)"
             )
         head = read_head(drafter, target)
         export = llamacpp(head, target, dtype, target_gguf)

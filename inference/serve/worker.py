@@ -94,13 +94,13 @@ class Worker(threading.Thread):
         max_waiting: int = 128,
         timeout: float = 600.0,
         cache_gib: float | None = None,
-        prefill_chunk: int | None = 512,
+        max_num_batched_tokens: int | None = 512,
         prefix_cache_gib: float | None = None,
         others: Sequence[Drafter] = (),
     ):
         """Initialize the engines. max_num_seqs: maximum number of requests decoded at a time. max_waiting: maximum number of
         waiting requests. timeout: seconds of a request, including its time in the queue. cache_gib: maximum memory of all
-        caches and of prefixes; half of it is for requests without drafts. prefill_chunk: as in `Engine`.
+        caches and of prefixes; half is for requests without drafts. max_num_batched_tokens: `prefill_chunk` of `Engine`.
         prefix_cache_gib: memory of prefixes; 0 disables them; None is 1, or a quarter of cache_gib. others: more tenants'."""
         super().__init__(name="engine", daemon=True)
         if max_num_seqs < 1 or max_waiting < 0 or timeout <= 0 or (cache_gib is not None and cache_gib <= 0):
@@ -120,8 +120,10 @@ class Worker(threading.Thread):
                 f"prefix_cache_gib={prefix_cache_gib} must be at least 0 and less than cache_gib={cache_gib}, which includes "
                 "it"
             )
-        if prefill_chunk is not None and prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1; null prefills prompts whole")
+        if max_num_batched_tokens is not None and max_num_batched_tokens < 1:
+            raise ValueError(
+                f"max_num_batched_tokens={max_num_batched_tokens} must be at least 1; null prefills prompts whole"
+            )
         self.prefixes = PrefixCache(int(prefix_cache_gib * 2**30)) if prefix_cache_gib else None
         self.target = target
         tokens, drafter_share = None, 0.0
@@ -135,7 +137,7 @@ class Worker(threading.Thread):
                 one,
                 max_num_seqs=max_num_seqs,
                 max_cache_tokens=tokens,
-                prefill_chunk=prefill_chunk,
+                prefill_chunk=max_num_batched_tokens,
                 prefixes=self.prefixes,
                 drafter_share=drafter_share,
             )

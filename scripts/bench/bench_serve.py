@@ -1,8 +1,8 @@
-"""Load on a server:  python scripts/bench/bench_serve.py 'serve=["drafter=DIRECTORY"]' clients=[1,4]
+"""Measure a server under load:  python scripts/bench/bench_serve.py 'serve=["drafter=DIRECTORY"]' clients=[1,4]
 
-N clients ask M questions each, first without drafts (`speculative: false`) and then with them: tokens/s of all together, the
-median time to the first token, and whether each text is what it is alone. With soak_minutes= the same questions are repeated,
-and the server's memory (resident, from /proc) is shown. FOREDRAFT_API_KEY is given where it is set.
+N clients send M requests each, first without drafts (`speculative: false`) and then with them. Measured are total tokens/s,
+the median time to the first token, and whether each text equals that of a single request. soak_minutes= repeats the requests
+and shows the server's resident memory. FOREDRAFT_API_KEY is sent if it is set.
 """
 
 import os
@@ -42,7 +42,7 @@ class Asker:
             raise ValueError(f"url={url} does not answer: {error.__cause__}") from None
 
     def ask(self, number: int, speculative: bool = True) -> Answer:
-        """The answer to a question; the number of a request asks it again after all others."""
+        """Return the answer to question `number`, counted modulo `questions`."""
         number %= self.cfg.questions
         shortest, longest = self.cfg.max_tokens
         began, first, text, tokens = time.perf_counter(), 0.0, "", 0
@@ -63,7 +63,7 @@ class Asker:
         return Answer(text, tokens, first)
 
     def load(self, clients: int, requests: int, speculative: bool) -> tuple[list[Answer], float]:
-        """The answers to so many requests, and seconds."""
+        """Return the answers to `requests` requests, and the seconds."""
         with ThreadPoolExecutor(clients) as pool:
             began = time.perf_counter()
             answers = list(pool.map(lambda number: self.ask(number, speculative), range(requests)))
@@ -72,7 +72,7 @@ class Asker:
 
 @contextmanager
 def server(cfg: DictConfig) -> Iterator[tuple[str, int | None]]:
-    """Its URL, and its process where it is started here."""
+    """Provide the URL of a server, and its process id if it is started here."""
     if cfg.url is not None:
         yield cfg.url, None
         return
@@ -93,7 +93,7 @@ def server(cfg: DictConfig) -> Iterator[tuple[str, int | None]]:
 
 
 def compare(asker: Asker, cfg: DictConfig) -> None:
-    """A row per number of clients, without drafts and with them."""
+    """Print a row per number of clients, without drafts and with drafts."""
     alone = [asker.ask(number, False).text for number in range(cfg.questions)]
     print("clients  drafts  tokens/s  gain  first token  as alone")
     for clients in cfg.clients:
@@ -109,7 +109,7 @@ def compare(asker: Asker, cfg: DictConfig) -> None:
 
 
 def soak(asker: Asker, cfg: DictConfig, pid: int) -> None:
-    """A row per tenth of the time: what was answered and the server's memory."""
+    """Print a row per tenth of the time: the number of answers and the server's memory."""
     clients, texts, answered, wrong = max(cfg.clients), dict[int, str](), 0, 0
     began = time.monotonic()
     print("minutes  answers  wrong  resident MiB")
@@ -123,7 +123,7 @@ def soak(asker: Asker, cfg: DictConfig, pid: int) -> None:
 
 
 def resident(pid: int) -> float:
-    """MiB of a process."""
+    """Return the resident MiB of a process."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) / 1024
@@ -132,9 +132,11 @@ def resident(pid: int) -> float:
 @entry("bench_serve")
 def main(cfg: DictConfig) -> None:
     if cfg.soak_minutes and cfg.url is not None:
-        raise ValueError(f"soak_minutes={cfg.soak_minutes} watches a server of its own: leave out url={cfg.url}")
+        raise ValueError(f"soak_minutes={cfg.soak_minutes} starts a separate server: remove url={cfg.url}")
     if len(cfg.max_tokens) != 2 or not 0 < cfg.max_tokens[0] <= cfg.max_tokens[1]:
-        raise ValueError(f"max_tokens={list(cfg.max_tokens)}: of the shortest and the longest answer, as [24,72]")
+        raise ValueError(
+            f"max_tokens={list(cfg.max_tokens)}: set the lengths of the shortest and the longest answer, such as [24,72]"
+        )
     if not cfg.clients or min(*cfg.clients, cfg.requests, cfg.questions) < 1:
         raise ValueError(
             f"clients={list(cfg.clients)} requests={cfg.requests} questions={cfg.questions}: at least 1 of each"

@@ -1,4 +1,4 @@
-"""How fast a head trains:  python scripts/bench/bench_train.py head=eagle3 max_length=4096 steps=8 [baseline=PYTHON]
+"""Measure the speed of training:  python scripts/bench/bench_train.py head=eagle3 max_length=4096 steps=8 [baseline=PYTHON]
 
 Tokens per second of the trainer's own steps, the process's peak memory, and model-flops utilisation: products of the
 target's forward and of the head's forward and backward per second, as a share of what one large matrix product reaches on
@@ -36,7 +36,7 @@ from foredraft.train.hidden_states.probe import final_norm, read_states
 from foredraft.train.runtime.memory import disable_malloc_trim, peak_memory
 from foredraft.train.trainer import HeadTrainer, arguments
 
-EPOCHS = 4  # that are timed where there is a baseline, of both
+EPOCHS = 4  # number of timed epochs if there is a baseline
 
 
 @entry("bench_train")
@@ -61,7 +61,7 @@ def main(cfg: DictConfig) -> None:
 
 
 def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, float]:
-    """What HeadTrainer reaches on these rows. tokens: (rows, length) int64."""
+    """Train a head with HeadTrainer. Returns speed and memory. tokens: (rows, length) int64."""
     documents = [Document(row, [True] * len(row)) for row in tokens.tolist()]
     more = {"counts": torch.bincount(tokens.flatten(), minlength=target.vocab_size)}
     head = instantiate(cfg.head, target=target, **(more if "draft_vocab_size" in cfg.head else {}))
@@ -92,7 +92,7 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
 
 
 class StepEnds(TrainerCallback):
-    """When each step ended, by this clock."""
+    """Record when each step ended, by the given clock."""
 
     def __init__(self, clock: Callable[[], float]):
         self.clock, self.times = clock, list[float]()
@@ -102,7 +102,7 @@ class StepEnds(TrainerCallback):
 
 
 def top_speed(target: Target, size: int = 2048, repeats: int = 5) -> float:
-    """Flops per second of one large product in the target's dtype, the fastest of several."""
+    """Return the flops per second of one large product in the target's dtype, the fastest of several."""
     a = torch.randn(size, size, device=target.device, dtype=target.dtype)
     best = float("inf")
     for _ in range(repeats):
@@ -113,8 +113,8 @@ def top_speed(target: Target, size: int = 2048, repeats: int = 5) -> float:
 
 
 def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor, of_kind: dict[str, Any]) -> dict[str, float]:
-    """speculators on the same rows, run for one epoch and for EPOCHS more: the difference is training alone. Several, since
-    starting takes as long as an epoch and varies. of_kind: see `baseline_settings`."""
+    """Train with speculators on the same rows, for one epoch and for EPOCHS more: the difference is only training. Several
+    epochs, because the start takes as long as an epoch and varies. of_kind: see `baseline_settings`."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         counts = torch.ones(target.vocab_size, dtype=torch.int64)
@@ -153,7 +153,7 @@ def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor, of_kin
 
 
 def baseline_settings(cfg: DictConfig) -> dict[str, Any]:
-    """What speculators is told of the head, of the two kinds that are compared. Raises ValueError for another."""
+    """Return the settings of speculators for this head. Raises ValueError for a kind that is not compared."""
     kind = HydraConfig.get().runtime.choices["head"]
     if kind == "eagle3":
         return {"speculator-type": kind, "ttt-steps": cfg.head.ttt_steps}
@@ -171,7 +171,7 @@ def baseline_settings(cfg: DictConfig) -> dict[str, Any]:
 
 
 def timed(command: list[str], threads: int, processor_time: bool) -> tuple[float, int]:
-    """Seconds, or those of the processor, and peak bytes of a process. Raises ValueError if it fails."""
+    """Run a process. Returns its seconds, or the processor's, and its peak bytes. Raises ValueError if it fails."""
     start = time.perf_counter()
     process = subprocess.Popen(
         command,
@@ -190,7 +190,7 @@ def timed(command: list[str], threads: int, processor_time: bool) -> tuple[float
 
 
 def write_rows(target: Target, layers: list[int], tokens: torch.Tensor, folder: Path) -> None:
-    """The rows in the format of speculators: an Arrow dataset, and per row three layers and the state before the norm."""
+    """Write the rows for speculators: an Arrow dataset, and per row three layers and the state before the norm."""
     from datasets import Dataset
 
     (folder / "hidden_states").mkdir()

@@ -1,9 +1,9 @@
-"""What a GPU makes of it, with random weights in the shapes of real targets:  python scripts/bench/gpu.py
+"""Measure a GPU, with random weights in the shapes of real targets:  python scripts/bench/gpu.py
 
-For each target: plain decoding beside what the memory's bandwidth allows; CUDA graphs beside running kernel by kernel, and
-whether the text is the same; whether a step waits for the device more than once; what speculation reaches of its acceptance
-length (eta) at a given number of accepted drafts, by head; and EAGLE-3's training speed, utilisation and memory beside the
-plan's. Nothing is loaded from a network.
+For each target: the baseline relative to the limit of the memory's bandwidth; CUDA graphs relative to single kernels, and
+whether the text is the same; whether a step waits for the device more than once; the share of the acceptance length that
+becomes speed (eta) at a given number of accepted drafts, by head; and EAGLE-3's training speed, utilisation and memory next
+to the plan's. Nothing is downloaded.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ GIB = 2**30
 
 
 class Oracle(Wrapper):
-    """Another drafter's trees at its cost, with the text's own tokens written along one of their paths."""
+    """Draft the trees of another drafter at its cost, with the text's tokens along one of their paths."""
 
     def __init__(self, inner: Drafter, text: list[int], accepted: int):
-        """text: prompt and continuation. accepted: drafts of a step that are right."""
+        """Wrap a drafter. text: prompt and continuation. accepted: number of correct drafts per step."""
         super().__init__(inner)
         self.text, self.accepted = text, accepted
         self.known: Tensor | None = None  # the text on the device
@@ -86,7 +86,7 @@ def decoding(cfg: DictConfig, target: Target) -> dict[str, Any]:
     plain, seconds = timed(cfg, target, None, prompt)
     weights = sum(p.nbytes for p in target.model.parameters()) - target.model.get_input_embeddings().weight.nbytes
     limit = bandwidth(target.device) / weights
-    rate = cfg.new_tokens / seconds
+    rate = cfg.max_new_tokens / seconds
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "cpu",
         "plain, tokens/s": rate,
@@ -94,7 +94,7 @@ def decoding(cfg: DictConfig, target: Target) -> dict[str, Any]:
     }
     with kernel_by_kernel():
         eager, slower = timed(cfg, target, None, prompt)
-    found["plain, kernel by kernel, tokens/s"] = cfg.new_tokens / slower
+    found["plain, kernel by kernel, tokens/s"] = cfg.max_new_tokens / slower
     found["plain, the same text by graphs"] = eager.new_tokens == plain.new_tokens
     text = [*prompt[0].tolist(), *plain.new_tokens[0]]
     for name in cfg.heads:
@@ -107,8 +107,8 @@ def decoding(cfg: DictConfig, target: Target) -> dict[str, Any]:
         out, seconds = timed(cfg, target, oracle, prompt)
         gained = out.acceptance_length
         found[f"{name}, acceptance length"] = gained
-        found[f"{name}, times plain"] = cfg.new_tokens / seconds / rate
-        found[f"{name}, eta"] = cfg.new_tokens / seconds / rate / gained
+        found[f"{name}, times plain"] = cfg.max_new_tokens / seconds / rate
+        found[f"{name}, eta"] = cfg.max_new_tokens / seconds / rate / gained
         found[f"{name}, waits once a step"] = waits_once(cfg, target, oracle, prompt)
         with kernel_by_kernel():
             found[f"{name}, the same text by graphs"] = (
@@ -118,14 +118,14 @@ def decoding(cfg: DictConfig, target: Target) -> dict[str, Any]:
 
 
 def timed(cfg: DictConfig, target: Target, drafter: Drafter | None, prompt: Tensor) -> tuple[Generation, float]:
-    """The second of two generations, and its seconds without the prefill."""
+    """Return the second of two generations, and its seconds without the prefill."""
     for _ in range(2):
         limits: dict[str, Any] = {"eos_token_id": -1, "seed": cfg.seed}
         start = time.perf_counter()
         generate(target, drafter, prompt, max_new_tokens=1, **limits)
         synchronize(target.device)
         middle = time.perf_counter()
-        out = generate(target, drafter, prompt, max_new_tokens=cfg.new_tokens, **limits)
+        out = generate(target, drafter, prompt, max_new_tokens=cfg.max_new_tokens, **limits)
         synchronize(target.device)
         seconds = time.perf_counter() - middle - (middle - start)
     return out, seconds
@@ -133,7 +133,7 @@ def timed(cfg: DictConfig, target: Target, drafter: Drafter | None, prompt: Tens
 
 @contextlib.contextmanager
 def kernel_by_kernel() -> Iterator[None]:
-    """Nothing is captured inside."""
+    """Disable the capture of CUDA graphs."""
     captures = dict(cuda_graphs.CAPTURES)
     cuda_graphs.CAPTURES.clear()
     try:
@@ -143,7 +143,7 @@ def kernel_by_kernel() -> Iterator[None]:
 
 
 def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor) -> bool:
-    """Does nothing but the engine's own copy of a step's outcome wait for the device? Whatever is set up is set up by now."""
+    """Return whether only the engine's copy of a step's outcome waits for the device, after the first steps."""
     if target.device.type != "cuda":
         return True
     to_host = foredraft.inference.target_sampler.to_host
@@ -155,7 +155,7 @@ def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor
         return out
 
     engine = foredraft.inference.engine.Engine(target, drafter)
-    engine.add(Request(prompt[0].tolist(), max_new_tokens=cfg.new_tokens))
+    engine.add(Request(prompt[0].tolist(), max_new_tokens=cfg.max_new_tokens))
     engine.step()
     engine.step()
     foredraft.inference.target_sampler.to_host = allowed  # type: ignore[assignment]
@@ -174,7 +174,7 @@ def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor
 
 
 def bandwidth(device: torch.device, size: int = 1 << 28) -> float:
-    """Bytes per second that a copy reads."""
+    """Return the bytes per second that a copy reads."""
     source = torch.empty(size if device.type == "cuda" else size >> 4, dtype=torch.uint8, device=device)
     copy, best = torch.empty_like(source), float("inf")
     for _ in range(8):
@@ -187,7 +187,7 @@ def bandwidth(device: torch.device, size: int = 1 << 28) -> float:
 
 
 def training(cfg: DictConfig, path: str) -> dict[str, Any]:
-    """EAGLE-3's, by scripts/bench/bench_train.py, and what scripts/plan.py says of it."""
+    """Measure EAGLE-3's training by scripts/bench/bench_train.py, next to the estimate of scripts/plan.py."""
     shape = [f"target.path={path}", f"target.dtype={cfg.dtype}", f"max_length={cfg.max_length}"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
@@ -207,7 +207,7 @@ def training(cfg: DictConfig, path: str) -> dict[str, Any]:
 
 
 def program(name: str, *arguments: str) -> str:
-    """What a program of scripts/ printed; ValueError with its last line where it failed."""
+    """Return the output of a program of scripts/. Raises ValueError with its last line if it fails."""
     command = [sys.executable, str(Path(__file__).resolve().parent.parent / name), *arguments]
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:

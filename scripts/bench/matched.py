@@ -1,10 +1,10 @@
-"""Heads that were trained alike, side by side, by what each forward gains, which no other program on the machine can change:
+"""Compare heads by acceptance length, which other programs on the machine cannot change:
 
-    python scripts/bench/matched.py target=smollm2 prompts=FILE.jsonl 'heads=[outputs/eagle3/head,outputs/dflash/head]'
+    python scripts/bench/matched.py target=smollm2 prompts=FILE.jsonl 'drafter=[outputs/eagle3/head,outputs/dflash/head]'
 
-Every head drafts for the same prompts with the same seeds. "likeliest" and "sampled" are sample and match, as serving engines
-draft: a chain of the head's likeliest tokens, or of tokens that it samples, which the target's own samples may hit. "chain"
-and "tree" share the target's noise. All write the same text. Brackets hold the standard error over the texts.
+Every head drafts for the same prompts with the same seeds. "likeliest" and "sampled" draft as serving engines do: a chain of
+the head's most probable tokens, or of tokens that it samples, each accepted if the target samples the same token. "chain" and
+"tree" share the target's noise. All give the same text. Brackets contain the standard error over the texts.
 """
 
 import math
@@ -12,7 +12,7 @@ from collections import defaultdict
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 from torch import Tensor
 
 from foredraft import Engine, Request, SamplingParams, Target
@@ -31,7 +31,7 @@ class Likeliest(Wrapper):
 
 
 class Sampled(Wrapper):
-    """By noise of its own."""
+    """Draft with separate noise."""
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         own = None if gumbel is None else -torch.empty_like(gumbel).exponential_().log()
@@ -41,7 +41,7 @@ class Sampled(Wrapper):
 def decode(
     target: Target, drafter: Drafter, prompts: list[Prompt], new_tokens: int, temperature: float
 ) -> tuple[TokenCounts, list[list[int]]]:
-    """What each text gained, and the texts. Prompt i has seed i."""
+    """Return forwards and accepted tokens of each text, and the texts. Prompt i has seed i."""
     torch.manual_seed(0)  # of the noise that `Sampled` draws
     engine = Engine(target, drafter, max_num_seqs=16)
     gains: dict[int, tuple[int, int]] = defaultdict(lambda: (0, 0))
@@ -61,7 +61,7 @@ def decode(
 
 
 def figure(gains: TokenCounts, error: bool = False) -> str:
-    """Tokens per forward over all texts, and by `error` its standard error, that of a ratio."""
+    """Format the acceptance length over all texts, with `error` including its standard error, that of a ratio."""
     steps, added = (sum(column) for column in zip(*gains, strict=True))
     ratio = added / max(1, steps)
     if not error:
@@ -71,7 +71,7 @@ def figure(gains: TokenCounts, error: bool = False) -> str:
 
 
 def draft_cost(target: Target, drafter: Drafter, prompt: Prompt, new_tokens: int) -> float:
-    """What drafting a tree takes, in plain steps, of one greedy text; the first steps are left out."""
+    """Return the time to draft a tree relative to a baseline step, on one greedy text without its first steps."""
     seconds = {}
     for name, one in (("plain", NoDrafter()), ("drafted", drafter)):
         engine, steps, before = Engine(target, one, timings=True), 0, {}
@@ -88,7 +88,7 @@ def draft_cost(target: Target, drafter: Drafter, prompt: Prompt, new_tokens: int
 
 
 def first_turns(target: Target, name: str, limit: int, new_tokens: int) -> list[Prompt]:
-    """Of so many questions of a set or a file."""
+    """Return the first turns of `limit` questions of a set or a file."""
     first = [one._replace(turns=one.turns[:1]) for one in questions(name, limit)]
     return list(tokenize(first, target.text_tokenizer, (target.context or 1 << 30) - new_tokens, lambda ids: []))
 
@@ -96,23 +96,25 @@ def first_turns(target: Target, name: str, limit: int, new_tokens: int) -> list[
 @entry("matched")
 def main(cfg: DictConfig) -> None:
     target: Target = instantiate(cfg.target)
-    prompts = first_turns(target, cfg.prompts, cfg.limit, cfg.new_tokens)
+    prompts = first_turns(target, cfg.prompts, cfg.limit, cfg.max_new_tokens)
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))
-    print(f"{len(prompts)} prompts, up to {cfg.new_tokens} tokens each, chains of {cfg.chain}, {target.dtype}\n")
-    print(f"| head | drafting, plain steps | T | likeliest | sampled | chain | tree | tree: {' | '.join(categories)} |")
+    print(f"{len(prompts)} prompts, up to {cfg.max_new_tokens} tokens each, chains of {cfg.chain}, {target.dtype}\n")
+    print(
+        f"| head | drafting, baseline steps | T | likeliest | sampled | chain | tree | tree: {' | '.join(categories)} |"
+    )
     print("|---" * (7 + len(categories)) + "|", flush=True)
-    for head in cfg.heads:
+    for head in cfg.drafter if isinstance(cfg.drafter, ListConfig) else [cfg.drafter]:
         fixed = load_drafter(head, target, tree="fixed")
         tree = tree_of(fixed)
         if tree is None:
-            raise ValueError(f"heads names {head}, which is no head")
+            raise ValueError(f"drafter={head} is not a head")
         chain = chain_of(tree, target, cfg.chain)
-        cost = draft_cost(target, fixed, prompts[0], cfg.new_tokens)
+        cost = draft_cost(target, fixed, prompts[0], cfg.max_new_tokens)
         for temperature in cfg.temperatures:
             ways: list[Drafter] = (
                 [chain, fixed] if temperature == 0 else [Likeliest(chain), Sampled(chain), chain, fixed]
             )
-            found = [decode(target, one, prompts, cfg.new_tokens, temperature) for one in ways]
+            found = [decode(target, one, prompts, cfg.max_new_tokens, temperature) for one in ways]
             same = all(texts == found[0][1] for _, texts in found)
             assert same or target.dtype != torch.float32, f"{head} changed a text"
             cells = [""] * (4 - len(found)) + [figure(gains, error=True) for gains, _ in found]

@@ -129,8 +129,8 @@ def plain(files, exact, rows) -> list[list[int]]:
     return decode(files / "plain", exact, rows, None).texts
 
 
-def export(head: Path, folder: Path, target: Path = EMBEDDED, dtype: str = "f32") -> Path:
-    where = (f"head={head}", "format=gguf", f"format.dtype={dtype}", f"output_dir={folder / 'export'}")
+def export(head: Path, folder: Path, target: Path = EMBEDDED, dtype: str = "float32") -> Path:
+    where = (f"checkpoint={head}", "format=gguf", f"dtype={dtype}", f"output_dir={folder / 'export'}")
     call(sys.executable, "scripts/export.py", *where, f"target.path={target}", "target.device=cpu")
     return folder / "export" / "head.gguf"
 
@@ -224,7 +224,7 @@ def test_parity_compares_with_the_server(heads, exact, tmp_path):
     packages = next(ENVIRONMENT.glob("lib/python*/site-packages"))
     given = ("scripts/parity.py", f"target.path={EMBEDDED}", "target.dtype=float32", f"target_gguf={exact}")
     done = subprocess.run(
-        [sys.executable, *given, f"head={heads / 'eagle3' / 'head'}"],
+        [sys.executable, *given, f"checkpoint={heads / 'eagle3' / 'head'}"],
         cwd=ROOT,
         env=os.environ | QUIET | {"PYTHONPATH": f"{ROOT}:{packages}"},
         capture_output=True,

@@ -59,7 +59,13 @@ def test_vllm_answers_every_row_once_over_a_kill_as_our_own_engine_does(endpoint
     rows += [{"messages": [{**turn, "content": f"{turn['content']} {i}"} for turn in turns]} for i in range(8)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = ["data=conversations", f"data.path={file}", f"data.template={PLAIN}", "temperature=0.0", "max_tokens=24"]
+    given = [
+        "data=conversations",
+        f"data.path={file}",
+        f"data.template={PLAIN}",
+        "temperature=0.0",
+        "max_new_tokens=24",
+    ]
     given += ["target.dtype=float32", "target.device=cpu", f"target.path={EMBEDDED}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 

@@ -60,7 +60,7 @@ def plain(rows, tmp_path_factory) -> list[list[int]]:
 
 
 def export(heads: Path, kind: str, name: str, folder: Path) -> Path:
-    where = ("head=" + str(heads / kind / "head"), f"format={name}", f"output_dir={folder / 'export'}")
+    where = ("checkpoint=" + str(heads / kind / "head"), f"format={name}", f"output_dir={folder / 'export'}")
     call(sys.executable, "scripts/export.py", *where, f"target.path={EMBEDDED}")
     return folder / "export"
 
@@ -122,7 +122,7 @@ def test_smollm2_accepts_at_the_places_where_we_do(smollm2_heads, tmp_path, kind
     """A chat model of 135M parameters, in float32."""
     target, folder = Target.from_pretrained(SMOLLM2, dtype="float32", device="cpu"), Path(locate(SMOLLM2, "float32"))
     head, rows = smollm2_heads[kind], chat_prompts(target)
-    given = (f"head={head}", "format=vllm", f"output_dir={tmp_path / 'export'}", f"target.path={folder}")
+    given = (f"checkpoint={head}", "format=vllm", f"output_dir={tmp_path / 'export'}", f"target.path={folder}")
     call(sys.executable, "scripts/export.py", *given)
     loaded = load_head(tmp_path / "export", target)
     depth = loaded.depth if isinstance(loaded, BlockHead) else DEPTH

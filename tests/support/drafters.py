@@ -124,14 +124,13 @@ def drafters(target) -> dict[str, Drafter]:
 
 
 def build_drafter(name: str, target: Target, model: Path, head: Path) -> Drafter:
-    """The drafter of conf/drafter/<name>.yaml; model, head: what those that need one are given for `spec`."""
+    """The drafter of conf/drafter/<name>.yaml; model, head: what those that need one are given for `path`."""
     settings = composed("lossless", f"drafter={name}").drafter
-    specs = {
+    paths = {
         "head": f"{head}",
         "draft_model": f"draft:{model}",
-        "several": f"draft:{model}+draft:{model}",
         "union": f"ngram+{head}",
     }
-    if name in specs:
-        settings.spec = specs[name]
+    if name in paths:
+        settings.path = paths[name]
     return instantiate(settings, target=target)

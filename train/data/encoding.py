@@ -17,7 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.target.images import ImageReader
-from foredraft.inference.evaluation.progress import Ticker
+from foredraft.inference.evaluation.progress import Progress
 from foredraft.train.data.chat_template import ChatFormat, template_file
 from foredraft.train.data.columns import declared, has_images
 from foredraft.train.data.corpus import tokenize
@@ -141,9 +141,9 @@ class Encoder:
 
     def rows(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
         """Yield per row its documents, or one entry with the reason why it has none."""
-        ticker = Ticker(f"encoding {self.source.path}")  # by each process
+        progress = Progress(f"encoding {self.source.path}")  # by each process
         for row in islice(chain.from_iterable(map(self.source.read, shards)), self.source.max_samples):
-            ticker.add()
+            progress.add()
             blank: dict[str, Any] = {"first": True, "tokens": [], "flags": [], "raw": "", "reason": ""}
             blank |= {"where": row.where, "key": 0, "images": ""}
             try:
@@ -165,6 +165,7 @@ class Encoder:
                     "images": json.dumps(document.images) if document.images or left_out else "",
                     "raw": raw,
                 }
+        progress.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"form": None}  # each process makes its own

@@ -59,7 +59,7 @@ class Server:
 
     async def reply(self, row: ConversationRequest, messages: list[Message]) -> Reply:
         request: dict[str, Any] = {"messages": messages, "model": self.model, "seed": self.settings.seed + row.number}
-        request |= {"temperature": self.settings.temperature, "max_tokens": self.settings.max_tokens}
+        request |= {"temperature": self.settings.temperature, "max_tokens": self.settings.max_new_tokens}
         if self.settings.top_p is not None:
             request["top_p"] = self.settings.top_p
         if row.tools:
@@ -218,7 +218,7 @@ def in_process(
                 answered.error = str(error)
                 break
             ends = frozenset(target.eos_token_ids)
-            request = Request(prompt, params, settings.max_tokens, settings.seed + row.number, ends)
+            request = Request(prompt, params, settings.max_new_tokens, settings.seed + row.number, ends)
             texts[request] = row, turns, answered, []
             engine.add(request)
             return

@@ -27,10 +27,9 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.cache_directory import cache_directory
 from foredraft.heads.checkpoint import fingerprint
-from foredraft.heads.hub.card import duration
 from foredraft.heads.target import Target
 from foredraft.inference.engine import Engine
-from foredraft.inference.evaluation.progress import report
+from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
 from foredraft.inference.sampling import SamplingParams
@@ -48,8 +47,8 @@ TEXT = "{text}"  # in a task: what the target wrote before
 SHORTEST_ANSWER = 4  # tokens
 SHORTEST_CUT = 40  # tokens of an answer before it repeats itself
 PREFIXES = 1 << 28  # bytes of texts whose beginnings are not read again
-EVERY = 20  # seconds between lines of progress
-LONG = 3600  # seconds left, from which on it is said how to do with less
+LONG = 3600  # seconds left, from which on the user is told how to stop early
+SURE = 20  # seconds after which the seconds left are known well enough for that
 MAX_REJECTED = 100  # rows of which none is kept, after which no other is tried
 EXHAUSTED = 1000  # the same, where earlier rows were kept
 
@@ -136,7 +135,7 @@ class Writer:
 
     def write(self, tokens: int) -> None:
         """Write until the file has `tokens` in the loss. Unfinished rows are left: their numbers are written next time."""
-        begun, since, base = time.monotonic(), time.monotonic(), self.rows.tokens
+        progress = Progress("self-written text", tokens, "answer tokens", done=self.rows.tokens)
         while self.rows.tokens < tokens:
             for _ in range(self.batch - len(self.texts)):  # a row may be done at once
                 self.ask(self.begin(next(self.numbers)))
@@ -147,10 +146,12 @@ class Writer:
                     del self.texts[output.request]
                     self.advance(conversation, text, output.finish_reason)
             self.check_yield()
-            if time.monotonic() - since >= EVERY:
-                since = time.monotonic()
-                # With what is in hand, since the first rows end long after the first answers began.
-                self.report(tokens, (self.rows.tokens - base + self.answered()) / (since - begun))
+            # With unfinished answers, because the first rows end long after the first answers start.
+            progress.add(self.rows.tokens + self.answered() - progress.done, self.note())
+            if (progress.seconds_left or 0) > LONG and time.perf_counter() - progress.start > SURE and not self.advised:
+                self.advised = True
+                report("Ctrl-C loses no row that is done: data.tokens=0 then takes what the file holds")
+        progress.close()
         self.engine.close()
 
     def answered(self) -> int:
@@ -190,17 +191,9 @@ class Writer:
                 f"data.tokens=0 to use the {self.rows.tokens:,} tokens of {self.rows.path}, or data.seeds for other questions"
             )
 
-    def report(self, tokens: int, rate: float) -> None:
-        share = self.rows.kept / max(1, len(self.rows.numbers))
-        seconds = (tokens - self.rows.tokens) / rate if rate else 0.0
-        left = f", {duration(seconds)} left" if rate else ""
-        report(
-            f"self-written text: {self.rows.tokens:,} of {tokens:,} answer tokens, {rate:,.0f} tokens/s{left}; "
-            f"{100 * share:.0f} % of {len(self.rows.numbers):,} rows kept"
-        )
-        if seconds > LONG and not self.advised:
-            self.advised = True
-            report("Ctrl-C loses no row that is done: data.tokens=0 then takes what the file holds")
+    def note(self) -> str:
+        tried = len(self.rows.numbers)
+        return f"{100 * self.rows.kept / max(1, tried):.0f} % of {tried:,} rows kept"
 
     def begin(self, number: int) -> Conversation:
         draw = random.Random(f"{self.settings.seed} {number}")

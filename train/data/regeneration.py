@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foredraft.inference.evaluation.progress import report
+from foredraft.inference.evaluation.progress import Progress
 from foredraft.train.data.columns import declared
 from foredraft.train.data.layouts import Message, SkippedRow
 from foredraft.train.data.sources import Source
@@ -33,7 +33,7 @@ from foredraft.train.runtime.locks import hold
 class GenerationSettings(NamedTuple):
     temperature: float
     top_p: float | None
-    max_tokens: int  # of one answer
+    max_new_tokens: int  # of one answer
     seed: int  # row n of the source is answered with seed + n
 
 
@@ -125,7 +125,8 @@ def questions(source: Source, dropped: dict[str, int]) -> Iterator[ConversationR
 class Output:
     """Write the file of answered rows, locked against a second writer. `done`: the digests of its rows, by their numbers."""
 
-    def __init__(self, file: Path, settings: dict[str, Any]):
+    def __init__(self, file: Path, settings: dict[str, Any], total: int | None = None):
+        """total: number of rows of the finished file, for the progress bar."""
         file.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.settings = file, settings
         self.lock = hold(file, "output")
@@ -139,6 +140,7 @@ class Output:
             self.check(line)
             end += len(line)
         self.file.truncate(end)
+        self.progress = Progress("answering", total, "rows", done=len(self.done))
 
     def check(self, line: bytes) -> None:
         where = f"output={self.path}, line {len(self.done) + 1}"
@@ -180,5 +182,5 @@ class Output:
         self.done[row.number] = row.digest
         if time.monotonic() - self.since >= 10:
             os.fsync(self.file.fileno())
-            report(f"{len(self.done)} rows answered")
             self.since = time.monotonic()
+        self.progress.add()

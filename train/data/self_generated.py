@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.target import Target
 from foredraft.inference.evaluation.measure import left_pad
-from foredraft.inference.evaluation.progress import Ticker, report
+from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.inference.generation import generate
 from foredraft.train.data.corpus import Corpus, start_tokens
 from foredraft.train.data.documents import Document, Documents
@@ -80,7 +80,7 @@ def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, 
     begun, end = part * size, (part + 1) * size
     batches: list[Documents] = []
     since = time.perf_counter()
-    ticker = Ticker("self-generated text", size * new, "tokens at most")
+    progress = Progress("self-generated text", size * new, "tokens at most")
     for base in range(begun, end, BATCH):
         prompts: dict[float, list[list[int]]] = {0.0: [], 1.0: []}  # by temperature
         for i in range(base, min(base + BATCH, end)):
@@ -91,12 +91,13 @@ def write(target: Target, texts: Documents, tokens: int, seed: int, begin: int, 
         for temperature, some in prompts.items():
             first = seed + base
             for rows in batches_of(some, new):
-                settings: dict[str, Any] = {"temperature": temperature, "seed": first, "progress": ticker.add}
+                settings: dict[str, Any] = {"temperature": temperature, "seed": first, "progress": progress.add}
                 ids, mask = (part.to(target.device) for part in left_pad(rows))
                 text = generate(target, None, ids, mask, max_new_tokens=new, **settings)
                 written = [masked(row + more, len(row)) for row, more in zip(rows, text.new_tokens, strict=True)]
                 batches.append(Documents.of(written))
                 first += len(rows)
+    progress.close()
     joined = Documents.joined(batches)
     rate = joined.supervised / (time.perf_counter() - since)
     report(f"self-generated text: {size} of {size} rows, {rate:,.0f} tokens/s")

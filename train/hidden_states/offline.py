@@ -34,7 +34,7 @@ from foredraft.heads.hub.card import size
 from foredraft.heads.llama_config import probe_tokens
 from foredraft.heads.target import Target
 from foredraft.heads.target.ends import drop_layers, refuse
-from foredraft.inference.evaluation.progress import Ticker
+from foredraft.inference.evaluation.progress import Progress
 from foredraft.train.data.packing import Packed, collate
 from foredraft.train.hidden_states.online import forward_target
 from foredraft.train.hidden_states.shard import AGAIN, Shard
@@ -183,21 +183,22 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
             f"hidden_states.path={directory} has {size(free)} free and the features take {size(need)}: store them as "
             "float8 or with top_k, take fewer rows or another disk, or hidden_states=online"
         )
-    ticker = Ticker("features stored", facts["rows"] if processes == 1 else None)
+    progress = Progress("hidden states stored", facts["rows"] if processes == 1 else None)
     for number, name in list(enumerate(names(facts)))[rank::processes]:
         if name in present:
             check_owner(Shard(directory / name), facts)
-            ticker.total = None  # fewer are left
+            progress.total = None  # fewer are left
             continue
         start = number * facts["shard_rows"]
         rows = range(start, min(start + facts["shard_rows"], facts["rows"]))
-        tensors = shard(packed, target, facts, rows, batch, ticker if rank == 0 else None)
+        tensors = shard(packed, target, facts, rows, batch, progress if rank == 0 else None)
         half = directory / f"{name}.{os.getpid()}.part"
         save_file(tensors, half, metadata={"foredraft": json.dumps({name: facts[name] for name in OWNER})})
         with half.open("rb") as opened:
             os.fsync(opened.fileno())
         cache_checksum(half, directory / name, checksum(half))
         half.rename(directory / name)  # complete or absent
+    progress.close()
 
 
 def check_owner(shard: Shard, facts: dict) -> None:
@@ -212,7 +213,7 @@ def check_owner(shard: Shard, facts: dict) -> None:
 
 @torch.no_grad()
 def shard(
-    packed: Packed, target: Target, facts: dict, rows: range, batch: int, ticker: Ticker | None
+    packed: Packed, target: Target, facts: dict, rows: range, batch: int, progress: Progress | None
 ) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for start in range(rows.start, rows.stop, batch):
@@ -230,8 +231,8 @@ def shard(
             if name not in found:
                 found[name] = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype)
             found[name][start - rows.start :][: len(items)].copy_(tensor)
-        if ticker is not None:
-            ticker.add(len(items))
+        if progress is not None:
+            progress.add(len(items))
     return found
 
 

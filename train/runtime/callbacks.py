@@ -11,10 +11,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from foredraft.heads.hub.card import duration
+from foredraft.inference.evaluation import progress
 from foredraft.train.runtime import checkpoints, distributed
 from foredraft.train.runtime.part_times import PartTimes
 from foredraft.train.runtime.run_state import seconds_of
@@ -104,24 +104,18 @@ class Progress(TrainerCallback):
     what is measured. It adds the time to the entry."""
 
     def __init__(self) -> None:
-        self.start, self.first, self.earlier = time.perf_counter(), 0, 0.0
-        self.bar: tqdm | None = None
+        self.start, self.first, self.earlier, self.figures = time.perf_counter(), 0, 0.0, ""
+        self.bar: progress.Progress | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.start, self.first, self.earlier = time.perf_counter(), state.global_step, seconds_of(state)
-        if sys.stdout.isatty():
-            settings: dict[str, Any] = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
-            self.bar = tqdm(file=sys.stdout, dynamic_ncols=True, **settings)
+        if sys.stderr.isatty():  # elsewhere the log entries are the lines
+            self.bar = progress.Progress("training", state.max_steps, "steps", done=state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.bar is not None:
-            self.bar.update(state.global_step - self.bar.n)
-
-    def line(self, text: str) -> None:
-        if self.bar is None:
-            print(text, flush=True)
-        else:
-            self.bar.write(text, file=sys.stdout)
+            self.bar.total = state.max_steps
+            self.bar.add(state.global_step - self.bar.done, self.figures)
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
@@ -131,7 +125,7 @@ class Progress(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "acceptance_length" in (logs or {}):
             for text in measured(logs):
-                self.line(f"step {state.global_step}/{state.max_steps}  {text}")
+                progress.report(f"step {state.global_step}/{state.max_steps}  {text}", sys.stdout)
         if "loss" not in (logs or {}):
             return
         seconds = time.perf_counter() - self.start
@@ -147,9 +141,10 @@ class Progress(TrainerCallback):
         if "seconds_target" in logs:
             figures += "  seconds: " + ", ".join(f"{part} {logs[f'seconds_{part}']:.3g}" for part in PARTS)
         if self.bar is not None:
-            self.bar.set_postfix_str(figures)
+            self.figures = figures
         else:
-            self.line(f"step {state.global_step}/{state.max_steps}  {figures}  {duration(left)} left")
+            text = f"step {state.global_step}/{state.max_steps}  {figures}  {duration(left)} left"
+            progress.report(text, sys.stdout)
 
 
 def measured(logs: dict[str, float]) -> Iterator[str]:

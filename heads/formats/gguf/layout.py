@@ -19,21 +19,20 @@ from foredraft.heads.dflash2 import DFlash2Head
 from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats.base import Format, HeadFiles
-from foredraft.heads.formats.gguf.tensors import FILE, ROPE_FREQS, dequantize, from_gguf, package, quantize, to_gguf
+from foredraft.heads.formats.gguf.tensors import (
+    DTYPES,
+    FILE,
+    ROPE_FREQS,
+    dequantize,
+    from_gguf,
+    package,
+    quantize,
+    to_gguf,
+)
 from foredraft.heads.formats.gguf.vocabulary import add_vocabulary
 from foredraft.heads.mtp import MTPHead
 from foredraft.heads.target import Target
 
-DTYPES = {  # names of a file's number format -> what llama.cpp calls a file of it
-    "f32": "ALL_F32",
-    "f16": "MOSTLY_F16",
-    "bf16": "MOSTLY_BF16",
-    "q8_0": "MOSTLY_Q8_0",
-    "q5_1": "MOSTLY_Q5_1",
-    "q5_0": "MOSTLY_Q5_0",
-    "q4_1": "MOSTLY_Q4_1",
-    "q4_0": "MOSTLY_Q4_0",
-}
 Head = Eagle3Head | DFlashHead | MTPHead
 
 
@@ -129,7 +128,8 @@ class GGUFFormat(Format):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-        writer.add_file_type(package().LlamaFileType[DTYPES[self.dtype]])
+        kind = DTYPES[self.dtype]
+        writer.add_file_type(package().LlamaFileType[f"{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}"])
 
 
 def add_rope(writer: Any, config: LlamaConfig) -> None:

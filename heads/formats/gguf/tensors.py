@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # of weights -> llama.cpp's names
+DTYPES |= {name: name.upper() for name in ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")}
 FILE = "head.gguf"
 BLOCK, LAYER = "blk", r"(?:midlayer|layers\.(\d+))\.(.+)"
 LAYER_NAMES = {
@@ -137,7 +139,7 @@ def quantize(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, int]:
         return tensor.contiguous().numpy(), gguf.GGMLQuantizationType.I64
     data = tensor.float().contiguous().numpy()
     whole = data.ndim < 2 or name.endswith("_norm.weight") or not name.endswith(".weight")
-    kind = gguf.GGMLQuantizationType["F32" if whole else dtype.upper()]
+    kind = gguf.GGMLQuantizationType["F32" if whole else DTYPES[dtype]]
     try:
         return gguf.quants.quantize(data, kind), kind
     except gguf.QuantError:
