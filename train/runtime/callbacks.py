@@ -140,9 +140,8 @@ class Progress(TrainerCallback):
         figures += f"  mfu {logs['mfu']:.2f}" if "mfu" in logs else ""
         if "seconds_target" in logs:
             figures += "  seconds: " + ", ".join(f"{part} {logs[f'seconds_{part}']:.3g}" for part in PARTS)
-        if self.bar is not None:
-            self.figures = figures
-        else:
+        self.figures = figures
+        if self.bar is None or not sys.stdout.isatty():
             text = f"step {state.global_step}/{state.max_steps}  {figures}  {duration(left)} left"
             progress.report(text, sys.stdout)
 
