@@ -167,6 +167,8 @@ def test_a_target_may_be_named_without_its_group():
     for as_it_is in ("trainer.max_steps=range(start=1,stop=3)", "--config-dir=a=b", "+a={b: 'c=d'}", "max_length=8"):
         assert expand_shorthand(as_it_is) == [as_it_is]
     assert expand_shorthand("drafter=ORG/NAME+suffix") == ["drafter=union", "drafter.path=ORG/NAME+suffix"]
+    for typed, taken in (("a (1)/x", "'a (1)/x'"), ("a,b", "[a,b]"), ("[a,{path: b}]", "[a,{path: b}]")):
+        assert expand_shorthand(f"drafter={typed}", named=True) == [f"drafter={{value:{taken}}}"]
     assert [expand_shorthand(word) for word in ("target=hf", "gpus=8")] == [["target=hf"], ["gpus=8"]]
     assert named_target(["target.path=FILE.gguf", "max_length=64"]) == ["target=hf"]
     for arguments in (["target=smollm2", "target.path=FILE.gguf"], ["recipe=x", "target.path=y"], ["max_length=64"]):

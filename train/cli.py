@@ -298,7 +298,9 @@ def expand_shorthand(argument: str, named: bool = False) -> list[str]:
     if key == "--local_rank":
         return []  # DeepSpeed's launcher adds it; the variable LOCAL_RANK, which it sets too, says the same
     if key == "drafter" and named:
-        return [f"drafter={{value:{value if value[:1] in '[{' else quoted(value)}}}"]
+        if value[:1] not in ("[", "{"):
+            value = f"[{value}]" if "," in value else quoted(value)
+        return [f"drafter={{value:{value}}}"]
     if key == "data" and value in DATA_SETS:
         chosen = [f"data.{name}={wanted}" for name, wanted in DATA_SETS[value][1].items()]
         return ["data=conversations", *chosen]
