@@ -153,7 +153,7 @@ def rivals(target: Target, cfg: DictConfig, folder: Path, longest: int) -> dict[
 def ours(target: Target, cfg: DictConfig) -> dict[str, Contestant]:
     """Build the baseline and the drafters, each with every sampling."""
     drafters: dict[str, Drafter | None] = {BASELINE: None}
-    for given in cfg.drafters:
+    for given in cfg.drafter:
         options = {str(key): value for key, value in given.items() if key not in ("name", "path")}
         drafters[given["name"]] = load_drafter(given["path"], target, **options)
     found = {}
@@ -168,6 +168,6 @@ def ours(target: Target, cfg: DictConfig) -> dict[str, Contestant]:
 def export(head: str, layout: str, target: Target, folder: Path) -> Path:
     """Return the head as `foredraft export` writes it, if that was not done before."""
     if not folder.exists():
-        given = [f"head={head}", f"format={layout}", f"output_dir={folder}", f"target.path='{target.name}'"]
+        given = [f"checkpoint={head}", f"format={layout}", f"output_dir={folder}", f"target.path='{target.name}'"]
         subprocess.run([sys.executable, str(ROOT / "scripts" / "export.py"), *given], check=True)
     return folder
