@@ -1,4 +1,4 @@
-"""What is trained and shipped: draft heads, the frozen target they draft for, and their files."""
+"""Draft heads, the frozen target that they draft for, and their files."""
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import load_head, save_head

@@ -1,7 +1,7 @@
-"""A LoRA adapter on the target (peft): the one thing that changes what a target says, used by Medusa-2 only.
+"""A LoRA adapter on the target (peft). Only Medusa-2 uses it, and only it changes the target's text.
 
-The adapter is part of the target's layers, so plain decoding, drafts and aux hidden states are all those of the adapted
-target. Files: `adapter_config.json` and `adapter_model.safetensors` beside the head's, as peft reads them.
+The adapter is part of the target's layers, so the AR baseline, drafts and aux hidden states are all those of the adapted
+target. Files: `adapter_config.json` and `adapter_model.safetensors` next to the head's, as peft reads them.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,13 @@ CONFIG = "adapter_config.json"
 
 
 def add(target: Target, rank: int, alpha: int) -> None:
-    """Add a new adapter, without effect before training, to every linear layer but the lm_head. Its weights are float32.
-
-    Raises ValueError for a target whose layers are sharded."""
+    """Add a new adapter to every linear layer but the lm_head. It has no effect before training, and its weights are
+    float32. Raises ValueError for a target with sharded layers."""
     from peft import LoraConfig
 
     if target.is_collective:
         raise ValueError(
-            f"an adapter needs whole layers, and sharding={target.sharding} splits them: choose sharding=layers"
+            f"an adapter needs unsharded layers, and sharding={target.sharding} splits them: use sharding=layers"
         )
     packing.unpack(target.model)
     target.model.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -35,7 +34,7 @@ def add(target: Target, rank: int, alpha: int) -> None:
 
 
 def lora_layers(target: Target) -> nn.ModuleList:
-    """The adapter's own linear layers; empty where the target has no adapter."""
+    """Return the adapter's own linear layers; empty if the target has no adapter."""
     layers = [
         module for name, module in target.model.named_modules() if name.endswith((".lora_A.default", ".lora_B.default"))
     ]
@@ -43,7 +42,7 @@ def lora_layers(target: Target) -> nn.ModuleList:
 
 
 def tuned_layers(target: Target) -> list[Any]:
-    """The target's layers that carry an adapter (peft's BaseTunerLayer); empty without one."""
+    """Return the target's layers with an adapter (peft's BaseTunerLayer); empty without one."""
     if not lora_layers(target):
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -52,8 +51,8 @@ def tuned_layers(target: Target) -> list[Any]:
 
 
 def merge(target: Target) -> None:
-    """Merge the adapter into the weights, for decoding: the same text but for rounding, without the adapter's products in
-    every step. 4- and 8-bit weights would lose too much and stay as they are."""
+    """Merge the adapter into the weights for decoding. The text is the same up to rounding, without the adapter's products
+    in every step. 4- and 8-bit weights would lose too much precision and stay unmerged."""
     for layer in tuned_layers(target):
         if target.quantization is None and not layer.merged:
             layer.merge()
@@ -61,7 +60,7 @@ def merge(target: Target) -> None:
 
 @contextmanager
 def disabled(target: Target) -> Iterator[None]:
-    """The target without its adapter."""
+    """Disable the target's adapter inside this context."""
     target.model.disable_adapters()
     try:
         yield
@@ -70,11 +69,11 @@ def disabled(target: Target) -> Iterator[None]:
 
 
 def save(target: Target, directory: Path) -> None:
-    target.model.save_pretrained(directory)  # with an adapter in it, transformers saves that alone
+    target.model.save_pretrained(directory)  # transformers saves only the adapter of a model with one
 
 
 def load(target: Target, directory: Path) -> None:
-    """Load the adapter in `directory` onto the target, replacing the one that it may have."""
+    """Load the adapter in `directory` onto the target and replace the previous one."""
     for layer in tuned_layers(target):
         if layer.merged:  # the new one must not be added on top of it
             layer.unmerge()

@@ -1,15 +1,14 @@
-"""Attention of a block drafter in training: all blocks of a row at once, each over the text before it and over itself.
+"""Attention of a block drafter in training: all blocks of a sequence at once, each over the text before it and itself.
 
-    text 0 1 2 3 4 | block 0 | block 1        drafts begin at positions 1 and 3, blocks of three positions; x = visible
+    text 0 1 2 3 4 | block 0 | block 1        drafts start at positions 1 and 3, blocks of three positions; x = visible
     block 0, position 0  x x . . . | x x x | . . .      causal inside the block:   position 0   x . .
-             position 1  x x . . . | x x x | . . .                                 position 1   x x .
+             position 1  x x . . . | x x x | . . .                                position 1   x x .
     block 1, position 0  x x x x . | . . . | x x x                                 position 2   x x x
 
-A block sees its own document only, up to where its draft begins, and with a window no further back than that. Blocks are
-processed some at a time, over the text up to the last of them, so no mask is ever as large as all blocks times all text. A
-block that begins nowhere sees itself, and is counted nowhere. Memory grows with the length of a row, not with its square: a
-part's keys, values and mask are computed again in the backward pass. On a GPU FlexAttention takes all blocks at once
-(heads/flex.py).
+A block sees its own document up to where its draft starts, and with a window no further back than that. Blocks are processed
+in chunks, over the text up to the last of them, so no mask is ever as large as all blocks times all text. A block without a
+start sees itself and does not count. Memory grows linearly with the length: a chunk's keys, values and mask are computed
+again in the backward pass. On a GPU FlexAttention processes all blocks at once (heads/flex.py).
 """
 
 from dataclasses import dataclass
@@ -22,18 +21,18 @@ from foredraft.heads import flex
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.target.attention import additive_mask, attend, group_heads, recomputed
 
-QUERIES = 256  # that attend at a time
+QUERIES = 256  # of a chunk
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Where the drafts of a packed batch begin."""
+    """Locate the drafts of a packed batch."""
 
-    first: Tensor  # (batch, n): where the draft's document begins
-    last: Tensor  # (batch, n): where the draft begins; -1 for none
+    first: Tensor  # (batch, n) int64: first column of the draft's document
+    last: Tensor  # (batch, n) int64: column at which the draft starts; -1 for none
     block_size: int
     length: int  # of the text
-    everywhere: bool  # does one begin at every position of the text?
+    everywhere: bool  # does a draft start at every position of the text?
 
     @classmethod
     def of(cls, text: PackedBatch, block_size: int) -> "Blocks":
@@ -44,9 +43,9 @@ class Blocks:
 
     @cached_property
     def ends(self) -> list[int]:
-        """Of each part of some blocks, how much text any of them sees."""
+        """Return for each chunk of blocks how much text its blocks see."""
         size = blocks_at_a_time(self.block_size)
-        if self.everywhere:  # which needs no wait for the device
+        if self.everywhere:  # needs no synchronization with the device
             return [min(start + size, self.length) for start in range(0, self.length, size)]
         return text_ends(self.last, size, self.length)
 
@@ -56,70 +55,70 @@ def blocks_at_a_time(block_size: int) -> int:
 
 
 def text_ends(last: Tensor, size: int, length: int) -> list[int]:
-    """How much text each part of `size` blocks sees."""
+    """Return how much text each chunk of `size` blocks sees."""
     return (torch.stack([part.max() for part in last.split(size, dim=1)]) + 1).tolist()
 
 
-def within(block_size: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """(block_size, block_size) bool: what each position sees of its own block."""
+def intra_block_mask(block_size: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
+    """Return (block_size, block_size) bool: what each position sees inside its block."""
     steps = torch.arange(block_size, device=device)
     back = steps[:, None] - steps
     seen = torch.ones_like(back, dtype=torch.bool) if not causal else back >= 0
     return seen if window is None else seen & (back < window)
 
 
-@torch.compiler.disable  # as heads.step_attention.attend_steps
+@torch.compiler.disable  # as for heads.step_attention.attend_steps
 def attend_blocks(
     q: Tensor,
     text: tuple[Tensor, Tensor],
-    own: tuple[Tensor, Tensor],
+    block_kv: tuple[Tensor, Tensor],
     blocks: Blocks,
     causal: bool,
     window: int | None = None,
 ) -> Tensor:
-    """q (batch, heads, n * block_size, dim) of blocks; keys and values (batch, kv heads, length, dim) of the text and (batch,
-    kv heads, n * block_size, dim) of the blocks. window: positions that one sees, itself counted. Returns (batch, heads, n *
-    block_size, dim)."""
-    # Under autocast rotary positions may have promoted all but the values.
+    """Return attention (batch, heads, n * block_size, dim) of blocks' queries q of that shape over keys and values of the
+    text (batch, kv heads, length, dim) and of the blocks (batch, kv heads, n * block_size, dim). window: visible positions,
+    the query's own included."""
+    # Under autocast rotary positions may have promoted queries and keys.
     dtype, groups = text[1].dtype, q.shape[1] // text[0].shape[1]
-    q, pairs = q.to(dtype), [(a.to(dtype), b.to(dtype)) for a, b in zip(text, own, strict=True)]
-    if flex.serves(q, pairs[0][0]):
+    q, pairs = q.to(dtype), [(a.to(dtype), b.to(dtype)) for a, b in zip(text, block_kv, strict=True)]
+    if flex.is_supported(q, pairs[0][0]):
         every = [torch.cat(pair, dim=2) for pair in pairs]
         sees = flex.blocks_mask(blocks.first, blocks.last, blocks.block_size, blocks.length, causal, window)
         return flex.attend(q, every[0], every[1], sees)[0]
-    inside = within(blocks.block_size, causal, window, q.device)
+    inside = intra_block_mask(blocks.block_size, causal, window, q.device)
     size = blocks_at_a_time(blocks.block_size)
     parts = []
-    for number, end in reversed(list(enumerate(blocks.ends))):  # from the longest on, as heads.step_attention
+    for number, end in reversed(list(enumerate(blocks.ends))):  # longest first, as in heads.step_attention
         chosen = slice(number * size, (number + 1) * size)
         rows = slice(chosen.start * blocks.block_size, chosen.stop * blocks.block_size)
         spans = blocks.first[:, chosen], blocks.last[:, chosen]
-        makers = [partial(beside, *pair, end, rows) for pair in pairs]
-        makers.append(partial(part_mask, *spans, inside, end, window, dtype, groups))
+        makers = [partial(concat_context, *pair, end, rows) for pair in pairs]
+        makers.append(partial(additive_chunk_mask, *spans, inside, end, window, dtype, groups))
         with recomputed(makers) as (keys, values, mask):
             parts.append(attend(q[:, :, rows], keys, values, mask))
     return torch.cat(parts[::-1], dim=2)
 
 
-def beside(text: Tensor, own: Tensor, end: int, rows: slice) -> Tensor:
-    """Keys or values of the text up to `end`, and of these rows of the blocks."""
-    return torch.cat([text[:, :, :end], own[:, :, rows]], dim=2)
+def concat_context(text: Tensor, block_states: Tensor, end: int, rows: slice) -> Tensor:
+    """Concatenate keys or values of the text up to `end` with these rows of the blocks."""
+    return torch.cat([text[:, :, :end], block_states[:, :, rows]], dim=2)
 
 
-def part_mask(
+def additive_chunk_mask(
     first: Tensor, last: Tensor, inside: Tensor, end: int, window: int | None, dtype: torch.dtype, groups: int
 ) -> Tensor:
-    """What `attend` adds to scores, for its groups of heads."""
-    return group_heads(additive_mask(part_seen(first, last, inside, end, window)[:, None], dtype), groups)
+    """Return the mask that `attend` adds to scores, for its groups of heads."""
+    return group_heads(additive_mask(chunk_mask(first, last, inside, end, window)[:, None], dtype), groups)
 
 
-def part_seen(first: Tensor, last: Tensor, inside: Tensor, end: int, window: int | None) -> Tensor:
-    """(batch, count * block_size, end + count * block_size) bool, of some blocks over text up to `end` and themselves."""
+def chunk_mask(first: Tensor, last: Tensor, inside: Tensor, end: int, window: int | None) -> Tensor:
+    """Return (batch, count * block_size, end + count * block_size) bool: what `count` blocks see of text and themselves."""
     (batch, count), block_size, columns = first.shape, len(inside), torch.arange(end, device=first.device)
     seen = ((columns >= first[..., None]) & (columns <= last[..., None]))[:, :, None].expand(-1, -1, block_size, -1)
     if window is not None:
         positions = last[..., None] + 1 + torch.arange(block_size, device=first.device)
         seen = seen & (positions[..., None] - columns < window)
-    own = torch.eye(count, dtype=torch.bool, device=first.device)[:, None, :, None] & inside[:, None, :]
-    own = own.reshape(count * block_size, count * block_size).expand(batch, -1, -1)
-    return torch.cat([seen.flatten(1, 2), own], dim=-1)
+    own_blocks = torch.eye(count, dtype=torch.bool, device=first.device)[:, None, :, None] & inside[:, None, :]
+    own_blocks = own_blocks.reshape(count * block_size, count * block_size).expand(batch, -1, -1)
+    return torch.cat([seen.flatten(1, 2), own_blocks], dim=-1)

@@ -1,4 +1,4 @@
-"""Save a head, and load one: ours or a published one, from a directory or the Hub, checked against its target."""
+"""Save and load heads, ours or published ones, from a directory or the Hub, and check them against their target."""
 
 import errno
 import hashlib
@@ -24,14 +24,14 @@ from foredraft.heads.target.files import weight_map
 WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
 CARD = "README.md"
-STATED = re.compile(r"SHA-256 of the weights\W+([0-9a-f]{64})")
-OF_A_HEAD = (*SAFE, *PICKLED, FILE, CONFIG, ADAPTER_CONFIG)  # what would be read as one
-OF_A_RUN = ("config.yaml", "metrics.json")  # what a training run writes next to it
+STATED_SHA = re.compile(r"SHA-256 of the weights\W+([0-9a-f]{64})")
+HEAD_FILES = (*SAFE, *PICKLED, FILE, CONFIG, ADAPTER_CONFIG)  # would be read as part of a head
+RUN_FILES = ("config.yaml", "metrics.json")  # written next to it by a training run
 
 
 def fingerprint(target: Target) -> dict:
-    """What ties a head to the target it was trained on. The digest is of some embedding rows, as they are stored: it is the
-    same whatever dtype the target was loaded in."""
+    """Return what ties a head to the target it was trained on. The digest covers some embedding rows as stored on disk, so
+    it does not depend on the dtype in which the target was loaded."""
     ids = range(0, target.vocab_size, max(1, target.vocab_size // 64))
     stored = stored_embeddings(target, ids)
     rows = target.embeddings[: ids.stop : ids.step].detach().cpu() if stored is None else stored
@@ -43,12 +43,11 @@ def fingerprint(target: Target) -> dict:
 
 
 def stored_embeddings(target: Target, ids: range) -> Tensor | None:
-    """These rows of the embedding in the checkpoint that the target was loaded from; None where there is none.
-
-    Those in memory will not do alone: a float16 load of bfloat16 weights has lost its smallest numbers."""
+    """Return these rows of the embedding in the checkpoint that the target was loaded from, or None without one. The weights
+    in memory are not enough: loading bfloat16 weights in float16 loses the smallest numbers."""
     embedding = target.model.get_input_embeddings()
     module = next(name for name, part in target.model.named_modules() if part is embedding)
-    suffix = f"{module.rpartition('.')[2]}.weight"  # what stands before it differs between versions of transformers
+    suffix = f"{module.rpartition('.')[2]}.weight"  # its prefix differs between versions of transformers
     for name, path in weight_map(target).items():
         if name.endswith(suffix) and path.is_file():
             with safe_open(path, framework="pt") as checkpoint:
@@ -59,12 +58,13 @@ def stored_embeddings(target: Target, ids: range) -> Tensor | None:
 
 
 def published_dtype(target: Target) -> torch.dtype:
-    """Of a head's files: the target's own, where that is not one of packed weights."""
+    """Return the dtype of a head's files: the target's, unless the target's weights are packed."""
     return target.dtype if target.dtype.is_floating_point else torch.float32
 
 
 def save_head(head: DraftHead, directory: str | Path, target: Target, **extra: Any) -> None:
-    """Write model.safetensors and config.json. `extra` (JSON values) goes under "foredraft", beside what loading uses."""
+    """Write model.safetensors and config.json. `extra` (JSON values) is added under "foredraft", next to what loading
+    uses."""
     layout = formats.default_format(head)
     write_head(head, directory, target, layout, (layout.own_file,), **extra)
 
@@ -72,19 +72,18 @@ def save_head(head: DraftHead, directory: str | Path, target: Target, **extra: A
 def write_head(
     head: DraftHead, directory: str | Path, target: Target, layout: formats.Format, files: tuple[str, ...], **extra: Any
 ) -> None:
-    """Write a head in `layout`, its weights under each name of `files`. Raises OSError where the disk is full.
-
-    The files are written next to the directory and take its place when they are complete, so that an interrupted run leaves
-    the head that was there."""
+    """Write a head in `layout`, with its weights under each name of `files`. Raises OSError if the disk is full. The files
+    are written next to the directory and replace it when they are complete, so an interrupted run keeps the previous
+    head."""
     directory = Path(directory).expanduser().resolve()
     weights, config = layout.export_weights(head, target), layout.export_config(head, target)
     config["dtype"] = str(head.dtype).removeprefix("torch.")
-    own = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
+    record = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
     if head.imported:
-        own["imported"] = True
-    config["foredraft"] = own | config.get("foredraft", {}) | extra
+        record["imported"] = True
+    config["foredraft"] = record | config.get("foredraft", {}) | extra
     part = directory.with_name(f".{directory.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of an interrupted run
+    shutil.rmtree(part, ignore_errors=True)  # left by an interrupted run
     part.mkdir(parents=True)
     try:
         for name in files:
@@ -95,8 +94,8 @@ def write_head(
             adapter.save(target, part)
         mode = (part / CONFIG).stat().st_mode
         for file in part.iterdir():
-            file.chmod(mode)  # safetensors lets nobody else read its files, and a server may be another user
-        put_in_place(part, directory)
+            file.chmod(mode)  # safetensors makes files private, and a server may run as another user
+        replace_head(part, directory)
     except SafetensorError as error:  # safetensors reports a full disk in words only
         if "No space left" in str(error) or "os error 28" in str(error):
             raise OSError(errno.ENOSPC, "no space left on device", str(directory)) from error
@@ -105,19 +104,19 @@ def write_head(
         shutil.rmtree(part, ignore_errors=True)
 
 
-def put_in_place(part: Path, directory: Path) -> None:
-    """Let the files in `part` take the place of the head in `directory`, of which nothing stays. What is no head's stays."""
+def replace_head(part: Path, directory: Path) -> None:
+    """Replace all files of the head in `directory` by those in `part`. Files of other kinds stay."""
     if not directory.exists():
         part.rename(directory)
         return
-    here = [file for file in directory.iterdir() if file.name not in OF_A_RUN]
-    replaced = [file for file in here if file.name in OF_A_HEAD or states_weights(file)]
-    for name in OF_A_RUN:
+    here = [file for file in directory.iterdir() if file.name not in RUN_FILES]
+    replaced = [file for file in here if file.name in HEAD_FILES or is_own_card(file)]
+    for name in RUN_FILES:
         if (directory / name).is_file():
             shutil.copy(directory / name, part)
     old = directory.with_name(f".{directory.name}.old")
     shutil.rmtree(old, ignore_errors=True)
-    if len(replaced) == len(here) and moved(directory, old):
+    if len(replaced) == len(here) and try_rename(directory, old):
         try:
             part.chmod(old.stat().st_mode)
             part.rename(directory)
@@ -132,26 +131,25 @@ def put_in_place(part: Path, directory: Path) -> None:
             file.unlink()
 
 
-def moved(directory: Path, place: Path) -> bool:
-    """Rename it, where that can be: not where a disk is mounted, or where a program stands."""
+def try_rename(directory: Path, place: Path) -> bool:
+    """Rename a directory if possible; a mount point or a working directory of this process cannot be renamed."""
     try:
         return Path.cwd() != directory and bool(directory.rename(place))
     except OSError:
         return False
 
 
-def states_weights(file: Path) -> bool:
-    """Is this the model card of certain weights?"""
-    return file.name == CARD and STATED.search(file.read_text("utf-8")) is not None
+def is_own_card(file: Path) -> bool:
+    """Return whether this file is a model card that states the digest of weights."""
+    return file.name == CARD and STATED_SHA.search(file.read_text("utf-8")) is not None
 
 
 def read_head(path: str | Path, target: Target, revision: str | None = None, strict: bool = False) -> DraftHead:
-    """The head in a directory or on the Hub, on the CPU, in the dtype it was stored in. The adapter of a Medusa-2 head is
-    loaded onto the target, whose text it changes. revision: a branch, tag or commit on the Hub.
+    """Read a head from a directory or the Hub, on the CPU and in its stored dtype. The adapter of a Medusa-2 head is loaded
+    onto the target, whose text it changes. revision: a branch, tag or commit on the Hub.
 
-    Raises ValueError that names what is missing, left over, of another shape, or at odds with `target`. Warns once of what is
-    taken from the files although it is unusual or not the target's; strict: an error, where the head was trained here.
-    """
+    Raises ValueError with the missing, unexpected or mismatched tensors and settings. Warns once about settings of the files
+    that are unusual or differ from the target's; with strict this is an error for heads trained by foredraft."""
     files = formats.read(find(path, revision))
     check_card(files.directory)
     layout = formats.detect(files)
@@ -160,11 +158,11 @@ def read_head(path: str | Path, target: Target, revision: str | None = None, str
     has_adapter = (files.directory / adapter.CONFIG).is_file()
     if has_adapter and not isinstance(head, Medusa2Head):
         raise files.error(
-            f"{adapter.CONFIG} lies beside a head of kind {head.kind}, which needs no adapter, and would change the target's "
-            "text: remove it"
+            f"{adapter.CONFIG} lies next to a head of kind {head.kind}, which needs no adapter, and would change the "
+            "target's text. Remove it"
         )
     if not has_adapter and len(adapter.lora_layers(target)):
-        raise files.error(f"{target.name} has an adapter on it, which this head does not know: load the target again")
+        raise files.error(f"{target.name} has an adapter that does not belong to this head: load the target again")
     head.attach(target)
     check_fit(files, head, target, strict)
     if has_adapter:
@@ -179,22 +177,22 @@ def load_head(
     revision: str | None = None,
     strict: bool = False,
 ) -> DraftHead:
-    """The head of `read_head` on the target's device, for inference. dtype: None takes the one that it drafts fastest in."""
+    """Load the head of `read_head` onto the target's device for inference. dtype: None uses that of the fastest drafting."""
     head = read_head(path, target, revision, strict)
     return head.to(target.device, dtype or drafting_dtype(head, target)).eval().requires_grad_(False)
 
 
 def drafting_dtype(head: DraftHead, target: Target) -> torch.dtype:
-    """The target's, but float32 for a small head on a CPU: what it computes there is less than what a half-precision
-    kernel costs to call, and its weights stay in the processor's cache at either width."""
+    """Return the target's dtype, but float32 for a small head on a CPU. What it computes costs less than calling a
+    half-precision kernel, and its weights fit into the processor's cache at either width."""
     small = sum(parameter.numel() for parameter in head.parameters()) < SMALL_HEAD
     return torch.float32 if small and target.device.type == "cpu" else target.dtype
 
 
 def check_card(directory: Path) -> None:
-    """Raise ValueError where the model card beside the weights was written for other weights."""
+    """Raise ValueError if the model card next to the weights was written for other weights."""
     card = directory / CARD
-    stated = STATED.search(card.read_text("utf-8")) if card.is_file() else None
+    stated = STATED_SHA.search(card.read_text("utf-8")) if card.is_file() else None
     if stated and stated[1] != weights_sha256(directory):
         raise ValueError(
             f"the weights in {directory} are not those of its {CARD} (SHA-256 {stated[1][:12]}...): the download or the "
@@ -203,8 +201,8 @@ def check_card(directory: Path) -> None:
 
 
 def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict: bool = False) -> None:
-    """Raise ValueError where the head and this target disagree, saying which side says what. What differs and may be
-    meant (the rope of a target whose config.json was edited, say) is one warning, or else as `read_head` says."""
+    """Raise ValueError if the head and this target disagree, with the values of both. Differences that may be intended (the
+    rope of a target with an edited config.json) give one warning, or an error as `read_head` describes."""
     saved, now = files.config.get("foredraft", {}).get("target", {}), fingerprint(target)
     problems = [
         f"{name}: the head was trained for {saved[name]}, the target has {now[name]}"
@@ -215,11 +213,11 @@ def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict:
     notes = [*files.notes, *head.differences(target)]
     if saved.get("embedding_digest", now["embedding_digest"]) != now["embedding_digest"]:
         other = (
-            f"it was trained for other weights than {target.name} has (embedding_digest {saved['embedding_digest']} and "
-            f"{now['embedding_digest']}): for a quantised file or a fine-tune it may draft a little less well, for another "
-            "model hardly at all"
+            f"it was trained for other weights than those of {target.name} (embedding_digest {saved['embedding_digest']} "
+            f"and {now['embedding_digest']}): its acceptance is a little lower for a quantized file or a fine-tune, and very "
+            "low for another model"
         )
-        (problems if isinstance(head, Medusa2Head) else notes).append(other)  # whose adapter would change the target
+        (problems if isinstance(head, Medusa2Head) else notes).append(other)  # its adapter would change the target
     if strict and files.trained_here:
         problems += notes
     if problems:
@@ -227,7 +225,7 @@ def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict:
             f"the head in {files.directory} does not fit {target.name}: " + "; ".join(dict.fromkeys(problems))
         )
     if notes:
-        warnings.warn(f"the head in {files.directory} is used as its files say: {'; '.join(notes)}", stacklevel=3)
+        warnings.warn(f"the head in {files.directory} is used with its own settings: {'; '.join(notes)}", stacklevel=3)
 
 
 __all__ = ["check_fit", "find", "fingerprint", "load_head", "read_config", "read_head", "save_head", "write_head"]

@@ -2,15 +2,15 @@
 (arXiv:2606.18394).
 
 The target's hidden states of several layers, fused by `fc` and `hidden_norm`, are the keys and values of the text in every
-layer: the text itself passes through no layer. A block of positions stands after it. The first, its *anchor*, takes the
-embedding of the bonus token, all others that of a mask token; queries come from the block alone. Embedding and lm_head are
-the target's, frozen.
+layer: the text itself passes through no layer. A block of positions follows it. The first, its *anchor*, takes the embedding
+of the bonus token, all others that of a mask token. Queries come only from the block. Embedding and lm_head are the target's
+and frozen.
 
     in place          position j of a block drafts its own token: depth j, so the anchor drafts nothing (z-lab, JetSpec)
     anchor first      position j drafts the next position's token: depth j + 1 (DeepSpec's files, DSpark)
 
-With the wrong one of the two every draft is off by one. Inside a block attention looks both ways, or back only (`causal`,
-JetSpec; and in sliding layers, as SpecForge, SGLang and vLLM have them).
+With the wrong one of the two every draft is off by one. Inside a block attention is bidirectional, or causal (`causal`,
+JetSpec; also in sliding layers, as in SpecForge, SGLang and vLLM).
 """
 
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 
 from foredraft.heads import llama_config
 from foredraft.heads.base import BlockHead, PackedBatch
-from foredraft.heads.block_attention import Blocks, attend_blocks, within
+from foredraft.heads.block_attention import Blocks, attend_blocks, intra_block_mask
 from foredraft.heads.eagle3 import check_layers
 from foredraft.heads.layers import DecoderLayer, NormedAttention, RMSNorm, Rotary, ScaledLinear
 from foredraft.heads.target import Target
@@ -31,13 +31,13 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 class BlockLayer(DecoderLayer):
-    """A Qwen3 layer."""
+    """Build a Qwen3 layer."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__(config, NormedAttention(config, config.hidden_size))
 
     def inputs(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What attention takes, and what `feed_forward` is handed of it (DFlash-2)."""
+        """Return the input of attention and the convolution kernel for `feed_forward` (DFlash-2)."""
         return self.input_layernorm(hidden), None
 
     def feed_forward(self, hidden: Tensor, attended: Tensor, kernel: Tensor | None = None) -> Tensor:
@@ -45,11 +45,12 @@ class BlockLayer(DecoderLayer):
 
 
 class DFlashHead(BlockHead):
-    """Weights are named as z-lab, SpecForge and DeepSpec name them: fc, hidden_norm, layers.{i}.*, norm."""
+    """Draft a block of tokens in one pass over mask tokens. Weights have the names of z-lab, SpecForge and DeepSpec: fc,
+    hidden_norm, layers.{i}.*, norm."""
 
     kind, projector, depth_key = "dflash", "dflash", "block_size"
     architecture: ClassVar[str] = "DFlashDraftModel"
-    own_names: ClassVar[tuple[str, ...]] = ()  # of a kind's arguments beside DFlash's, which stand in `dflash_config`
+    own_names: ClassVar[tuple[str, ...]] = ()  # arguments of a kind in addition to DFlash's, saved in `dflash_config`
     config: LlamaConfig
     target: Target
 
@@ -65,8 +66,8 @@ class DFlashHead(BlockHead):
         layer_types: list[str] | None = None,
         draft_vocab_size: int | None = None,
     ):
-        """config: its num_hidden_layers are the head's. window: of its sliding layers; layer_types: None for full ones.
-        draft_vocab_size: None drafts from all of the vocabulary, with the target's lm_head."""
+        """Build the modules. config: its num_hidden_layers are the head's. window: of sliding layers. layer_types: None if
+        all are full. draft_vocab_size: None drafts from the whole vocabulary with the target's lm_head."""
         super().__init__()
         self.config, self.layers, self.block_size, self.mask_token_id = config, list(layers), block_size, mask_token_id
         self.causal, self.window, self.sample_from_anchor = causal, window, sample_from_anchor
@@ -96,14 +97,14 @@ class DFlashHead(BlockHead):
         window: int | None = None,
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
-        **own: Any,
+        **kind_settings: Any,
     ) -> "DFlashHead":
-        """A new head.
+        """Make a new head.
 
-        block_size: positions of a block. num_hidden_layers: the head's own. target_layer_ids: hidden states that it takes;
-        None takes as many as it has layers, spread as in the paper. mask_token_id: None takes a token that the text hardly
-        holds. window: of its layers but the last; None for none. draft_vocab_size, counts: as in EAGLE-3. own: of the kinds
-        that build on this one."""
+        block_size: positions of a block. num_hidden_layers: decoder layers of the head. target_layer_ids: hidden states
+        that it takes; None uses as many as it has layers, spread as in the paper. mask_token_id: None chooses a token that
+        hardly occurs in text. window: of all its layers but the last; None for full attention. draft_vocab_size, counts: as
+        in EAGLE-3. kind_settings: of kinds that build on this one."""
         layers = target_layer_ids
         if layers is None:
             layers = spread_layers(target.num_layers, num_hidden_layers)
@@ -117,14 +118,14 @@ class DFlashHead(BlockHead):
         config.num_hidden_layers, config.attention_bias = num_hidden_layers, False
         types = None if window is None else [SLIDING] * (num_hidden_layers - 1) + [FULL]
         layout = sample_from_anchor, causal, window, types, draft_vocab_size
-        head = cls(config, layers, block_size, mask, *layout, **own)
+        head = cls(config, layers, block_size, mask, *layout, **kind_settings)
         head.init_like(target)
         head.init_projections(target, counts)
         head.attach(target)
         return head.to(target.device)
 
     def init_like(self, target: Target) -> None:
-        """Start from sizes that the target is used to."""
+        """Initialize weights so that inputs and outputs have the target's sizes."""
         with torch.no_grad():
             self.fc.weight.div_(llama_config.aux_sizes(self.layers, target).cpu())
         llama_config.init_norm(self.norm, target)
@@ -148,34 +149,34 @@ class DFlashHead(BlockHead):
 
     @classmethod
     def from_config(cls, config: dict) -> "DFlashHead":
-        own = config["dflash_config"]
+        block = config["dflash_config"]
         shape = llama_config.from_json(config)
         shape.num_hidden_layers = config["num_hidden_layers"]
         return cls(
             shape,
-            [layer + 1 for layer in own["target_layer_ids"]],
+            [layer + 1 for layer in block["target_layer_ids"]],
             config["block_size"],
-            own["mask_token_id"],
-            sample_from_anchor=own["sample_from_anchor"],
-            causal=own.get("causal", False),
+            block["mask_token_id"],
+            sample_from_anchor=block["sample_from_anchor"],
+            causal=block.get("causal", False),
             window=config["sliding_window"],
             layer_types=config["layer_types"],
             draft_vocab_size=config["draft_vocab_size"],
-            **cls.own_arguments(own),
+            **cls.own_arguments(block),
         )
 
     @classmethod
     def own_arguments(cls, config: dict) -> dict[str, Any]:
-        """Of the constructor, from `dflash_config`."""
+        """Return this kind's constructor arguments from `dflash_config`."""
         return {name: config[name] for name in cls.own_names}
 
     @property
     def own_settings(self) -> dict[str, Any]:
-        """What this kind says in `dflash_config` beside DFlash's."""
+        """Return what this kind adds to `dflash_config`."""
         return {}
 
     def to_config(self) -> dict:
-        """z-lab's config.json; layers are numbered by their outputs, from 0."""
+        """Return z-lab's config.json, in which layers are numbered by their outputs, from 0."""
         sliding = self.window is not None
         return llama_config.to_json(self.config) | {
             "architectures": [self.architecture],
@@ -192,8 +193,8 @@ class DFlashHead(BlockHead):
                 "target_layer_ids": [layer - 1 for layer in self.layers],
                 "mask_token_id": self.mask_token_id,
                 "sample_from_anchor": self.sample_from_anchor,
-                # vLLM's name, then JetSpec's. Left out where it is not so: vLLM would take a no for sliding layers too, and
-                # they are causal.
+                # vLLM's name, then JetSpec's. Omitted if false: vLLM would apply a false to sliding layers too, which are
+                # causal.
                 **({"causal": True, "causal_head": True} if self.causal else {}),
                 **self.own_settings,
             },
@@ -210,40 +211,40 @@ class DFlashHead(BlockHead):
         return self.hidden_norm(self.fc(aux_hidden_states))
 
     def inputs(self, anchors: Tensor) -> Tensor:
-        """(..., block_size, hidden): a block's inputs, from embeddings (..., hidden) of the bonus tokens."""
+        """Return the inputs (..., block_size, hidden) of blocks from the embeddings (..., hidden) of their bonus tokens."""
         mask = self.target.embed(torch.full((), self.mask_token_id, device=anchors.device)).to(self.fc.weight.dtype)
         masks = mask.expand(*anchors.shape[:-1], self.block_size - 1, -1)
         return torch.cat([anchors[..., None, :].to(mask.dtype), masks], dim=-2)
 
     def drafts(self, hidden: Tensor, context: Tensor) -> Tensor:
-        """Hidden states (..., depth, width) of the drafts, from those of all positions. context: (..., hidden), what the
-        newest position of the text has given; while drafting, of heads that `carry` it."""
+        """Return hidden states (..., depth, width) of the drafts from those of all positions. context: (..., hidden), the
+        fused hidden state of the newest text position, which LiLiCorr uses."""
         hidden = self.norm(hidden)
         return hidden if self.sample_from_anchor else hidden[..., 1:, :]
 
     def masking(self, layer: int) -> tuple[bool, int | None]:
-        """Is this layer causal inside a block, and its window."""
+        """Return whether this layer is causal inside a block, and its window."""
         sliding = self.layer_types[layer] == SLIDING
         return self.causal or sliding, self.window if sliding else None
 
     def draft_blocks(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
         length, size = text.tokens.shape[1], self.block_size
         context, blocks = self.fuse(aux_hidden_states), Blocks.of(text, size)
-        begins = blocks.last.clamp(min=0)
-        anchors = (begins + 1).clamp(max=length - 1)
+        starts = blocks.last.clamp(min=0)
+        anchors = (starts + 1).clamp(max=length - 1)
         wide = (-1, -1, self.config.hidden_size)
         hidden = self.inputs(embeddings.gather(1, anchors[..., None].expand(wide))).flatten(1, 2)
-        ahead = torch.arange(1, size + 1, device=begins.device)
-        positions = (text.positions.gather(1, begins)[..., None] + ahead).flatten(1)
+        ahead = torch.arange(1, size + 1, device=starts.device)
+        positions = (text.positions.gather(1, starts)[..., None] + ahead).flatten(1)
         of_text, of_blocks = (self.rotary(p, length + size, hidden.dtype) for p in (text.positions, positions))
         for number, layer in enumerate(self.own_layers):
             attention, (x, kernel) = layer.self_attn, layer.inputs(hidden)
-            q, *own, _ = attention.project(x, *of_blocks)
+            q, *block_kv, _ = attention.project(x, *of_blocks)
             of_context = attention.keys_values(context, *of_text)
-            attended = attend_blocks(q, of_context, (own[0], own[1]), blocks, *self.masking(number))
+            attended = attend_blocks(q, of_context, (block_kv[0], block_kv[1]), blocks, *self.masking(number))
             hidden = layer.feed_forward(hidden, attention.project_out(attended), kernel)
-        hidden = self.drafts(hidden.unflatten(1, (-1, size)), context.gather(1, begins[..., None].expand(wide)))
-        before = (begins[..., None] + ahead[: self.depth]).clamp(max=length - 1)
+        hidden = self.drafts(hidden.unflatten(1, (-1, size)), context.gather(1, starts[..., None].expand(wide)))
+        before = (starts[..., None] + ahead[: self.depth]).clamp(max=length - 1)
         return self.condition_on_text(hidden, text.tokens.gather(1, before.flatten(1)).view_as(before))
 
     def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
@@ -251,10 +252,10 @@ class DFlashHead(BlockHead):
         cos_sin = self.rotary(cache.columns(aux_hidden_states.shape[1]), cache.capacity, context.dtype)
         for number, layer in enumerate(self.own_layers):
             cache.update(*layer.self_attn.keys_values(context, *cos_sin), number)
-        return self.carry(embeddings, context)
+        return self.build_context(embeddings, context)
 
-    def carry(self, embeddings: Tensor, context: Tensor) -> Tensor:
-        """What `draft_block` needs of a position: the embedding of the token after it first."""
+    def build_context(self, embeddings: Tensor, context: Tensor) -> Tensor:
+        """Return what `draft_block` needs of each position: the embedding of the token after it comes first."""
         return embeddings
 
     def draft_block(self, last: Tensor, cache: KVCache) -> Tensor:
@@ -263,7 +264,7 @@ class DFlashHead(BlockHead):
         cos, sin = self.rotary(columns, cache.capacity, hidden.dtype)
         for number, layer in enumerate(self.own_layers):
             causal, window = self.masking(number)
-            mask = cache.mask(within(self.block_size, causal, window, hidden.device)[None])
+            mask = cache.mask(intra_block_mask(self.block_size, causal, window, hidden.device)[None])
             if window is not None:
                 mask = mask & (columns[..., None] - torch.arange(mask.shape[-1], device=mask.device) < window)
             x, kernel = layer.inputs(hidden)
@@ -273,14 +274,15 @@ class DFlashHead(BlockHead):
 
 
 def spread_layers(n: int, count: int) -> list[int]:
-    """The hidden states that a head of `count` layers takes of a target of n: outputs of layers 1 to n - 3, evenly."""
+    """Return the hidden states that a head of `count` layers takes of a target of n: outputs of layers 1 to n - 3,
+    evenly."""
     last = max(1, n - 3)
     outputs = [n // 2] if count == 1 else [round(1 + i * (last - 1) / (count - 1)) for i in range(count)]
     return sorted({output + 1 for output in outputs if output + 1 < n})
 
 
 def mask_token(target: Target) -> int:
-    """An id that a text hardly holds: the tokenizer's mask, a row beyond its tokens, or one of its special tokens."""
+    """Return an id that hardly occurs in text: the tokenizer's mask, an id beyond its tokens, or a special token."""
     tokenizer, last = target.tokenizer, target.vocab_size - 1
     if tokenizer is None:
         return last
@@ -292,8 +294,10 @@ def mask_token(target: Target) -> int:
 
 
 def check_mask_token(target: Target, token: int | None) -> int:
-    """The mask token of a new head: `mask_token` where none is given. Raises ValueError for one without an embedding."""
+    """Return the mask token of a new head, or that of `mask_token` for None. Raises ValueError if it has no embedding."""
     token = mask_token(target) if token is None else token
     if not 0 <= token < target.vocab_size:
-        raise ValueError(f"head.mask_token_id={token} is no row of the target's {target.vocab_size} embeddings")
+        raise ValueError(
+            f"head.mask_token_id={token} must lie between 0 and {target.vocab_size - 1}, the target's tokens"
+        )
     return token

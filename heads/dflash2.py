@@ -1,13 +1,13 @@
 """DFlash-2: DFlash with short convolutions inside a block, and a selector of candidates (z-lab's blog of 2026; equations as
 in NeMo AutoModel's code).
 
-Every attention and every MLP stands between two convolutions over the positions of a block, before it and after it:
+Every attention and every MLP has one convolution over the positions of a block before it and one after it:
 
-    conv(x)_t = k_{t,0} x_t + k_{t,1} x_{t-1}        x_{-1} = 0: a block sees no other
+    conv(x)_t = k_{t,0} x_t + k_{t,1} x_{t-1}        x_{-1} = 0: a block does not see other blocks
 
 Their kernels are learned, plus a part that depends on the sublayer's input, shared by `conv_group_size` channels.
 
-The selector scores the `selector_top_k` best drafts b of a position after the draft a before it, and leaves out all others:
+The selector scores the `selector_top_k` best drafts b of a position after the draft a before it, and excludes all others:
 
     S(a, b) = logits(b) + <P[a] * (W hidden), Q[b]>
 """
@@ -21,11 +21,11 @@ from transformers import LlamaConfig
 
 from foredraft.heads.dflash import BlockLayer, DFlashHead
 
-OUT = -1e4  # the logit of what is no candidate; finite, so that differences of logits are
+MASKED_LOGIT = -1e4  # of drafts that are not candidates; finite, so that differences of logits are finite
 
 
 class DynamicConv(nn.Module):
-    """The convolutions before and after a sublayer, the identity at first."""
+    """Convolve before and after a sublayer, initially with the identity."""
 
     def __init__(self, width: int, taps: int, group: int, block_size: int):
         super().__init__()
@@ -36,7 +36,8 @@ class DynamicConv(nn.Module):
         self.taps, self.group, self.block_size = taps, group, block_size
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x (batch, blocks * block_size, width), the sublayer's input, convolved; and the dynamic kernels of `after`."""
+        """Convolve the sublayer's input x (batch, blocks * block_size, width). Also return the dynamic kernels of
+        `after`."""
         first, second = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1)).unbind(-3)
         return self.convolve(x, first, self.base_kernel[0]), second
 
@@ -44,7 +45,7 @@ class DynamicConv(nn.Module):
         return self.convolve(x, dynamic, self.base_kernel[1])
 
     def convolve(self, x: Tensor, dynamic: Tensor, base: Tensor) -> Tensor:
-        """dynamic: (batch, blocks * block_size, taps, groups). base: (taps, width)."""
+        """Convolve x with kernels: dynamic (batch, blocks * block_size, taps, groups), base (taps, width)."""
         blocks = x.unflatten(1, (-1, self.block_size))
         out = torch.zeros_like(x)
         for tap in range(self.taps):
@@ -70,7 +71,7 @@ class ConvLayer(BlockLayer):
 
 
 class CandidateSelector(nn.Module):
-    """Changes nothing at first but that it leaves out what is no candidate."""
+    """Score pairs of tokens. Initially it only excludes drafts that are not candidates."""
 
     def __init__(self, width: int, vocab: int, rank: int):
         super().__init__()
@@ -80,7 +81,8 @@ class CandidateSelector(nn.Module):
 
 
 class DFlash2Head(DFlashHead):
-    """Weights are named as z-lab and vLLM name them: DFlash's, layers.{i}.{attention,mlp}_conv.*, candidate_selector.*."""
+    """Draft like DFlash, with convolutions and a candidate selector. Weights have the names of z-lab and vLLM: DFlash's,
+    layers.{i}.{attention,mlp}_conv.*, candidate_selector.*."""
 
     kind = projector = "dflash2"
     architecture = "DFlash2DraftModel"
@@ -109,7 +111,7 @@ class DFlash2Head(DFlashHead):
         return ConvLayer(self.config, self.taps, self.group, self.block_size)
 
     def masking(self, layer: int) -> tuple[bool, int | None]:
-        """Its sliding layers look both ways inside a block, as all others."""
+        """Return the masking of DFlash, but sliding layers are bidirectional inside a block, like all others."""
         return self.causal, super().masking(layer)[1]
 
     @property
@@ -126,7 +128,7 @@ class DFlash2Head(DFlashHead):
         return selector.predecessor_codebook[tokens] * selector.hidden_projection(hidden), memory
 
     def select(self, base: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and draft ids (..., candidates) of the best of `base`."""
+        """Return scores and draft ids (..., candidates) of the best drafts of `base`."""
         values, ids = super().select(base, correction)
         named = self.candidate_selector.successor_codebook[self.to_target_ids(ids)]
         scores = values + (named * correction[..., None, :]).sum(-1)
@@ -134,4 +136,4 @@ class DFlash2Head(DFlashHead):
 
     def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:
         scores, ids = self.select(base, correction)
-        return scores.new_full((*scores.shape[:-1], base.shape[-1]), OUT).scatter(-1, ids, scores)
+        return scores.new_full((*scores.shape[:-1], base.shape[-1]), MASKED_LOGIT).scatter(-1, ids, scores)

@@ -1,7 +1,7 @@
 """Domino: DFlash with a GRU over the tokens drafted so far, which corrects the logits of the next (arXiv:2605.29707).
 
 The GRU runs over the target's embeddings of the bonus token and of every token drafted after it. Its state and the hidden
-state of a position give a correction of low rank. The first positions, as many as `pure_draft_prefix_len`, have none.
+state of a position give a correction of low rank. The first `pure_draft_prefix_len` positions have none.
 """
 
 from typing import Any
@@ -13,7 +13,8 @@ from foredraft.heads.dflash import DFlashHead
 
 
 class DominoHead(DFlashHead):
-    """Weights are named as SpecForge names them: DFlash's, prefix_gru.*, embed_proj.{0,2}."""
+    """Draft like DFlash, with a GRU's correction. Weights have the names of SpecForge: DFlash's, prefix_gru.*,
+    embed_proj.{0,2}."""
 
     kind = projector = "domino"
     architecture = "DominoDraftModel"
@@ -25,7 +26,7 @@ class DominoHead(DFlashHead):
         super().__init__(*args, **kwargs)
         if min(emb_dim, gru_hidden_dim) < 1 or pure_draft_prefix_len < 0:
             raise ValueError(
-                f"head.emb_dim={emb_dim} and head.gru_hidden_dim={gru_hidden_dim} must be at least 1, "
+                f"head.emb_dim={emb_dim} and head.gru_hidden_dim={gru_hidden_dim} must be at least 1, and "
                 f"head.pure_draft_prefix_len={pure_draft_prefix_len} at least 0"
             )
         self.correction = self.memory = gru_hidden_dim
@@ -51,5 +52,5 @@ class DominoHead(DFlashHead):
         return memory, memory
 
     def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:
-        position = depth - 1 if self.sample_from_anchor else depth  # in the block
+        position = depth - 1 if self.sample_from_anchor else depth  # within the block
         return base if position < self.pure else base + self.embed_proj(torch.cat([hidden, correction], dim=-1))

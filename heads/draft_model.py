@@ -1,7 +1,7 @@
-"""A smaller causal language model of the target's vocabulary, seen as a recurrent head (arXiv:2211.17192).
+"""A smaller causal language model with the target's vocabulary, used as a recurrent head (arXiv:2211.17192).
 
-It takes tokens where other heads take embeddings, and nothing of the target's but its text. Tuned on what the target writes
-(DistillSpec, arXiv:2310.08461) it is saved as any model is, so that every engine can draft with it.
+It takes tokens where other heads take embeddings, and uses only the target's text. Tuned on what the target writes
+(DistillSpec, arXiv:2310.08461), it is saved like any model, so every engine can draft with it.
 """
 
 import copy
@@ -18,8 +18,8 @@ from foredraft.heads.target.cache import KVCache
 from foredraft.heads.target.ends import refuse
 from foredraft.heads.target.sharding import full_tensor
 
-# The logit of a token that is not in the small model's vocabulary; finite, so that differences of logits are.
-NEVER = -1e4
+# The logit of a token that is not in the small model's vocabulary; finite, so that differences of logits are finite.
+MASKED_LOGIT = -1e4
 
 UNPACKED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -30,24 +30,24 @@ class DraftModelHead(RecurrentHead):
     disk_prefixes: ClassVar[dict[str, str]] = {"model.": ""}
 
     def __init__(self, lm: Target, vocab_size: int):
-        """lm: the small model. vocab_size: the target's; some models pad theirs. Raises ValueError for one whose state
-        cannot be taken back to where the target went another way."""
+        """Wrap the small model lm. vocab_size: the target's, which some models pad. Raises ValueError for a model whose
+        state cannot be rolled back to where the target took another token."""
         check_branches(lm)
         super().__init__()
         self.lm, self.vocab_size = lm, vocab_size
         self.model = lm.model
-        self.tuner: list[Any] = []  # peft's, while an adapter is tuned; in a list, because its layers lie in the model
+        self.tuner: list[
+            Any
+        ] = []  # peft's, while an adapter is tuned; in a list, because its layers are part of the model
         self.layers, self.cache_layers = [], lm.num_layers
 
     @classmethod
     def for_target(
         cls, target: Target, path: str | None = None, num_hidden_layers: int = 2, lora_r: int | None = None
     ) -> "DraftModelHead":
-        """A model to tune: the one at `path`, or one of the target's own first `num_hidden_layers` layers.
-
-        lora_r: tune an adapter of this rank, which is merged in the end; None tunes all of it. Raises ValueError where the
-        vocabularies differ.
-        """
+        """Load or make a model to tune: the one at `path`, or one of the target's own first `num_hidden_layers` layers.
+        lora_r: tune an adapter of this rank, which is merged at the end; None tunes all weights. Raises ValueError if the
+        vocabularies differ."""
         if path is None:
             lm = Target(
                 first_layers(target, num_hidden_layers),
@@ -66,11 +66,11 @@ class DraftModelHead(RecurrentHead):
             from peft import LoraConfig, LoraModel
 
             tuned = LoraConfig(r=lora_r, lora_alpha=2 * lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
-            head.tuner = [LoraModel(head.model, tuned, "default")]  # puts its layers into the model itself
+            head.tuner = [LoraModel(head.model, tuned, "default")]  # inserts its layers into the model
         return head.to(target.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "DraftModelHead":
-        """A cast is for weights: buffers (rotary frequencies, above all) keep what they are, or drafts would differ."""
+        """Cast only weights. Buffers keep their dtype, above all rotary frequencies, because drafts would differ."""
         before = [(part, name, buffer) for part in self.modules() for name, buffer in part.named_buffers(recurse=False)]
         super()._apply(fn, recurse)
         for part, name, buffer in before:
@@ -87,10 +87,10 @@ class DraftModelHead(RecurrentHead):
 
     @classmethod
     def from_config(cls, config: dict) -> "DraftModelHead":
-        own = config["foredraft"]
+        record = config["foredraft"]
         settings = {name: value for name, value in config.items() if name not in ("foredraft", "model_type")}
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **settings))
-        return cls(Target(model), own["target"]["vocab_size"])
+        return cls(Target(model), record["target"]["vocab_size"])
 
     def to_config(self) -> dict:
         return self.model.config.to_dict() | {"architectures": [type(self.model).__name__]}
@@ -100,10 +100,10 @@ class DraftModelHead(RecurrentHead):
         packed = self.lm.supports_packed_rows
         mask = self.lm.masks.packed(text.document_starts(), self.lm.dtype) if packed else text.mask()
         output = self.lm.forward(self.embed(text.tokens), text.positions, mask, None, last, 1, text.positions)
-        return [output.aux_hidden_states.roll(-1, dims=1)]  # what it makes of token p + 1 names token p + 2
+        return [output.aux_hidden_states.roll(-1, dims=1)]  # its output at token p + 1 names token p + 2
 
     def embed(self, tokens: Tensor, target: Target | None = None) -> Tensor:
-        """The tokens themselves. Those that the small model has no embedding of are replaced by its last one."""
+        """Return the tokens. Those without an embedding in the small model are replaced by its last token."""
         return tokens.clamp(max=self.lm.model.get_input_embeddings().num_embeddings - 1)
 
     def draft_extend(self, aux_hidden_states: Tensor, tokens: Tensor, cache: KVCache) -> Tensor:
@@ -119,22 +119,22 @@ class DraftModelHead(RecurrentHead):
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         logits = self.lm.logits(hidden)[..., : self.vocab_size]
         missing = self.vocab_size - logits.shape[-1]  # rows that pad the target's vocabulary (Qwen2.5-0.5B's for 7B)
-        return F.pad(logits, (0, missing), value=NEVER) if missing else logits
+        return F.pad(logits, (0, missing), value=MASKED_LOGIT) if missing else logits
 
 
 def check_branches(lm: Target) -> None:
     if not lm.supports_trees:
-        raise ValueError(f"{lm.why_no_trees}, which a draft model must do: choose another, or train a head")
+        raise ValueError(f"{lm.why_no_trees}, which a draft model must support: choose another, or train a head")
 
 
 def first_layers(target: Target, count: int) -> PreTrainedModel:
-    """A model of the target's kind in float32, made of its embedding, its first `count` layers and what follows the last.
-    Raises ValueError where the target keeps weights packed, which are nothing without their scales."""
+    """Build a float32 model of the target's kind from its embedding, its first `count` layers and what follows the last
+    layer. Raises ValueError if the target's weights are packed, because they are useless without their scales."""
     if not 0 < count < target.num_layers:
         raise ValueError(
-            f"head.num_hidden_layers={count} must lie between 1 and {target.num_layers - 1}, below the target's"
+            f"head.num_hidden_layers={count} must lie between 1 and {target.num_layers - 1}, below the target's depth"
         )
-    if target.ends_only:
+    if target.embeddings_only:
         refuse()
     check_branches(target)
     config = copy.deepcopy(target.model.config)
@@ -153,20 +153,21 @@ def first_layers(target: Target, count: int) -> PreTrainedModel:
     }
     if packed := [name for name, _ in model.named_parameters() if name not in same]:
         raise ValueError(
-            f"head=draft_model begins with layers of {target.name}, whose {packed[0]} is packed: load the target "
-            "unquantised, or give head.path, a small model of its vocabulary"
+            f"head=draft_model uses the first layers of {target.name}, whose {packed[0]} is packed: load the target "
+            "unquantized, or set head.path to a small model of its vocabulary"
         )
     model.load_state_dict(same, strict=False)
     return model.to(target.device)
 
 
 def with_rows(weight: Tensor, rows: int) -> Tensor:
-    """Return a weight of this height: the ends of a target may differ from its config's vocabulary, and from each other."""
+    """Return a weight of this height: the embedding and lm_head of a target may differ from its config's vocabulary, and
+    from each other."""
     return torch.cat([weight[:rows], weight.new_zeros(max(0, rows - len(weight)), *weight.shape[1:])])
 
 
 def untie(model: PreTrainedModel) -> None:
-    """Give the lm_head rows of its own, where they are the embedding's: then every name on disk is one tensor."""
+    """Give the lm_head its own weights if they are the embedding's, so that every name on disk is one tensor."""
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     if config.tie_word_embeddings:
         head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
@@ -174,8 +175,8 @@ def untie(model: PreTrainedModel) -> None:
 
 
 def check_vocabulary(model: Target, target: Target) -> None:
-    """Raise ValueError unless token ids mean the same to both. Either may have tokens that the other lacks: added ones at the
-    end, as a rule."""
+    """Raise ValueError unless token ids mean the same to both models. Either may have tokens that the other lacks, usually
+    added ones at the end."""
     if model.tokenizer is not None and target.tokenizer is not None:
         ours, theirs = model.tokenizer.get_vocab(), target.tokenizer.get_vocab()
         named = {number: token for token, number in ours.items()}
@@ -183,10 +184,10 @@ def check_vocabulary(model: Target, target: Target) -> None:
             if ours.get(token, number) != number or named.get(number, token) != token:
                 raise ValueError(
                     f"the draft model {model.name} has another vocabulary than {target.name}: {token!r} is "
-                    f"{ours.get(token)} there and {number} here; choose one of the same tokenizer"
+                    f"{ours.get(token)} there and {number} here; choose a model with the same tokenizer"
                 )
     elif model.vocab_size != target.vocab_size:
         raise ValueError(
-            f"the draft model {model.name} knows {model.vocab_size} tokens, {target.name} {target.vocab_size}: "
-            "choose one of the same tokenizer"
+            f"the draft model {model.name} has {model.vocab_size} tokens, {target.name} has {target.vocab_size}: "
+            "choose a model with the same tokenizer"
         )

@@ -1,11 +1,11 @@
-"""DSpark: DFlash with a Markov head, which corrects a draft's logits by the token before it, and a head that rates each draft
-(arXiv:2607.05147, sections 3.2 and 3.3; the three variants as in the authors' code).
+"""DSpark: DFlash with a Markov head, which corrects a draft's logits by the token before it, and a head that rates each
+draft (arXiv:2607.05147, sections 3.2 and 3.3; the three variants are those of the authors' code).
 
     vanilla   logits + W2 W1[previous token]
     gated     W1[previous token] is scaled by sigmoid(gate(hidden, W1[previous token])) first
-    rnn       a memory runs along the path and gives W2 its input
+    rnn       a memory along the path determines the input of W2
 
-The rating is the logit of the draft's acceptance; it only prunes the tree, so that whatever it says changes no text.
+The rating is the logit of the draft's acceptance. It only prunes the tree, so it never changes the text.
 """
 
 from typing import Any
@@ -31,8 +31,8 @@ class MarkovHead(nn.Module):
             self.joint_proj = nn.Linear(2 * rank + width, 3 * rank)
 
     def forward(self, hidden: Tensor, previous: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """What `markov_w2` turns into the correction of the logits, and the new memory, (..., rank) each. previous:
-        (..., rank), of `markov_w1`."""
+        """Return the input (..., rank) of `markov_w2`, whose output corrects the logits, and the new memory (..., rank).
+        previous: (..., rank), the previous token in `markov_w1`."""
         if self.variant == "vanilla":
             return previous, memory
         if self.variant == "gated":
@@ -52,7 +52,8 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkHead(DFlashHead):
-    """Weights are named as DeepSpec and SpecForge name them: DFlash's, markov_head.*, confidence_head.proj."""
+    """Draft like DFlash, with a Markov correction and a rating. Weights have the names of DeepSpec and SpecForge: DFlash's,
+    markov_head.*, confidence_head.proj."""
 
     kind = projector = "dspark"
     architecture = "DSparkDraftModel"
@@ -69,8 +70,8 @@ class DSparkHead(DFlashHead):
         super().__init__(*args, **kwargs)
         if markov_head_type not in VARIANTS or markov_rank < 1:
             raise ValueError(
-                f"head.markov_head_type={markov_head_type} is one of {', '.join(VARIANTS)}, head.markov_rank={markov_rank} "
-                "at least 1"
+                f"head.markov_head_type={markov_head_type} must be one of {', '.join(VARIANTS)}, and "
+                f"head.markov_rank={markov_rank} at least 1"
             )
         self.rank, self.confident = markov_rank, enable_confidence_head
         self.correction = markov_rank + enable_confidence_head

@@ -1,12 +1,12 @@
-"""EAGLE-1: one decoder layer that guesses the target's next last hidden state (arXiv:2401.15077, section 4).
+"""EAGLE-1: one decoder layer that predicts the target's next last hidden state (arXiv:2401.15077, section 4).
 
-At label position p it takes the target's last hidden state of position p, after the final norm, beside the embedding of
-token p + 1; its output stands for the hidden state of position p + 1, and the target's own lm_head makes token p + 2 of it.
-Deeper drafts take its own output in the place of hidden states that the target has not computed yet. EAGLE-2 is the dynamic
-tree (inference/drafters/dynamic.py) over these very weights.
+At label position p it takes the target's last hidden state of position p, after the final norm, and the embedding of token
+p + 1. Its output stands for the hidden state of position p + 1, which the target's own lm_head turns into token p + 2.
+Deeper drafts use its own output instead of hidden states that the target has not computed yet. EAGLE-2 is the dynamic tree
+(inference/drafters/dynamic.py) with the same weights.
 
-Training at depth 1 is the paper's: noise on the hidden states stands for the errors of later steps. More depths repeat the
-step on its own output, as HASS does (arXiv:2408.15766, section 3.2); keys and masks are those of EAGLE-3.
+Training at depth 1 is the paper's: noise on the hidden states imitates the errors of later steps. More depths repeat the
+step on its own output, as HASS does (arXiv:2408.15766, section 3.2). Keys and masks are those of EAGLE-3.
 """
 
 from typing import ClassVar
@@ -23,8 +23,8 @@ from foredraft.heads.target import Target
 
 
 class EagleHead(HiddenStateHead):
-    """On disk its weights are named as SafeAILab, vLLM and SGLang name them: fc, layers.0.*. The embedding and the lm_head
-    are the target's and not saved."""
+    """Draft the target's next last hidden state with one decoder layer. Weights on disk have the names of SafeAILab, vLLM
+    and SGLang: fc, layers.0.*. The embedding and the lm_head belong to the target and are not saved."""
 
     kind = "eagle"
     format = "EAGLE-1 as SafeAILab and SGLang read it (LlamaForCausalLMEagle)"
@@ -39,13 +39,11 @@ class EagleHead(HiddenStateHead):
 
     @classmethod
     def for_target(cls, target: Target, ttt_steps: int = 1, bias: bool = False, noise: float = 0.2) -> "EagleHead":
-        """A new head that at first hands the hidden state on as it is, so that it starts from the target's own guess.
-
-        ttt_steps: steps of training, 1 is EAGLE-1's, 3 are HASS's. noise: width of the uniform noise on the hidden
-        states in training, at the paper's 512 tokens a row. bias: of fc, which vLLM loads without one.
-        """
+        """Make a new head that passes the hidden state through, so that its first drafts are the target's own prediction.
+        ttt_steps: 1 for EAGLE-1 and 3 for HASS. noise: width of the uniform noise on hidden states in training, for the
+        paper's sequences of 512 tokens. bias: of fc; vLLM loads heads without one."""
         head = cls(llama_config.config_like(target), ttt_steps, bias, noise)
-        head.hand_on()
+        head.init_passthrough()
         if bias:
             nn.init.zeros_(head.fc.bias)
         head.attach(target)

@@ -1,13 +1,12 @@
-"""EAGLE-3: one decoder layer that drafts on from its own output (arXiv:2503.01840), and 3.1's normed variant.
+"""EAGLE-3: one decoder layer that drafts on from its own output (arXiv:2503.01840), and the normed variant of EAGLE 3.1.
 
-At label position p it takes the target's hidden states of position p, fused from three layers, beside the embedding of token
-p + 1, and drafts token p + 2. Deeper drafts take its own output in the place of hidden states that the target has not
-computed yet.
+At label position p it takes the target's hidden states of position p, fused from three layers, and the embedding of token
+p + 1, and drafts token p + 2. Deeper drafts use its own output instead of hidden states that the target has not computed yet.
 
 Training repeats that ("training-time test", section 3.2): step i takes the output of step i - 1. Instead of shifting tokens,
-teacher logits and masks left in every step, the hidden states move one place right: embeddings, positions and teacher logits
-stay where they are. At step i a label position sees the text up to where its draft began, and the drafts since, each of which
-lies one place further back:
+teacher logits and masks left in every step, the hidden states move one place right, so embeddings, positions and teacher
+logits stay in place. At step i a label position sees the text up to where its draft started, and the drafts since, each of
+which lies one place further back:
 
     step 2, label position 4:   keys of step 0   1 1 1 . .     0 to 4 - 2, the text
                                 keys of step 1   . . . 1 .     its draft's first step
@@ -32,14 +31,14 @@ from foredraft.heads.layers import (
     RMSNorm,
     Rotary,
     ScaledLinear,
-    project_first_half,
+    split_fused_projection,
 )
 from foredraft.heads.step_attention import at_start, attend_steps
 from foredraft.heads.target import Target
 
 
 class MidLayer(DecoderLayer):
-    """The decoder layer: attention over (embedding, hidden) side by side, the residual is the hidden state alone."""
+    """Attend over the concatenation of embedding and hidden state. The residual is only the hidden state."""
 
     norms: ClassVar[tuple[str, ...]] = ("hidden_norm", *DecoderLayer.norms)
     hidden_norm: RMSNorm
@@ -53,12 +52,13 @@ class MidLayer(DecoderLayer):
         return torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], dim=-1)
 
     def residual(self, hidden: Tensor, normed: bool) -> Tensor:
-        """What the layer adds to."""
+        """Return the tensor that the layer adds to."""
         return self.hidden_norm(hidden) if normed else hidden
 
 
 class Eagle3Head(LayerHead):
-    """Weights are named as SafeAILab, vLLM and SGLang name them: fc, midlayer.*, norm, lm_head, d2t, t2d."""
+    """Draft with one decoder layer over fused hidden states and the next token's embedding. Weights have the names of
+    SafeAILab, vLLM and SGLang: fc, midlayer.*, norm, lm_head, d2t, t2d."""
 
     kind = "eagle3"
     format = "EAGLE-3 as SafeAILab, vLLM and SGLang read it (LlamaForCausalLMEagle3)"
@@ -78,9 +78,10 @@ class Eagle3Head(LayerHead):
         use_aux_hidden_state: bool = True,
         qk_norm: bool = False,
     ):
-        """qk_norm: norms on queries and keys, as in Qwen3's layers. norm_before_fc (one norm over all that is fused) and
-        norm_before_residual are of heads trained elsewhere, and so is use_aux_hidden_state=False: the layer takes the
-        target's last hidden state (nvidia/gpt-oss-120b-Eagle3-v2)."""
+        """Build the modules. qk_norm: norms on queries and keys, as in Qwen3's layers. Three settings only occur in heads of
+        other programs: norm_before_fc (one norm over all fused hidden states), norm_before_residual, and
+        use_aux_hidden_state=False, with which the layer takes the target's last hidden state
+        (nvidia/gpt-oss-120b-Eagle3-v2)."""
         super().__init__()
         self.config, self.layers, self.depth, self.norm_output = config, list(layers), depth, norm_output
         self.norm_before_residual = norm_before_residual
@@ -106,14 +107,14 @@ class Eagle3Head(LayerHead):
         norm_output: bool = False,
         qk_norm: bool = False,
     ) -> "Eagle3Head":
-        """Return a new head. target_layer_ids: None selects the paper's three, the outputs of decoder layers 1, n // 2 - 1
-        and n - 4 counted from 0. draft_vocab_size: with `counts` (vocab,), how often each token occurs in the training text;
-        None, or a size that is not below the target's, drafts from all of it.
+        """Make a new head. target_layer_ids: None uses the three of the paper, the outputs of decoder layers 1, n // 2 - 1
+        and n - 4, counted from 0. draft_vocab_size: needs `counts` (vocab,), how often each token occurs in the training
+        text; None, or a size that is not below the target's, drafts from the whole vocabulary.
 
-        It starts from the target where it can: its lm_head rows, a last norm that gives their usual input sizes, and an fc
-        whose columns undo the different sizes of the three layers' hidden states, which the published layer has no norm for.
-        """
-        layers = paper_layers(target.num_layers) if target_layer_ids is None else target_layer_ids
+        Initial weights come from the target: the rows of its lm_head, a last norm that gives them inputs of the usual size,
+        and an fc whose columns undo the different sizes of the three layers' hidden states, for which the published layer
+        has no norm."""
+        layers = default_aux_layer_ids(target.num_layers) if target_layer_ids is None else target_layer_ids
         layers = check_layers(layers, target.num_layers)
         config = llama_config.config_like(target)
         head = cls(config, layers, ttt_steps, draft_vocab_size, fc_norm, norm_output, qk_norm=qk_norm)
@@ -136,7 +137,7 @@ class Eagle3Head(LayerHead):
 
     @property
     def latent(self) -> bool:
-        """Has its layer multi-head latent attention?"""
+        """Return whether the layer has multi-head latent attention."""
         return isinstance(self.layer.self_attn, LatentAttention)
 
     @property
@@ -163,7 +164,7 @@ class Eagle3Head(LayerHead):
         )
 
     def to_config(self) -> dict:
-        # The two classes in which vLLM has layers of other attention.
+        # vLLM supports other kinds of attention only in these two classes.
         other = "Eagle3DeepseekV2ForCausalLM" if self.latent else "Eagle3Qwen3ForCausalLM" if self.qk_norm else None
         return llama_config.to_json(self.config) | {
             "architectures": [other or "LlamaForCausalLMEagle3"],
@@ -203,17 +204,16 @@ class Eagle3Head(LayerHead):
         return self.lm_head(self.norm(hidden))
 
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
-        """As any head of its kind, but that what attention makes of the embeddings, which stay where they are, is computed
-        once for all steps."""
+        """Compute the products of attention with the embeddings, which stay in place, once for all steps."""
         hidden = self.first_hidden(aux_hidden_states)
         next_embeddings = embeddings.to(hidden.dtype).roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
         layer, attention = self.layer, self.layer.self_attn
-        of_embeddings, weight = project_first_half(attention.input_layers, layer.input_layernorm(next_embeddings))
+        embed_qkv, weight = split_fused_projection(attention.input_layers, layer.input_layernorm(next_embeddings))
         document_starts, outs = text.document_starts(), []
         steps: list[tuple[Tensor, Tensor]] = []
         for _ in range(self.depth):
-            q, k, v, _ = attention.split_heads(of_embeddings + F.linear(layer.hidden_norm(hidden), weight), cos, sin)
+            q, k, v, _ = attention.split_heads(embed_qkv + F.linear(layer.hidden_norm(hidden), weight), cos, sin)
             steps.append(at_start(k, v, len(steps)))
             attended = attention.project_out(attend_steps(q, steps, document_starts))
             outs.append(layer.feed_forward(layer.residual(hidden, self.norm_before_residual), attended))
@@ -221,15 +221,17 @@ class Eagle3Head(LayerHead):
         return outs
 
 
-def paper_layers(n: int) -> list[int]:
-    """The three hidden states that EAGLE-3 takes of a target of n layers, low, middle and high, as distinct ids. In targets
-    too shallow for the paper's rule they are spread evenly; id n is avoided, since engines differ on its norm."""
+def default_aux_layer_ids(n: int) -> list[int]:
+    """Return the three hidden states that EAGLE-3 takes of a target with n layers, low, middle and high, as distinct ids. If
+    the target is too shallow for the paper's rule, they are spread evenly. Id n is avoided: engines differ on its norm."""
     rule = [2, n // 2, n - 3]
     return rule if 0 < rule[0] < rule[1] < rule[2] else sorted({max(1, n * quarter // 4) for quarter in (1, 2, 3)})
 
 
 def check_layers(layers: list[int], last: int) -> list[int]:
-    """These hidden states of a target, for a new head; ValueError unless they ascend within 0 .. last."""
+    """Return hidden state ids for a new head. Raises ValueError unless they ascend within 0 .. last."""
     if sorted(set(layers)) != list(layers) or not layers or not all(0 <= k <= last for k in layers):
-        raise ValueError(f"head.target_layer_ids={layers} must ascend within 0..{last}, hidden states of this target")
+        raise ValueError(
+            f"head.target_layer_ids={layers} must ascend within 0..{last}, the hidden states of this target"
+        )
     return list(layers)

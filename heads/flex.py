@@ -1,8 +1,8 @@
-"""Attention of packed training rows on a GPU, by torch's FlexAttention (Dong et al., arXiv:2412.05496).
+"""Attention of packed training sequences on a GPU, by torch's FlexAttention (Dong et al., arXiv:2412.05496).
 
-Its kernel asks a function of indices what a query sees, and a table of tiles, of 128 queries and 128 keys, which of them it
-may skip and in which it need not ask. The tables are made here, once per batch, from where documents and drafts begin:
-they are smaller than length x length by 128 x 128, and the host waits for nothing.
+Its kernel calls a function of indices to learn what a query sees. A table of tiles of 128 queries and 128 keys lists those
+that it may skip and those in which every query sees every key. The tables are made here, once per batch, from where documents
+and drafts start. They are smaller than length x length by 128 x 128, and the host does not synchronize with the device.
 """
 
 import functools
@@ -17,19 +17,21 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.utils.weak import WeakTensorKeyDictionary
 
 TILE = 128
-NEVER = 2**40  # beyond every key
-KERNELS = 64  # of so many shapes and masks; for more, torch would fall back to a product that keeps all scores
+NO_KEY = 2**40  # beyond every key
+KERNELS = (
+    64  # shapes and masks that are compiled; beyond that, torch would fall back to a product that keeps all scores
+)
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, head, query, key), indices -> bool
-MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of batches in use, by the settings of each
+MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of batches in use, by their settings
 
 
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, mask: BlockMask, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q (batch, heads, queries, dim); keys and values (batch, kv heads, keys, dim). Returns what q sees, (batch, heads,
-    queries, dim), and the logs of its sums of exponentials, (batch, heads, queries) in float32; both have gradients."""
+    """Return attention (batch, heads, queries, dim) of q of that shape over keys and values (batch, kv heads, keys, dim),
+    and the log-sums of exponentials (batch, heads, queries) float32. Both have gradients."""
     with torch._dynamo.config.patch(recompile_limit=KERNELS):
-        out, beside = compiled()(
+        out, aux = compiled()(
             q,
             keys,
             values,
@@ -38,7 +40,7 @@ def attend(
             enable_gqa=q.shape[1] != keys.shape[1],
             return_aux=AuxRequest(lse=True),
         )
-    return out, beside.lse
+    return out, aux.lse
 
 
 @functools.cache
@@ -46,15 +48,15 @@ def compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
-def serves(q: Tensor, keys: Tensor) -> bool:
-    """On a GPU, unless the kernel does not work there."""
-    return q.device.type == "cuda" and works(q.device, q.dtype, q.shape[1], keys.shape[1], q.shape[3])
+def is_supported(q: Tensor, keys: Tensor) -> bool:
+    """Return whether FlexAttention can be used: on a GPU where the kernel works."""
+    return q.device.type == "cuda" and kernel_available(q.device, q.dtype, q.shape[1], keys.shape[1], q.shape[3])
 
 
 @functools.cache
-def works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
-    """Does the kernel run, gradients too? It may want more shared memory than a GPU has, or a compiler that is not there:
-    then a warning says why, and attention goes by blocks of plain products."""
+def kernel_available(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
+    """Return whether the kernel and its gradients run. It may need more shared memory than the GPU has, or a compiler that is
+    missing. Then a warning gives the reason, and attention is computed in blocks of matrix products."""
     length = 2 * TILE + 40
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -64,12 +66,10 @@ def works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d
             out, log_sums = attend(q, keys, values, mask)
             (out.float().sum() + log_sums.sum()).backward()
     except torch.OutOfMemoryError:
-        raise  # this says nothing of the kernel, and what is returned here holds for the whole run
-    except Exception as error:  # of triton, inductor or a compiler
+        raise  # not a fault of the kernel, and the result of this function is kept for the whole run
+    except Exception as error:  # from triton, inductor or a compiler
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        warnings.warn(
-            f"FlexAttention does not work on {device}, and training is slower without: {reason}", stacklevel=2
-        )
+        warnings.warn(f"FlexAttention does not work on {device}, so training is slower: {reason}", stacklevel=2)
         return False
     return True
 
@@ -78,12 +78,13 @@ def works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d
 
 
 def text_mask(doc_starts: Tensor, window: int | None = None) -> BlockMask:
-    """A token of the text sees those from `doc_starts` (batch, length) int64 up to itself, but no more than `window`."""
-    return made_once(doc_starts, ("text", window), lambda: make_text_mask(first_keys(doc_starts, window).clone()))
+    """Return the mask with which each token sees the text from `doc_starts` (batch, length) int64 to itself, at most
+    `window` tokens."""
+    return cached_mask(doc_starts, ("text", window), lambda: make_text_mask(first_keys(doc_starts, window).clone()))
 
 
 def first_keys(doc_starts: Tensor, window: int | None) -> Tensor:
-    """(batch, length) int64: the first that each token of the text sees."""
+    """Return (batch, length) int64: the first key that each token of the text sees."""
     if window is None:
         return doc_starts
     return torch.maximum(
@@ -103,11 +104,11 @@ def make_text_mask(firsts: Tensor) -> BlockMask:
 def blocks_mask(
     first: Tensor, last: Tensor, block_size: int, length: int, causal: bool, window: int | None
 ) -> BlockMask:
-    """Blocks (batch, n * block_size), whose drafts begin at `last` (batch, n) int64, -1 for none, in documents that begin at
-    `first`, see `length` tokens of the text and themselves, one after the other (batch, length + n * block_size); `causal`
-    and `window` as `heads.block_attention.attend_blocks` has them."""
+    """Return the mask of blocks (batch, n * block_size) whose drafts start at `last` (batch, n) int64, -1 for none, in
+    documents that start at `first`. They see `length` tokens of the text and then themselves (batch, length + n *
+    block_size); `causal` and `window` as in `heads.block_attention.attend_blocks`."""
     settings = (block_size, length, causal, window)
-    return made_once(last, settings, lambda: make_blocks_mask(first.clone(), last.clone(), *settings))
+    return cached_mask(last, settings, lambda: make_blocks_mask(first.clone(), last.clone(), *settings))
 
 
 def make_blocks_mask(
@@ -120,21 +121,21 @@ def make_blocks_mask(
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         text = (key >= firsts[row, query]) & (key <= lasts[row, query])
-        own = key - length
-        block = own // block_size == query // block_size
+        offset = key - length
+        block = offset // block_size == query // block_size
         if causal:
-            block = block & (own <= query)
+            block = block & (offset <= query)
         if window is not None:
-            block = block & (query - own < window)
-        return torch.where(own < 0, text, block)
+            block = block & (query - offset < window)
+        return torch.where(offset < 0, text, block)
 
-    begins = length + queries // block_size * block_size
-    return block_mask(firsts, lasts, length + len(queries), sees, own=(begins, begins + block_size - 1))
+    starts = length + queries // block_size * block_size
+    return block_mask(firsts, lasts, length + len(queries), sees, extra_keys=(starts, starts + block_size - 1))
 
 
-def made_once(batch: Tensor, settings: Hashable, make: Callable[[], BlockMask]) -> BlockMask:
-    """What `make` gives, once for a batch, as long as this tensor of it lives; it must not refer to the tensor, or that would
-    live for ever."""
+def cached_mask(batch: Tensor, settings: Hashable, make: Callable[[], BlockMask]) -> BlockMask:
+    """Return the result of `make`, cached as long as the tensor `batch` lives. `make` must not refer to the tensor, or
+    that would live for ever."""
     masks = MASKS.setdefault(batch, {})
     if settings not in masks:
         masks[settings] = make()
@@ -145,36 +146,36 @@ def made_once(batch: Tensor, settings: Hashable, make: Callable[[], BlockMask]) 
 
 
 def block_mask(
-    firsts: Tensor, lasts: Tensor, keys: int, sees: Sees, own: tuple[Tensor, Tensor] | None = None
+    firsts: Tensor, lasts: Tensor, keys: int, sees: Sees, extra_keys: tuple[Tensor, Tensor] | None = None
 ) -> BlockMask:
-    """firsts, lasts (batch, queries): the keys that each query sees, none where the first is after the last; own: first and
-    last (queries,) of others that it may see."""
-    begins = torch.arange(-(-keys // TILE), device=firsts.device) * TILE
-    ends = begins + TILE - 1
+    """Build a mask and its tables. firsts, lasts (batch, queries): the keys that each query sees, none if the first is
+    after the last. extra_keys: first and last (queries,) of further keys."""
+    starts = torch.arange(-(-keys // TILE), device=firsts.device) * TILE
+    ends = starts + TILE - 1
     nothing = firsts > lasts
-    seen = reached(firsts.masked_fill(nothing, NEVER), lasts.masked_fill(nothing, -1), begins, ends)
-    if own is not None:
-        seen = seen | reached(own[0][None], own[1][None], begins, ends)
-    # A tile that reaches beyond the last query is none of these.
-    whole = (begins >= tiles(firsts, NEVER).amax(-1)[..., None]) & (ends <= tiles(lasts, -1).amin(-1)[..., None])
-    tables = ordered(seen & ~whole), ordered(whole)
+    seen = overlapping_tiles(firsts.masked_fill(nothing, NO_KEY), lasts.masked_fill(nothing, -1), starts, ends)
+    if extra_keys is not None:
+        seen = seen | overlapping_tiles(extra_keys[0][None], extra_keys[1][None], starts, ends)
+    # A tile that extends beyond the last query is not full.
+    full = (starts >= tiles(firsts, NO_KEY).amax(-1)[..., None]) & (ends <= tiles(lasts, -1).amin(-1)[..., None])
+    tables = tile_indices(seen & ~full), tile_indices(full)
     return BlockMask.from_kv_blocks(
         *tables[0], *tables[1], BLOCK_SIZE=TILE, mask_mod=sees, seq_lengths=(firsts.shape[1], keys)
     )
 
 
-def reached(firsts: Tensor, lasts: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
-    """(batch, tiles of queries, tiles of keys) bool: does the span from the first to the last key of a tile's queries, each
-    (batch, queries), meet the keys from `begins` to `ends`?"""
-    return (begins <= tiles(lasts, -1).amax(-1)[..., None]) & (ends >= tiles(firsts, NEVER).amin(-1)[..., None])
+def overlapping_tiles(firsts: Tensor, lasts: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
+    """Return (batch, tiles of queries, tiles of keys) bool: does the span from the first to the last key of a tile's queries,
+    each (batch, queries), overlap the keys from `starts` to `ends`?"""
+    return (starts <= tiles(lasts, -1).amax(-1)[..., None]) & (ends >= tiles(firsts, NO_KEY).amin(-1)[..., None])
 
 
 def tiles(x: Tensor, beyond: int) -> Tensor:
-    """(batch, tiles, TILE) of (batch, queries); beyond: what stands after the last."""
+    """Reshape (batch, queries) to (batch, tiles, TILE), padded with `beyond`."""
     return F.pad(x, (0, -x.shape[1] % TILE), value=beyond).unflatten(1, (-1, TILE))
 
 
-def ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Of (batch, tiles of queries, tiles of keys) bool: how many (batch, 1, tiles of queries), and which, first; int32."""
+def tile_indices(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number (batch, 1, tiles of queries) of chosen tiles of keys, and their indices first; int32."""
     chosen = chosen[:, None]
     return chosen.sum(-1, dtype=torch.int32), chosen.int().argsort(dim=-1, descending=True, stable=True).int()

@@ -1,11 +1,11 @@
 """Hydra: head i takes the hidden state and the tokens drafted so far (arXiv:2402.05109, section 4); Hydra++ adds a layer.
 
-A draft of depth d that began at position t is made of
+A draft of depth d that started at position t is computed from
 
     cat(h[t], embedding of t + 1, ..., embedding of t + d)          (d + 1) * hidden wide
 
-by a small MLP and a projection that depth d has to itself. What is handed down a path of the tree is this row of vectors:
-a deeper node appends its own embedding. Hydra++ (section 5) sends the text's hidden states through a decoder layer first.
+by a small MLP and a projection of that depth. These concatenated vectors are handed down a path of the tree, and a deeper
+node appends its own embedding. Hydra++ (section 5) sends the text's hidden states through a decoder layer first.
 """
 
 import torch
@@ -22,8 +22,8 @@ from foredraft.heads.target.cache import KVCache
 
 
 class WideBlock(nn.Module):
-    """ResidualBlock from a wider input: res_connection(x) + SiLU(linear(x)). At first it hands on the hidden state, which
-    stands first in x."""
+    """Compute res_connection(x) + SiLU(linear(x)), a ResidualBlock with a wider input. Initially it passes the hidden
+    state, the first part of x, through."""
 
     def __init__(self, wide: int, width: int):
         super().__init__()
@@ -38,7 +38,7 @@ class WideBlock(nn.Module):
 
 
 class PrefixLayer(nn.Module):
-    """A Llama model of one layer over hidden states; named as one."""
+    """Apply a Llama model of one layer, with its names, to hidden states."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -57,7 +57,7 @@ class PrefixLayer(nn.Module):
         return self.feed_forward(hidden, attention.project_out(attend_steps(q, [(k, v)], text.document_starts())))
 
     def extend(self, hidden: Tensor, cache: KVCache) -> Tensor:
-        """Of new text after that in the cache."""
+        """Process new text after the text in the cache."""
         new, x = hidden.shape[1], self.layer.input_layernorm(hidden)
         cos, sin = self.rotary(cache.columns(new), cache.capacity, hidden.dtype)
         return self.feed_forward(
@@ -69,8 +69,9 @@ class PrefixLayer(nn.Module):
 
 
 class HydraHead(RecurrentHead):
-    """Weights are named as zankner/Hydra names them: hydra_mlp, hydra_lm_head, prefix_embeding_layer (spelt so). Its code
-    ties the deeper MLP layers of a Hydra++ head by accident and writes them once each; here they are layers of their own."""
+    """Draft from the hidden state and the embeddings of all tokens drafted so far. Weights have the names of zankner/Hydra:
+    hydra_mlp, hydra_lm_head, prefix_embeding_layer (spelled so). Its code ties the deeper MLP layers of a Hydra++ head by
+    accident and saves them once each; here they are separate layers."""
 
     kind, depth_key = "hydra", "num_heads"
     format = "Hydra as zankner/Hydra names its weights, in safetensors"
@@ -102,7 +103,7 @@ class HydraHead(RecurrentHead):
             if prefix is None:
                 stacks.append(nn.Sequential(*blocks))
                 projections.append(projection)
-            else:  # its code has a dropout before every layer, which counts in the names
+            else:  # the authors' code has a dropout before every layer, which counts in the names
                 stacks.append(nn.Sequential(*(part for block in blocks for part in (nn.Dropout(dropout), block))))
                 projections.append(nn.Sequential(nn.Dropout(dropout), projection))
         self.hydra_mlp, self.hydra_lm_head = nn.ModuleList(stacks), nn.ModuleList(projections)
@@ -120,8 +121,9 @@ class HydraHead(RecurrentHead):
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
     ) -> "HydraHead":
-        """A new head that starts from the target's own guess: every MLP hands on the hidden state, every projection is the
-        target's lm_head. prefix: Hydra++'s layer; dropout: with it only. draft_vocab_size, counts: as in EAGLE-3."""
+        """Make a new head whose first drafts are the target's own prediction: every MLP passes the hidden state through,
+        and every projection is the target's lm_head. prefix: add Hydra++'s layer. dropout: only with prefix.
+        draft_vocab_size, counts: as in EAGLE-3."""
         config = llama_config.config_like(target) if prefix else None
         sizes = target.hidden_size, target.vocab_size, num_heads, mlp_layers
         head = cls(*sizes, config, dropout, draft_vocab_size, target.name)
@@ -129,7 +131,7 @@ class HydraHead(RecurrentHead):
         head.init_projections(target, counts)
         if prefix:
             llama_config.init_near_identity(head.prefix_embeding_layer.layer)
-            with torch.no_grad():  # the identity, nearly
+            with torch.no_grad():  # nearly the identity
                 head.prefix_embeding_layer.norm.weight.copy_(
                     llama_config.probe(target, head.layers).pow(2).mean().sqrt()
                 )
@@ -148,27 +150,27 @@ class HydraHead(RecurrentHead):
         if arch not in ("mlp", "prefix-mlp") or not config["grounded_heads"] or config["hidden_state_offset"]:
             raise ValueError(
                 f"a Hydra head with hydra_head_arch={arch}, grounded_heads={config['grounded_heads']} and "
-                f"hidden_state_offset={config['hidden_state_offset']} is not known here, only grounded mlp and prefix-mlp "
+                f"hidden_state_offset={config['hidden_state_offset']} is not supported, only grounded mlp and prefix-mlp "
                 "heads on the last hidden state"
             )
-        own = config["foredraft"]
+        record = config["foredraft"]
         return cls(
-            own["hidden_size"],
-            own["vocab_size"],
+            record["hidden_size"],
+            record["vocab_size"],
             config["hydra_num_heads"],
             config["hydra_num_layers"],
-            llama_config.from_json(own["prefix"]) if arch == "prefix-mlp" else None,
-            own.get("dropout", 0.0),
-            own.get("draft_vocab_size"),
+            llama_config.from_json(record["prefix"]) if arch == "prefix-mlp" else None,
+            record.get("dropout", 0.0),
+            record.get("draft_vocab_size"),
             config["base_model_name_or_path"],
         )
 
     def to_config(self) -> dict:
-        own: dict = {"hidden_size": self.hidden, "vocab_size": self.vocab_size, "dropout": self.dropout}
+        record: dict = {"hidden_size": self.hidden, "vocab_size": self.vocab_size, "dropout": self.dropout}
         if self.config is not None:
-            own["prefix"] = llama_config.to_json(self.config)
+            record["prefix"] = llama_config.to_json(self.config)
         if self.draft_ids is not None:
-            own["draft_vocab_size"] = len(self.draft_ids)
+            record["draft_vocab_size"] = len(self.draft_ids)
         return {
             "base_model_name_or_path": self.target_name,
             "hydra_num_heads": self.depth,
@@ -176,7 +178,7 @@ class HydraHead(RecurrentHead):
             "hydra_head_arch": "prefix-mlp" if self.cache_layers else "mlp",
             "grounded_heads": True,
             "hidden_state_offset": 0,
-            "foredraft": own,
+            "foredraft": record,
         }
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) of EAGLE-3 heads for such targets.
 
-Keys and values come from one small vector per token, and only a part of each query and key is rotated, in pairs of
-neighbouring dimensions, the rotated part of the key being the same for all heads. Cached are the keys and values themselves,
-so that trees and training steps treat this layer as any other.
+Keys and values are projected from one small vector per token. Only a part of each query and key is rotated, in pairs of
+neighbouring dimensions, and the rotated part of the key is the same for all heads. The cache contains keys and values
+themselves, so trees and training steps treat this layer like any other.
 """
 
 import math
@@ -16,7 +16,7 @@ from foredraft.heads.layers import Attention, Projected, RMSNorm, rotate
 
 
 class LatentAttention(Attention):
-    """The interface of `Attention`, with projections of its own, named as DeepSeek names them."""
+    """Implement the interface of `Attention` with DeepSeek's projections and names."""
 
     def __init__(self, config: LlamaConfig, width: int):
         nn.Module.__init__(self)
@@ -45,7 +45,7 @@ class LatentAttention(Attention):
         return [self.q_a_proj if self.low_rank else self.q_proj, self.kv_a_proj_with_mqa]
 
     def split_heads(self, products: Tensor, cos: Tensor, sin: Tensor) -> Projected:
-        """As many keys as queries; values are padded with zeros to their width."""
+        """Return as many keys as queries. Values are padded with zeros to the width of the keys."""
         of_q = self.input_layers[0].out_features
         q, latent, k_rope = products.split([of_q, self.rank, self.rope_dim], dim=-1)
         if self.low_rank:
@@ -64,12 +64,12 @@ class LatentAttention(Attention):
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate`, where dimensions 0 and 1 turn together, 2 and 3, and so on. They come out halves apart, which no product of
-    a query and a key sees."""
+    """Apply `rotate` to pairs of dimensions: 0 and 1, 2 and 3, and so on. The result is reordered in halves, which does not
+    change products of queries and keys."""
     return rotate(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
 
 
 def score_scale(rope: dict) -> float:
-    """What yarn's `mscale_all_dim` multiplies all scores by (DeepSeek-V3's code)."""
+    """Return the factor of all scores that yarn's `mscale_all_dim` requires (DeepSeek-V3's code)."""
     factor, share = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0.0)
     return (0.1 * share * math.log(factor) + 1) ** 2 if rope["rope_type"] == "yarn" and factor > 1 and share else 1.0

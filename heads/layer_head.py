@@ -1,4 +1,4 @@
-"""Heads that draft on from their own output by one decoder layer: EAGLE, EAGLE-3, FastMTP."""
+"""Heads that draft from their own output through one decoder layer: EAGLE, EAGLE-3, FastMTP."""
 
 from abc import abstractmethod
 
@@ -15,7 +15,7 @@ from foredraft.heads.target.cache import KVCache
 
 
 class LayerHead(RecurrentHead):
-    """Its layer takes a hidden state, the target's or its own, beside the embedding of the token after it."""
+    """Draft with a layer that takes a hidden state, the target's or its own, and the embedding of the token after it."""
 
     cache_layers = 1
     config: LlamaConfig
@@ -24,18 +24,18 @@ class LayerHead(RecurrentHead):
 
     @abstractmethod
     def inputs(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention takes, and what the layer adds to."""
+        """Return the input of attention and the residual, from hidden and embeddings (batch, n, hidden)."""
 
     def first_hidden(self, aux_hidden_states: Tensor) -> Tensor:
-        """The hidden states of the first step."""
+        """Return the hidden states (batch, n, hidden) of the first step."""
         return aux_hidden_states
 
     def feed_back(self, out: Tensor) -> Tensor:
-        """The hidden states of the next step, of those of a draft."""
+        """Turn the hidden states of a draft into the input of the next step."""
         return out
 
     def finish(self, out: Tensor) -> Tensor:
-        """The hidden states of a draft, of what the layer gives."""
+        """Turn the layer's output into the hidden states of a draft."""
         return out
 
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
@@ -72,7 +72,7 @@ class LayerHead(RecurrentHead):
 
 
 class HiddenStateHead(LayerHead):
-    """It drafts the target's next last hidden state, of which the target's own lm_head makes a token (EAGLE, FastMTP)."""
+    """Draft the target's next last hidden state, which the target's own lm_head turns into a token (EAGLE, FastMTP)."""
 
     target: Target
     fc: nn.Linear
@@ -84,7 +84,7 @@ class HiddenStateHead(LayerHead):
         return self.target.logits(hidden)
 
     @torch.no_grad()
-    def hand_on(self) -> None:
-        """Begin as what hands the hidden state, the second half of fc's input, on as it is: with the target's own guess."""
+    def init_passthrough(self) -> None:
+        """Pass the hidden state, the second half of fc's input, through: the first drafts are the target's own prediction."""
         llama_config.init_near_identity(self.layer)
         self.fc.weight[:, self.config.hidden_size :].copy_(torch.eye(self.config.hidden_size))

@@ -1,4 +1,4 @@
-"""The few layers that heads share. Names of submodules are the names of the weights on disk, in every published format."""
+"""Layers that heads share. Names of submodules are the names of weights on disk, in every published format."""
 
 import copy
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from foredraft.heads.target.cache import KVCache
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype != weight.dtype:  # mixed precision: norms keep float32
+    if x.dtype != weight.dtype:  # in mixed precision, norms stay in float32
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight, eps)
 
@@ -32,12 +32,11 @@ class RMSNorm(nn.Module):
 
 
 class ScaledLinear(nn.Linear):
-    """A product with hidden states of several layers, which are of any size: in the middle of a model they are often 50 times
-    as large as after a norm, so that an optimizer's steps on their weights would be 50 times too long.
+    """Multiply hidden states of several layers, whose sizes differ. In the middle of a model they are often 50 times as
+    large as after a norm, so an optimizer's steps on their weights would be 50 times too long.
 
-    `sizes` (in_features,) float32 divide the weights in training, and lie beside them in a checkpoint; None for
-    weights as they are in a head's file. Powers of two change no digit of a weight that is multiplied and divided by them.
-    """
+    `sizes` (in_features,) float32 divide the weights in training and are saved in a checkpoint; None for the weights of a
+    head's file. They are powers of two, so multiplying and dividing by them is exact."""
 
     sizes: Tensor | None
 
@@ -50,7 +49,7 @@ class ScaledLinear(nn.Linear):
         return F.linear(x.to(self.weight.dtype), weight)
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A checkpoint of a training that did not scale its inputs yet has the weights of a head's file.
+        # A checkpoint of a training that did not scale its inputs yet contains the weights of a head's file.
         if self.sizes is not None and f"{prefix}weight" in state and f"{prefix}sizes" not in state:
             state[f"{prefix}weight"] = state[f"{prefix}weight"] * self.sizes.to(state[f"{prefix}weight"].device)
             state[f"{prefix}sizes"] = self.sizes
@@ -58,7 +57,7 @@ class ScaledLinear(nn.Linear):
 
     @torch.no_grad()
     def scale_inputs(self, sizes: Tensor | None) -> None:
-        """Give the same products by weights that these sizes divide."""
+        """Divide the weights by these sizes from now on; the products stay equal."""
         if self.sizes is not None:
             self.weight.div_(self.sizes)
         if sizes is not None:
@@ -66,18 +65,18 @@ class ScaledLinear(nn.Linear):
         self.sizes = sizes
 
 
-def project_first_half(layers: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, Tensor]:
-    """For layers whose inputs have two halves, of which the first, x (batch, length, width / 2), is the same in many steps:
-    what it gives, with biases, (batch, length, outputs of all layers), and the weights (outputs, width / 2) of the second."""
+def split_fused_projection(layers: Sequence[nn.Linear], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply the first halves of the layers' inputs, x (batch, length, width / 2), which are the same in many steps. Return
+    their products with biases (batch, length, outputs of all layers) and the weights (outputs, width / 2) of the second."""
     weights: list[Tensor] = [layer.weight for layer in layers]
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     first, second = torch.cat(weights).chunk(2, dim=1)
     products = F.linear(x, first, torch.cat(biases) if biases else None)
-    return products, second.to(products.dtype)  # autocast would cast it in every step, and keep all the copies
+    return products, second.to(products.dtype)  # autocast would cast it in every step and keep all the copies
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(linear(x)), the identity at first (Medusa, arXiv:2401.10774, section 2.1.1)."""
+    """Compute x + SiLU(linear(x)), initially the identity (Medusa, arXiv:2401.10774, section 2.1.1)."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -90,18 +89,16 @@ class ResidualBlock(nn.Module):
 
 
 class Rotary:
-    """Cosines and sines of rotary positions, by transformers' own implementation for the config (llama3, yarn, linear ...).
-
-    They are computed once and kept in a table: computing them in every drafting step costs as much as a small layer. This is
-    not a module, so a cast of the head to bfloat16 cannot reach the table (a well-known way to lose acceptance).
-    """
+    """Return cosines and sines of rotary positions from transformers' implementation (llama3, yarn, linear ...). They are
+    computed once and kept in a table: in every drafting step they would cost as much as a small layer. This is not a module,
+    so a cast of the head to bfloat16 does not reach the table (a well-known way to lose acceptance)."""
 
     def __init__(self, config: LlamaConfig):
         self.config, self.table = config, torch.empty(2, 0, 0, device="cpu")
 
     @cached_property
     def rope(self) -> LlamaRotaryEmbedding:
-        """Made when first used: a head that is built to compare shapes needs none."""
+        """Build the embedding at first use: a head that is only built to compare shapes needs none."""
         config, rope = self.config, self.config.rope_parameters
         if rope["rope_type"] == "default" and "partial_rotary_factor" in rope:  # transformers' Llama would ignore it
             config = copy.copy(config)
@@ -109,14 +106,14 @@ class Rotary:
         return LlamaRotaryEmbedding(config)
 
     def __call__(self, positions: Tensor, longest: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(batch, 1, length, head_dim) each, for positions (batch, length) all below `longest`."""
+        """Return cosines and sines (batch, 1, length, head_dim) for positions (batch, length), all below `longest`."""
         if self.table.shape[1] < longest or self.table.device != positions.device:
             size = max(256, 1 << (longest - 1).bit_length())
             every = torch.arange(size, device=positions.device)[None]
             rope = self.rope.to(positions.device)
             with torch.autocast(positions.device.type, enabled=False):
-                # longrope takes other factors for a text beyond its boundary. Here each position keeps its own, however
-                # long the table is: keys in a cache are not rotated again.
+                # longrope uses other factors for a text beyond its boundary. Here each position keeps its factors at any
+                # length of the table, because keys in a cache are not rotated again.
                 boundary = self.config.rope_parameters.get("original_max_position_embeddings", size)
                 parts = [every[:, :boundary], every[:, boundary:]]
                 one = torch.empty(1, device=positions.device)
@@ -126,7 +123,8 @@ class Rotary:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x (..., dim) with its first dimensions rotated, as many as cos has: all of them but for partial rotary positions."""
+    """Rotate the first dimensions of x (..., dim), as many as cos has. Partial rotary positions leave the others
+    unchanged."""
     width = cos.shape[-1]
     if width < x.shape[-1]:
         return torch.cat([rotate(x[..., :width], cos, sin), x[..., width:]], dim=-1)
@@ -135,16 +133,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Projected(NamedTuple):
-    """Queries (batch, heads, length, dim), keys and values (batch, kv_heads, length, dim), positions applied."""
+    """Hold queries (batch, heads, length, dim), keys and values (batch, kv_heads, length, dim) with positions applied."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    gate: Tensor | None = None  # (batch, heads, length, dim), of what is attended to
+    gate: Tensor | None = None  # (batch, heads, length, dim), for the output of attention
 
 
 class Attention(nn.Module):
-    """Grouped-query attention whose input may be wider than its output (EAGLE-3 takes two vectors side by side)."""
+    """Apply grouped-query attention whose input may be wider than its output (EAGLE-3 concatenates two vectors)."""
 
     def __init__(self, config: LlamaConfig, width: int):
         super().__init__()
@@ -157,14 +155,14 @@ class Attention(nn.Module):
 
     @property
     def input_layers(self) -> list[nn.Linear]:
-        """Those that take the input."""
+        """Return the layers that take the input."""
         return [self.q_proj, self.k_proj, self.v_proj]
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Projected:
         return self.split_heads(torch.cat([layer(x) for layer in self.input_layers], dim=-1), cos, sin)
 
     def split_heads(self, products: Tensor, cos: Tensor, sin: Tensor) -> Projected:
-        """`project`, of the outputs of `input_layers` side by side, (batch, length, products)."""
+        """Split the concatenated outputs of `input_layers` (batch, length, products) into heads, as `project` does."""
         heads = products.unflatten(-1, (-1, self.dim)).transpose(1, 2)
         both, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         q, k = rotate(both, cos, sin).split([self.heads, self.kv_heads], dim=1)
@@ -173,24 +171,24 @@ class Attention(nn.Module):
     def attend_cached(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache, layer: int
     ) -> Tensor:
-        """Attend over the cache and x (batch, length, width); mask (batch, length, keys) bool, or None as by
+        """Attend from x (batch, length, width) to the cache and x. mask: (batch, length, keys) bool, None stands for
         `KVCache.causal_mask`."""
         q, k, v, gate = self.project(x, cos, sin)
         keys, values = cache.update(k, v, layer)
         return self.project_out(attend(q, keys, values, None if mask is None else mask[:, None]), gate)
 
     def project_out(self, out: Tensor, gate: Tensor | None = None) -> Tensor:
-        """(batch, heads, length, dim) -> (batch, length, hidden)."""
+        """Project (batch, heads, length, dim) to (batch, length, hidden)."""
         out = out if gate is None else out * gate.sigmoid()
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
 class NormedAttention(Attention):
-    """With norms on queries and keys (Qwen3), and with a gate on what is attended to (Qwen3-Next)."""
+    """Add norms on queries and keys (Qwen3) and a gate on the output of attention (Qwen3-Next)."""
 
     def __init__(self, config: LlamaConfig, width: int, normed: bool = True, gated: bool = False):
         super().__init__(config, width)
-        if gated:  # per head its query, then its gate
+        if gated:  # each head has its query, then its gate
             self.q_proj = nn.Linear(width, 2 * self.heads * self.dim, bias=bool(config.attention_bias))
         if normed:
             self.q_norm, self.k_norm = (RMSNorm(self.dim, config.rms_norm_eps) for _ in range(2))
@@ -204,13 +202,14 @@ class NormedAttention(Attention):
         return Projected(rotate(q, cos, sin), rotate(k, cos, sin), v, gate)
 
     def keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values alone, of a layer with norms."""
+        """Return keys and values, without queries, of a layer with norms."""
         k, v = (layer(x).unflatten(-1, (-1, self.dim)).transpose(1, 2) for layer in (self.k_proj, self.v_proj))
         return rotate(self.k_norm(k), cos, sin), v
 
 
 class MLP(nn.Module):
-    """In training it keeps the outputs of its first two products, half of what autograd would, and recomputes the rest."""
+    """Apply a gated MLP. In training it keeps the outputs of its first two products, half of what autograd would keep, and
+    recomputes the rest."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -229,7 +228,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama layer. attention: Llama's own where none is given. first_norm: EAGLE-1's has none."""
+    """Build a Llama layer. attention: None for Llama's own. first_norm: False for EAGLE-1."""
 
     norms: ClassVar[tuple[str, ...]] = ("input_layernorm", "post_attention_layernorm")
     input_layernorm: nn.Module

@@ -1,6 +1,6 @@
-"""The Llama config of heads that hold a decoder layer: what they copy from their target, save, and compare with it.
+"""Handle the Llama config of heads with a decoder layer: what they copy from their target, save, and compare with it.
 
-Rope and context length above all: a head that was trained with one rope and served with another drafts badly.
+Rope and context length matter most: a head that was trained with one rope and served with another drafts badly.
 """
 
 from typing import Any
@@ -13,18 +13,18 @@ from foredraft.heads.layers import DecoderLayer, RMSNorm
 from foredraft.heads.target import Target
 from foredraft.heads.target.support import settings_of
 
-ROPES = ("default", "linear", "llama3", "yarn", "longrope")  # that a head may have
-NEEDED = ("hidden_size", "num_attention_heads")
-COPIED = (*NEEDED, "intermediate_size", "num_key_value_heads", "rms_norm_eps", "vocab_size")
-# Of a layer of multi-head latent attention (heads/latent_attention.py), whose head_dim is that of the rotated part.
+ROPES = ("default", "linear", "llama3", "yarn", "longrope")  # those that a head supports
+REQUIRED = ("hidden_size", "num_attention_heads")
+COPIED = (*REQUIRED, "intermediate_size", "num_key_value_heads", "rms_norm_eps", "vocab_size")
+# Sizes of multi-head latent attention (heads/latent_attention.py), whose head_dim is that of the rotated part.
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-COPIED_IF_THERE = ("head_dim", "max_position_embeddings", "bos_token_id", "eos_token_id")
-HEAD_DIM = 64  # of a layer's attention heads, for a target that has none
-SPREAD = 1.2  # standard deviation over the vocabulary, at most, of the logits of a new head
+OPTIONAL = ("head_dim", "max_position_embeddings", "bos_token_id", "eos_token_id")
+HEAD_DIM = 64  # of attention heads, for a target that has none
+SPREAD = 1.2  # largest standard deviation over the vocabulary of a new head's logits
 
 
 class LayerConfig(LlamaConfig):
-    """A Llama config whose hidden size need not be a multiple of its number of attention heads, since it has a head_dim; and
+    """Describe a Llama layer whose hidden size need not be a multiple of its attention heads, since head_dim is set, and
     that may have latent attention."""
 
     q_lora_rank: int | None = None
@@ -38,12 +38,14 @@ class LayerConfig(LlamaConfig):
 
 
 def shape_of(target: Target) -> dict[str, Any]:
-    """Return the sizes of the target's layers under their usual names. What its config leaves out has Llama's proportions.
-    Raises ValueError for a target that has no hidden size."""
+    """Return the sizes of the target's layers under their usual names. Sizes that its config omits get Llama's proportions.
+    Raises ValueError for a target without a hidden size."""
     settings = settings_of(target.config)
     if settings.get("hidden_size") is None:
-        raise ValueError(f"the config of {target.name} has no hidden_size, which a head's layer is shaped by")
-    shape = {name: settings[name] for name in (*COPIED, *COPIED_IF_THERE) if settings.get(name) is not None}
+        raise ValueError(
+            f"the config of {target.name} has no hidden_size, which determines the shape of a head's layer"
+        )
+    shape = {name: settings[name] for name in (*COPIED, *OPTIONAL) if settings.get(name) is not None}
     shape.setdefault("num_attention_heads", max(1, target.hidden_size // HEAD_DIM))  # Mamba has none
     shape.setdefault("intermediate_size", 4 * target.hidden_size)
     if isinstance(shape["intermediate_size"], list):  # a size for each layer (Gemma 3n)
@@ -52,10 +54,10 @@ def shape_of(target: Target) -> dict[str, Any]:
 
 
 def config_like(target: Target) -> LlamaConfig:
-    """One Llama layer of the target's shape. Raises ValueError where the target's config has no such shape."""
+    """Describe one Llama layer of the target's shape. Raises ValueError if the target's config has no such shape."""
     settings, copied = settings_of(target.config), shape_of(target)
     copied["vocab_size"] = target.vocab_size
-    if target.max_positions is not None:  # some configs have it under another name
+    if target.max_positions is not None:  # some configs use another name for it
         copied["max_position_embeddings"] = target.max_positions
     if settings.get("rope_parameters"):
         copied["rope_parameters"] = head_rope(settings)
@@ -63,21 +65,21 @@ def config_like(target: Target) -> LlamaConfig:
 
 
 def from_json(settings: dict[str, Any]) -> LlamaConfig:
-    """The layer that a config.json describes. Only what shapes it is taken: published files carry settings of their target
-    and of other classes along. Raises KeyError for a size that is missing."""
-    copied = {name: settings[name] for name in (*COPIED, "attention_bias") if name in NEEDED or name in settings}
-    copied |= {name: settings[name] for name in (*COPIED_IF_THERE, *LATENT) if settings.get(name) is not None}
+    """Describe the layer of a config.json. Only settings of the layer are used: published files also carry settings of
+    their target and of other classes. Raises KeyError for a missing size."""
+    copied = {name: settings[name] for name in (*COPIED, "attention_bias") if name in REQUIRED or name in settings}
+    copied |= {name: settings[name] for name in (*OPTIONAL, *LATENT) if settings.get(name) is not None}
     rope = rope_parameters(settings)
     return LayerConfig(num_hidden_layers=1, tie_word_embeddings=False, rope_parameters=rope, **copied)
 
 
 def to_json(config: LlamaConfig) -> dict[str, Any]:
-    """What config.json says of the layer. Llama's defaults are written out too: engines differ on defaults."""
+    """Return the config.json settings of the layer. Llama's defaults are included, because engines differ on defaults."""
     names = (*COPIED, "head_dim", "max_position_embeddings", "rope_parameters")
     settings = config.to_diff_dict() | {name: getattr(config, name) for name in names}
     settings = {name: value for name, value in settings.items() if name not in LATENT or value is not None}
     rope = dict(config.rope_parameters)
-    settings["rope_theta"] = rope.pop("rope_theta")  # for engines on transformers 4, which know no rope_parameters
+    settings["rope_theta"] = rope.pop("rope_theta")  # for engines on transformers 4, without rope_parameters
     if rope.get("rope_type", "default") != "default":
         settings["rope_scaling"] = rope
     if "partial_rotary_factor" in rope:
@@ -87,13 +89,12 @@ def to_json(config: LlamaConfig) -> dict[str, Any]:
 
 
 def rope_parameters(settings: dict[str, Any]) -> dict[str, Any]:
-    """The rope of a config.json, in the one spelling that transformers 5 has.
-
-    Published ones say it flat (`rope_theta`), in `rope_scaling` or in `rope_parameters`, and the type under `type` or
-    `rope_type`. A target with a rope per kind of layer (Gemma 3) gives that of full attention. mrope gives all its sections
-    the same positions where there is only text, so it is the default rope here."""
+    """Return the rope of a config.json in the form of transformers 5. Published configs write it flat (`rope_theta`), in
+    `rope_scaling` or in `rope_parameters`, and the type as `type` or `rope_type`. A target with a rope per kind of layer
+    (Gemma 3) yields that of full attention. mrope gives all its sections the same positions in text, so it is the default
+    rope here."""
     rope = dict(settings.get("rope_parameters") or settings.get("rope_scaling") or {})
-    if "full_attention" in rope:  # which has none in Beam, whose sliding layers have one
+    if "full_attention" in rope:  # Beam has no rope there, only in its sliding layers
         rope = dict(rope["full_attention"] or next(filter(None, rope.values()), {}))
     older_name = rope.pop("type", None)
     kind = rope.pop("rope_type", None) or older_name or "default"
@@ -108,56 +109,57 @@ def rope_parameters(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def head_rope(settings: dict[str, Any]) -> dict[str, Any]:
-    """The rope of a new head for a target of this config: its own, or the default one of its theta where no head has its own
-    (Gemma 4's proportional, dynamic)."""
+    """Return the rope of a new head for this target config: the target's own if heads support it, otherwise the default one
+    with its theta (Gemma 4's proportional, dynamic)."""
     rope = rope_parameters(settings)
     return rope if rope["rope_type"] in ROPES else {"rope_type": "default", "rope_theta": rope["rope_theta"]}
 
 
 def incompatibilities(config: LlamaConfig, target: Target) -> list[str]:
-    """Sizes in which a head of this layer cannot fit the target, in words."""
+    """Return descriptions of the sizes in which a head with this layer cannot fit the target."""
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     pairs = [(name, getattr(config, name), theirs) for name, theirs in sizes.items()]
-    return [f"{name}: the head says {ours}, the target {theirs}" for name, ours, theirs in pairs if ours != theirs]
+    return [f"{name}: the head has {ours}, the target {theirs}" for name, ours, theirs in pairs if ours != theirs]
 
 
 def differences(config: LlamaConfig, target: Target) -> list[str]:
-    """Where the layer's rope or context length is not the target's, in words. A head that was trained so drafts well."""
-    settings, found = settings_of(target.config), []
+    """Return descriptions of how the layer's rope or context length differ from the target's. Such a head may still draft
+    well."""
+    settings, texts = settings_of(target.config), []
     if target.max_positions not in (None, config.max_position_embeddings):
-        found.append(
-            f"max_position_embeddings: the head says {config.max_position_embeddings}, the target {target.max_positions}"
+        texts.append(
+            f"max_position_embeddings: the head has {config.max_position_embeddings}, the target {target.max_positions}"
         )
     ours, theirs = rope_parameters({"rope_parameters": config.rope_parameters}), head_rope(settings)
     if settings.get("rope_parameters") and ours != theirs:
-        found.append(f"rope_parameters: the head says {ours}, the target {theirs}")
-    return found
+        texts.append(f"rope_parameters: the head has {ours}, the target {theirs}")
+    return texts
 
 
 @torch.no_grad()
 def probe(target: Target, layers: list[int]) -> Tensor:
-    """(tokens, len(layers) * hidden) float32: these hidden states of some tokens, to see how large they are."""
+    """Return these hidden states of some tokens, (tokens, len(layers) * hidden) float32, to measure their size."""
     return target.forward(probe_tokens(target), layers=layers, keep_logits=1).aux_hidden_states.float()[0]
 
 
 def probe_tokens(target: Target) -> Tensor:
-    """(1, tokens) int64."""
-    count = min(256, target.vocab_size, target.context or 256)  # a learned position table ends at the context
+    """Return token ids (1, tokens) int64."""
+    count = min(256, target.vocab_size, target.context or 256)  # a learned table of positions ends at the context
     return torch.arange(count, device=target.device)[None]
 
 
 def aux_sizes(layers: list[int], target: Target) -> Tensor:
-    """Return (len(layers) * hidden,) float32: for each number of the hidden states the root mean square of its layer's,
-    rounded to a power of two."""
+    """Return (len(layers) * hidden,) float32: the root mean square of each hidden state's layer, rounded to a power of
+    two."""
     sizes = probe(target, layers).unflatten(-1, (len(layers), -1)).pow(2).mean((0, 2)).sqrt()
     return sizes.log2().round().exp2().repeat_interleave(target.hidden_size)
 
 
 @torch.no_grad()
 def init_norm(norm: RMSNorm, target: Target) -> None:
-    """Make the last norm give the target's lm_head inputs of the proportions that it is used to, and so large that logits
-    spread by `SPREAD`. At the target's own size a new head is sure of random tokens (SmolLM2: by 4.7, a loss of 18 where
-    ln(vocabulary) is 9), and its first twenty steps go into shrinking the lm_head."""
+    """Scale the last norm so that the target's lm_head gets inputs of its usual proportions and logits spread by `SPREAD`.
+    With the target's own size a new head is certain of random tokens (SmolLM2: spread 4.7, loss 18 where ln(vocabulary) is
+    9), and its first twenty steps only shrink the lm_head."""
     sizes = probe(target, [target.num_layers]).pow(2).mean(0).sqrt()
     directions = torch.randn(8, target.hidden_size, generator=torch.Generator().manual_seed(0)).to(sizes.device)
     spread = target.logits((directions * sizes).to(target.dtype)).float().std(-1).mean()
@@ -165,7 +167,7 @@ def init_norm(norm: RMSNorm, target: Target) -> None:
 
 
 def init_near_identity(*layers: DecoderLayer) -> None:
-    """What a new layer adds to its residual starts small, as in the models that it is copied from."""
+    """Initialize layers to add little to their residual, as layers of trained models do."""
     for layer in layers:
         nn.init.normal_(layer.self_attn.o_proj.weight, std=0.02)
         nn.init.normal_(layer.mlp.down_proj.weight, std=0.02)

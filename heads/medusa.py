@@ -1,7 +1,7 @@
 """Medusa-1: one independent head per depth on the target's last hidden state (arXiv:2401.10774, section 2.1).
 
-Head i (from 0) takes the hidden state of position t and drafts token t + 2 + i. It sees the text, never the other
-heads' drafts, so all depths cost one small product each, and the tree is static.
+Head i (from 0) takes the hidden state of position t and drafts token t + 2 + i. It sees only the text, never the drafts of
+other heads, so every depth costs one small product and the tree is static.
 """
 
 import torch
@@ -13,7 +13,8 @@ from foredraft.heads.target import Target
 
 
 class MedusaHead(ParallelHead):
-    """Weights are named as FasterDecoding and TGI name them: {i}.{j}.linear.*, {i}.{blocks}.weight."""
+    """Draft each depth with its own residual blocks and projection. Weights have the names of FasterDecoding and TGI:
+    {i}.{j}.linear.*, {i}.{blocks}.weight."""
 
     kind, depth_key = "medusa", "num_heads"
     format = "Medusa-1 as FasterDecoding names its weights, in safetensors"
@@ -45,8 +46,8 @@ class MedusaHead(ParallelHead):
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
     ) -> "MedusaHead":
-        """A new head whose projections start as the target's lm_head, so that it starts from the target's own guess.
-        draft_vocab_size, counts: as in EAGLE-3."""
+        """Make a new head whose projections are copies of the target's lm_head, so that its first drafts are the target's
+        own prediction. draft_vocab_size, counts: as in EAGLE-3."""
         sizes = target.hidden_size, target.vocab_size, target.num_layers
         head = cls(*sizes, num_heads, blocks, target.name, draft_vocab_size)
         head.init_projections(target, counts)
@@ -62,15 +63,15 @@ class MedusaHead(ParallelHead):
 
     @classmethod
     def from_config(cls, config: dict) -> "MedusaHead":
-        own = config["foredraft"]
+        record = config["foredraft"]
         return cls(
-            own["hidden_size"],
-            own["vocab_size"],
-            own["layers"][0],
+            record["hidden_size"],
+            record["vocab_size"],
+            record["layers"][0],
             depth=config["medusa_num_heads"],
             blocks=config["medusa_num_layers"],
             target=config["base_model_name_or_path"],
-            draft_vocab_size=own.get("draft_vocab_size"),
+            draft_vocab_size=record.get("draft_vocab_size"),
         )
 
     def to_config(self) -> dict:

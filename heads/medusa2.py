@@ -1,7 +1,8 @@
 """Medusa-2: Medusa's heads, trained together with a LoRA adapter on the target (arXiv:2401.10774, section 2.2.2).
 
-The target is trained to be drafted for: gradients of the heads reach it through its last hidden state, while train/joint.py
-holds it to what it said before. Its text changes all the same, so decoding is lossless against the *adapted* target only.
+The target is trained to be easier to draft for: gradients of the heads reach it through its last hidden state, while
+train/joint.py keeps its distribution close to the original. Its text changes, so decoding is lossless only against the
+*adapted* target.
 """
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from foredraft.heads.target import Target
 
 class Medusa2Head(MedusaHead):
     kind = "medusa2"
-    format = "Medusa-1's as FasterDecoding names its weights, and the target's adapter as peft reads it"
+    format = "Medusa-1's as FasterDecoding names its weights, with the target's adapter as peft reads it"
 
     @classmethod
     def for_target(
@@ -26,7 +27,7 @@ class Medusa2Head(MedusaHead):
         lora_r: int = 32,
         lora_alpha: int = 16,
     ) -> "Medusa2Head":
-        """New heads as Medusa-1's, and a new adapter of rank `lora_r` on the target, scaled by lora_alpha / lora_r."""
+        """Make Medusa-1's heads and an adapter of rank `lora_r` on the target, scaled by lora_alpha / lora_r."""
         head = super().for_target(target, num_heads, blocks, draft_vocab_size, counts)
         assert isinstance(head, Medusa2Head)
         adapter.add(target, lora_r, lora_alpha)

@@ -1,13 +1,13 @@
-"""FastMTP: one multi-token-prediction layer, applied again and again to its own output (arXiv:2509.18362).
+"""FastMTP: one multi-token-prediction layer, applied repeatedly to its own output (arXiv:2509.18362).
 
-Some targets ship such a layer (Qwen's `mtp.*`, MiMo's `model.mtp_layers.0.*`, DeepSeek's and GLM's layer after the last one,
-which transformers does not load), trained for the first draft alone.
-At label position p it takes the target's last hidden state of position p, after the final norm, beside the embedding of token
-p + 1, both normed. Its output, normed again, goes through the target's lm_head, and is the hidden state for the next draft.
+Some targets ship such a layer, trained only for the first draft: Qwen's `mtp.*`, MiMo's `model.mtp_layers.0.*`, and
+DeepSeek's and GLM's layer after the last one, which transformers does not load.
+At label position p it takes the target's last hidden state of position p, after the final norm, and the embedding of token
+p + 1, both normed. Its output is normed, goes through the target's lm_head, and is the hidden state for the next draft.
 
-A new head starts from the target's layer, or, where it ships none, as EAGLE-1 does: it hands the hidden state on. Training
-repeats the step on its own output, over the keys that drafting has (heads/eagle3.py); the paper lets every step look at keys
-of its own step instead, which drafting lacks.
+A new head starts from the target's layer. If the target ships none, it passes the hidden state through, as EAGLE-1 does.
+Training repeats the step on its own output, over the keys that drafting has (heads/eagle3.py). In the paper every step
+attends to keys of the same step instead, which drafting lacks.
 """
 
 import json
@@ -24,11 +24,11 @@ from foredraft.heads.target import Target
 from foredraft.heads.target.files import checkpoint_file, stored_tensors, weight_map
 
 PREFIX = "mtp."  # of its weights in a target's files
-# The same parts as other targets name them.
+# Names of the same modules in other targets.
 MIMO = {
     "token_layernorm": "pre_fc_norm_embedding",
     "hidden_layernorm": "pre_fc_norm_hidden",
-    "input_proj": "fc",  # of the hidden state and then the embedding
+    "input_proj": "fc",  # concatenates the hidden state and then the embedding
     "final_layernorm": "norm",
 }
 DEEPSEEK = {
@@ -37,15 +37,16 @@ DEEPSEEK = {
     "eh_proj": "fc",
     "shared_head.norm": "norm",
 }
-COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # of the target's own
-PROMISES = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # in a config.json
-# Qwen3-Next and its successors store a norm's weight as its difference to 1.
-FROM_ONE = ("qwen3_next", "qwen3_5")
+COPIES = ("embed_tokens.weight", "shared_head.head.weight")  # duplicates of the target's own weights
+COUNT_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # in a config.json
+# Qwen3-Next and its successors store a norm's weight minus 1.
+ZERO_CENTERED = ("qwen3_next", "qwen3_5")
 
 
 class MTPHead(HiddenStateHead):
-    """Weights are named as in the files of targets that ship such a layer: mtp.{fc, norm, pre_fc_norm_hidden,
-    pre_fc_norm_embedding, layers.0.*}. The embedding and the lm_head are the target's and not saved."""
+    """Draft the target's next last hidden state with a multi-token-prediction layer. Weights have the names in the files of
+    targets that ship such a layer: mtp.{fc, norm, pre_fc_norm_hidden, pre_fc_norm_embedding, layers.0.*}. The embedding and
+    the lm_head belong to the target and are not saved."""
 
     kind = "mtp"
     disk_prefixes: ClassVar[dict[str, str]] = {
@@ -65,8 +66,8 @@ class MTPHead(HiddenStateHead):
 
     @classmethod
     def for_target(cls, target: Target, ttt_steps: int = 3) -> "MTPHead":
-        """A new head. ttt_steps: steps of training, each on the output of the one before. It starts from the layer that the
-        target ships, and raises ValueError where that is none that is known here."""
+        """Make a new head from the layer that the target ships. ttt_steps: training steps, each on the output of the one
+        before. Raises ValueError if the shipped layer is not supported."""
         config = llama_config.config_like(target)
         shipped = shipped_layer(target)
         if not shipped:
@@ -83,36 +84,36 @@ class MTPHead(HiddenStateHead):
 
     @torch.no_grad()
     def init_like(self, target: Target) -> None:
-        """Hand the hidden state on as it is: the target's own guess of the token before is where it starts."""
+        """Pass the hidden state through, so that training starts from the target's own prediction of the token before."""
         size = llama_config.probe(target, [target.num_layers]).pow(2).mean().sqrt()
-        self.hand_on()
+        self.init_passthrough()
         for norm in (self.pre_fc_norm_hidden, self.norm):
             norm.weight.fill_(size)
 
     def load_shipped(self, shipped: dict[str, Tensor], target: Target) -> None:
-        """Start from the target's own layer, its tensors named without `mtp.`."""
+        """Load the weights of the target's own layer, named without `mtp.`."""
         ours = {name.replace("layer.", "layers.0.", 1): tensor for name, tensor in self.state_dict().items()}
         other = sorted(shipped.keys() ^ ours.keys())
         other += [name for name in ours if name in shipped and shipped[name].shape != ours[name].shape]
         if other:
             raise ValueError(
-                f"the MTP layer of {target.name} is none that is known here ({PREFIX}{other[0]}): a mixture of experts or "
-                "another attention; head=eagle makes a layer of its own"
+                f"the MTP layer of {target.name} is not supported ({PREFIX}{other[0]}): it has experts or another kind of "
+                "attention. Use head=eagle, which trains its own layer"
             )
         offset = norm_offset(target)
-        own = {name: tensor.float() + offset * ("norm" in name) for name, tensor in shipped.items()}
-        self.load_state_dict({name.replace("layers.0.", "layer.", 1): tensor for name, tensor in own.items()})
+        weights = {name: tensor.float() + offset * ("norm" in name) for name, tensor in shipped.items()}
+        self.load_state_dict({name.replace("layers.0.", "layer.", 1): tensor for name, tensor in weights.items()})
 
     @classmethod
     def from_config(cls, config: dict) -> "MTPHead":
         shape = llama_config.from_json(config)
-        own = config["foredraft"]
-        return cls(shape, own["depth"], gated=config["attn_output_gate"], normed=config["qk_norm"])
+        record = config["foredraft"]
+        return cls(shape, record["depth"], gated=config["attn_output_gate"], normed=config["qk_norm"])
 
     def to_config(self) -> dict[str, Any]:
         attention = self.layer.self_attn
-        own = {"attn_output_gate": attention.gated, "qk_norm": attention.normed}
-        return llama_config.to_json(self.config) | {"attention_bias": self.config.attention_bias} | own
+        flags = {"attn_output_gate": attention.gated, "qk_norm": attention.normed}
+        return llama_config.to_json(self.config) | {"attention_bias": self.config.attention_bias} | flags
 
     def inputs(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         both = self.pre_fc_norm_embedding(embeddings.to(self.dtype)), self.pre_fc_norm_hidden(hidden.to(self.dtype))
@@ -124,26 +125,26 @@ class MTPHead(HiddenStateHead):
 
 
 def shipped_layer(target: Target) -> dict[str, Tensor]:
-    """The layer in the target's files, its tensors named as Qwen's are, without `mtp.`; empty where there is none. Raises
-    ValueError where its config promises one that is not found."""
+    """Return the MTP layer in the target's files, with the names of Qwen's tensors but without `mtp.`; empty if the target
+    ships none. Raises ValueError if its config announces one that is missing."""
     layouts = {PREFIX: {}, "model.mtp_layers.0.": MIMO, f"model.layers.{target.num_layers}.": DEEPSEEK}
-    prefix, names = next(((p, n) for p, n in layouts.items() if holds(target, p)), ("", {}))
+    prefix, names = next(((p, n) for p, n in layouts.items() if has_weights(target, p)), ("", {}))
     if not prefix:
         file = checkpoint_file(target, "config.json")
         settings = {} if file is None else json.loads(file.read_text())
         settings = settings.get("text_config") or settings
-        promise = next((f"{name}={settings[name]}" for name in PROMISES if settings.get(name)), None)
-        if promise is not None:
+        announced = next((f"{name}={settings[name]}" for name in COUNT_KEYS if settings.get(name)), None)
+        if announced is not None:
             raise ValueError(
-                f"the config of {target.name} says {promise}, and its files hold no MTP layer ({', '.join(layouts)}*): "
-                "fetch them whole, or take head=eagle, which makes a layer of its own"
+                f"the config of {target.name} has {announced}, but its files contain no MTP layer ({', '.join(layouts)}*): "
+                "download all of its files, or use head=eagle, which trains its own layer"
             )
         return {}
-    found = stored_tensors(target, prefix)
+    stored = stored_tensors(target, prefix)
     if not names:
-        return found
+        return stored
     layer: dict[str, Tensor] = {}
-    for name, tensor in found.items():
+    for name, tensor in stored.items():
         part = name.removesuffix(".weight")
         if name not in COPIES:
             layer[f"{names[part]}.weight" if part in names else f"layers.0.{name}"] = tensor
@@ -152,10 +153,10 @@ def shipped_layer(target: Target) -> dict[str, Tensor]:
     return layer
 
 
-def holds(target: Target, prefix: str) -> bool:
+def has_weights(target: Target, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in weight_map(target))
 
 
 def norm_offset(target: Target) -> float:
-    """What the target's files leave out of the weights of norms."""
-    return 1.0 if target.config.model_type.startswith(FROM_ONE) else 0.0
+    """Return the number that the target's files subtract from the weights of norms."""
+    return 1.0 if target.config.model_type.startswith(ZERO_CENTERED) else 0.0

@@ -1,16 +1,15 @@
 """P-EAGLE: EAGLE-3 with several layers, which drafts all depths in one pass (arXiv:2602.01469).
 
-The first layer is EAGLE-3's: it takes the target's fused hidden states of position p beside the embedding of token p + 1. Its
-output drafts token p + 2, after the further layers. A deeper draft has neither a token nor hidden states of the target: it
-takes the embedding of a mask token and the learned `mask_hidden` in their place, and stands at the position of those that it
-misses.
+The first layer is EAGLE-3's: it takes the target's fused hidden states of position p and the embedding of token p + 1. Its
+output drafts token p + 2, after the further layers. A deeper draft has neither a token nor hidden states of the target. It
+takes the embedding of a mask token and the learned `mask_hidden` instead, at the position of the missing ones.
 
-    text 0 1 2 3 | draft that begins at 1 | at 3         x = visible
+    text 0 1 2 3 | draft that starts at 1 | at 3         x = visible
     depth 1 at 1   x x . . |              |              the text's own entry: EAGLE-3's first step
     depth 2 at 1   x x . . | x .          | . .
     depth 3 at 1   x x . . | x x          | . .
 
-The embedding is the head's own and is trained (section 5 of the paper: +5 % accepted length).
+The head has its own trained embedding (section 5 of the paper: +5 % acceptance length).
 """
 
 from typing import ClassVar
@@ -21,9 +20,9 @@ from transformers import LlamaConfig
 
 from foredraft.heads import llama_config
 from foredraft.heads.base import BlockHead, PackedBatch
-from foredraft.heads.block_attention import Blocks, attend_blocks, within
+from foredraft.heads.block_attention import Blocks, attend_blocks, intra_block_mask
 from foredraft.heads.dflash import check_mask_token
-from foredraft.heads.eagle3 import MidLayer, check_layers, paper_layers
+from foredraft.heads.eagle3 import MidLayer, check_layers, default_aux_layer_ids
 from foredraft.heads.layers import Attention, DecoderLayer, RMSNorm, Rotary, ScaledLinear
 from foredraft.heads.step_attention import attend_steps
 from foredraft.heads.target import Target
@@ -31,8 +30,8 @@ from foredraft.heads.target.cache import KVCache
 
 
 class PEagleHead(BlockHead):
-    """Weights are named as vLLM and speculators name them: embed_tokens, mask_hidden, fc, layers.{i}.*, norm, lm_head, d2t,
-    t2d."""
+    """Draft all depths in one pass with mask inputs. Weights have the names of vLLM and speculators: embed_tokens,
+    mask_hidden, fc, layers.{i}.*, norm, lm_head, d2t, t2d."""
 
     kind, depth_key = "p_eagle", "num_depths"
     format = "P-EAGLE as vLLM reads it (LlamaForCausalLMEagle3 with mask_hidden)"
@@ -49,8 +48,8 @@ class PEagleHead(BlockHead):
         norm_before_fc: bool = False,
         norm_before_residual: bool = False,
     ):
-        """config: its num_hidden_layers are the head's. norm_before_fc and norm_before_residual are of heads trained
-        elsewhere."""
+        """Build the modules. config: its num_hidden_layers are the head's. norm_before_fc and norm_before_residual only
+        occur in heads of other programs."""
         super().__init__()
         self.config, self.layers, self.mask_token_id = config, list(layers), mask_token_id
         self.norm_before_residual = norm_before_residual
@@ -79,11 +78,10 @@ class PEagleHead(BlockHead):
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
     ) -> "PEagleHead":
-        """A new head, which starts from the target as EAGLE-3 does, its embedding from the target's.
-
-        num_depths: tokens drafted. num_hidden_layers: the head's own. target_layer_ids, draft_vocab_size, counts: as in
-        EAGLE-3. mask_token_id: None takes a token that the text hardly holds."""
-        layers = paper_layers(target.num_layers) if target_layer_ids is None else target_layer_ids
+        """Make a new head that is initialized from the target as EAGLE-3 is, with a copy of the target's embedding.
+        num_depths: tokens drafted. num_hidden_layers: decoder layers of the head. target_layer_ids, draft_vocab_size,
+        counts: as in EAGLE-3. mask_token_id: None chooses a token that hardly occurs in text."""
+        layers = default_aux_layer_ids(target.num_layers) if target_layer_ids is None else target_layer_ids
         layers = check_layers(layers, target.num_layers)
         if num_depths < 2 or num_hidden_layers < 1:
             raise ValueError(
@@ -97,7 +95,7 @@ class PEagleHead(BlockHead):
         llama_config.init_norm(head.norm, target)
         with torch.no_grad():
             head.fc.weight.div_(sizes)
-            head.mask_hidden.mul_(sizes)  # as large as the hidden states in whose place it stands
+            head.mask_hidden.mul_(sizes)  # as large as the hidden states that it replaces
             head.embed_tokens.weight.copy_(target.embeddings)
         llama_config.init_near_identity(*head.own_layers)
         head.init_projections(target, counts)
@@ -134,7 +132,7 @@ class PEagleHead(BlockHead):
 
     def to_config(self) -> dict:
         return llama_config.to_json(self.config) | {
-            # vLLM's method eagle3 puts Eagle3 before a name without it, so that PeagleLlamaForCausalLM is none that it has.
+            # vLLM's method eagle3 prepends Eagle3 to a name without it, and has no class for PeagleLlamaForCausalLM.
             "architectures": ["LlamaForCausalLMEagle3"],
             "num_hidden_layers": self.cache_layers,
             "draft_vocab_size": self.lm_head.out_features,
@@ -146,7 +144,7 @@ class PEagleHead(BlockHead):
         }
 
     def embed(self, tokens: Tensor, target: Target | None = None) -> Tensor:
-        beyond = tokens >= self.embed_tokens.num_embeddings  # tokens that the target takes and never writes
+        beyond = tokens >= self.embed_tokens.num_embeddings  # tokens that the target reads and never writes
         return self.embed_tokens(tokens.masked_fill(beyond, self.mask_token_id))
 
     def base_logits(self, hidden: Tensor) -> Tensor:
@@ -158,12 +156,12 @@ class PEagleHead(BlockHead):
         return self.fc(aux_hidden_states)
 
     def mask_inputs(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """(*shape, hidden) each: in the place of fused hidden states, and the mask token's embedding."""
+        """Return (*shape, hidden) twice: what replaces fused hidden states, and the embedding of the mask token."""
         mask = torch.full((), self.mask_token_id, device=self.device)
         return self.fuse(self.mask_hidden)[0, 0].expand(*shape, -1), self.embed_tokens(mask).expand(*shape, -1)
 
     def inputs(self, number: int, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
-        """What the attention of layer `number` takes, and what the layer adds to."""
+        """Return the input of attention in layer `number`, and its residual."""
         layer = self.own_layers[number]
         if not isinstance(layer, MidLayer):
             return layer.input_layernorm(hidden), hidden
@@ -172,11 +170,11 @@ class PEagleHead(BlockHead):
     def draft_blocks(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
         length, size = text.tokens.shape[1], self.depth - 1
         blocks, firsts = Blocks.of(text, size), text.document_starts()
-        begins = blocks.last.clamp(min=0)
+        starts = blocks.last.clamp(min=0)
         hidden, after = self.fuse(aux_hidden_states), self.embed(text.tokens.roll(-1, dims=1))
-        drafts, masks = self.mask_inputs(len(begins), begins.shape[1] * size)
-        ahead = torch.arange(1, size + 1, device=begins.device)
-        positions = (text.positions.gather(1, begins)[..., None] + ahead).flatten(1)
+        drafts, masks = self.mask_inputs(len(starts), starts.shape[1] * size)
+        ahead = torch.arange(1, size + 1, device=starts.device)
+        positions = (text.positions.gather(1, starts)[..., None] + ahead).flatten(1)
         of_text, of_drafts = (self.rotary(p, length + size, hidden.dtype) for p in (text.positions, positions))
         for number, layer in enumerate(self.own_layers):
             attention: Attention = layer.self_attn
@@ -186,7 +184,7 @@ class PEagleHead(BlockHead):
             attended = attend_blocks(of_block.q, (k, v), (of_block.k, of_block.v), blocks, causal=True)
             hidden = layer.feed_forward(residual, attention.project_out(attend_steps(q, [(k, v)], firsts)))
             drafts = layer.feed_forward(residual_y, attention.project_out(attended))
-        first = hidden.gather(1, begins[..., None].expand(-1, -1, self.width))
+        first = hidden.gather(1, starts[..., None].expand(-1, -1, self.width))
         return torch.cat([first[:, :, None], drafts.unflatten(1, (-1, size))], dim=2)
 
     def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
@@ -195,11 +193,11 @@ class PEagleHead(BlockHead):
 
     def draft_block(self, last: Tensor, cache: KVCache) -> Tensor:
         hidden, embeddings = self.mask_inputs(len(last), self.block_entries)
-        mask = cache.mask(within(self.block_entries, True, None, hidden.device)[None])
+        mask = cache.mask(intra_block_mask(self.block_entries, True, None, hidden.device)[None])
         return torch.cat([last, self.attend_text(hidden, embeddings, mask, cache)], dim=1)
 
     def attend_text(self, hidden: Tensor, embeddings: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
-        """Hidden states after all layers, which write into the cache."""
+        """Return hidden states after all layers and write their keys and values into the cache."""
         cos_sin = self.rotary(cache.columns(hidden.shape[1]), cache.capacity, hidden.dtype)
         for number, layer in enumerate(self.own_layers):
             x, residual = self.inputs(number, hidden, embeddings.to(hidden.dtype))

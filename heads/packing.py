@@ -1,10 +1,10 @@
-"""Linear layers whose weights are packed for oneDNN: what makes a forward of a few tokens cheap on a CPU.
+"""Linear layers whose weights are packed for oneDNN, which makes a forward of a few tokens cheap on a CPU.
 
-torch's `linear` lays a weight out anew for every product of a few rows, which for a tree of 8 nodes costs as much as the
-product itself. A packed weight is laid out once. It takes the place of the original, which `weight` rebuilds bit by bit for
-whoever asks; a weight that an embedding shares stays there as well. Gradients reach the input and never the weight.
+torch's `linear` reorders a weight for every product of a few rows, which costs as much as the product of a tree with 8 nodes.
+A packed weight is reordered once. It replaces the original, which `weight` reconstructs bit by bit on request. A weight that
+an embedding shares also stays there. Gradients reach the input, never the weight.
 
-Layers that are given the same input, as queries, keys and values are, become one product (`join`).
+Layers with the same input, such as queries, keys and values, become one product (`join`).
 """
 
 import copy
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ROWS = 8  # that the layout is chosen for: one for a single row makes a tree's product no cheaper, this one costs no row more
-# Entries of a weight that is packed: of smaller ones the call costs more than the product. In float32 a single row of 512 x
-# 192 takes 24 microseconds packed and 12 as it is, 8 rows 34 and 31; 576 x 576 40 and 31, 72 and 92 (one core, AVX-512).
+ROWS = 8  # for which the layout is chosen; a layout for one row does not speed up a tree, this one costs a row nothing
+# Smallest packed weight: below it the call costs more than the product. In float32 one row of 512 x 192 takes 24 microseconds
+# packed and 12 unpacked, 8 rows 34 and 31; 576 x 576 takes 40 and 31, 72 and 92 (one core, AVX-512).
 SMALLEST = {torch.float32: 1 << 17, torch.bfloat16: 1 << 15}
 Names = tuple[tuple[str, ...], ...]  # groups of a module's children
 
 
 class PackedWeight:
-    """The weights of one or more layers of one input, laid out as one. Whichever is called first computes what all give."""
+    """Hold the weights of layers with the same input, packed as one. The first layer called computes the outputs of all."""
 
     def __init__(self, linears: Sequence[nn.Linear]):
-        """In the order in which they are called."""
+        """Pack the weights of layers in the order in which they are called."""
         self.sizes, self.dtype = [linear.out_features for linear in linears], linears[0].weight.dtype
         biases: list[Tensor] = [
             linear.weight.new_zeros(n) if linear.bias is None else linear.bias for n, linear in zip(self.sizes, linears)
@@ -35,22 +35,22 @@ class PackedWeight:
         self.bias = None if all(linear.bias is None for linear in linears) else torch.cat(biases).detach()
         weight = torch.cat([linear.weight.detach() for linear in linears])
         self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-        self.kept: tuple[Tensor, Sequence[Tensor]] | None = None  # an input, and what all of them give for it
+        self.cached: tuple[Tensor, Sequence[Tensor]] | None = None  # an input, and the outputs of all layers for it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeight":
-        memo.setdefault(id(self.tensor), self.tensor)  # torch cannot copy it, and nothing ever writes into it
+        memo.setdefault(id(self.tensor), self.tensor)  # torch cannot copy it, and it is never written to
         twin = memo[id(self)] = PackedWeight.__new__(PackedWeight)
-        vars(twin).update(copy.deepcopy(vars(self) | {"kept": None}, memo))
+        vars(twin).update(copy.deepcopy(vars(self) | {"cached": None}, memo))
         return twin
 
     def product(self, x: Tensor, number: int) -> Tensor:
-        """(..., out) of layer `number`, a part of what all give."""
-        kept = self.kept  # which another thread may change
-        if kept is None or kept[0] is not x:
-            whole = packed_linear(x.to(self.dtype), self.tensor, self.bias)
-            kept = x, whole.split(self.sizes, dim=-1)
-        self.kept = None if number == len(self.sizes) - 1 else kept
-        return kept[1][number]
+        """Return the output (..., out) of layer `number`."""
+        cached = self.cached  # another thread may change it
+        if cached is None or cached[0] is not x:
+            outputs = packed_linear(x.to(self.dtype), self.tensor, self.bias)
+            cached = x, outputs.split(self.sizes, dim=-1)
+        self.cached = None if number == len(self.sizes) - 1 else cached
+        return cached[1][number]
 
 
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
@@ -58,10 +58,11 @@ def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """A frozen `nn.Linear`."""
+    """Replace a frozen `nn.Linear`."""
 
     def __init__(self, linear: nn.Linear, packed: PackedWeight | None = None, number: int = 0):
-        """packed: that it shares with other layers, as `number` of them; None for one of its own."""
+        """Take over the layer. packed: a weight that it shares with other layers, as `number` of them; None packs its
+        own."""
         super().__init__()
         self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
         self.bias, self.packed, self.number = linear.bias, packed or PackedWeight([linear]), number
@@ -72,14 +73,14 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A copy (out, in) of the weight as it was."""
+        """Return a copy (out, in) of the original weight."""
         return self.packed.tensor.to_dense().split(self.packed.sizes)[self.number].clone()
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight
 
-    def forward(self, input: Tensor) -> Tensor:  # as nn.Linear calls it
+    def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name of the argument
         if torch.is_grad_enabled() and input.requires_grad:
             return PackedProduct.apply(input, self)
         return self.packed.product(input, self.number)
@@ -101,7 +102,7 @@ class PackedProduct(torch.autograd.Function):
 
 
 def pack(module: nn.Module) -> None:
-    """Pack the frozen linear layers in `module` that lie on a CPU where products with packed weights are faster."""
+    """Pack the frozen linear layers in `module` on a CPU where products with packed weights are faster."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if is_packable(child):
@@ -109,36 +110,36 @@ def pack(module: nn.Module) -> None:
 
 
 def join(module: nn.Module, forward: Callable[[], Any]) -> None:
-    """Make one product of frozen linear layers side by side that are given the same input, where some are packed. Which they
-    are a forward shows, and all modules of a kind are treated alike. A model that such a forward fails on stays as it is."""
+    """Merge sibling linear layers that get the same input into one product, if some are packed. A forward shows which they
+    are, and all modules of a type are treated alike. A model on which such a forward fails stays unchanged."""
     if not any(isinstance(one, PackedLinear) for one in module.modules()):
         return
-    calls: dict[nn.Module, list[tuple[str, Tensor, int]]] = {}  # by parent: child, input, how often that was written to
+    calls: dict[nn.Module, list[tuple[str, Tensor, int]]] = {}  # by parent: child, input, version of the input
     hooks = []
     for parent in module.modules():
         for name, child in parent.named_children():
             if is_joinable(child):
 
-                def note(_: Any, inputs: Any, parent: nn.Module = parent, name: str = name) -> None:
-                    if inputs:  # else it is called by keyword
+                def record(_: Any, inputs: Any, parent: nn.Module = parent, name: str = name) -> None:
+                    if inputs:  # otherwise it is called by keyword
                         calls.setdefault(parent, []).append((name, inputs[0], inputs[0]._version))
 
-                hooks.append(child.register_forward_pre_hook(note))
+                hooks.append(child.register_forward_pre_hook(record))
     try:
-        # Tensors of inference mode do not count what is written to them.
+        # Tensors of inference mode do not count writes.
         with torch.inference_mode(False), torch.no_grad():
             forward()
-    except Exception:  # of the model's own code: it may take no text of two tokens, say
+    except Exception:  # from the model's own code, which may not support a text of two tokens
         return
     finally:
         for hook in hooks:
             hook.remove()
-    kinds: dict[type, set[Names]] = {}  # of parents, and how each of them calls its children
+    kinds: dict[type, set[Names]] = {}  # by type of parent: the groups of children in each instance
     for parent, made in calls.items():
-        kinds.setdefault(type(parent), set()).add(of_one_input(made))
+        kinds.setdefault(type(parent), set()).add(group_by_input(made))
     for parent in list(module.modules()):
-        found = kinds.get(type(parent), set())
-        for names in next(iter(found)) if len(found) == 1 else ():
+        groups = kinds.get(type(parent), set())
+        for names in next(iter(groups)) if len(groups) == 1 else ():
             children: list[Any] = [getattr(parent, name, None) for name in names]
             if all(map(is_joinable, children)) and len({dtype_of(child) for child in children}) == 1:
                 packed = PackedWeight(children)
@@ -146,8 +147,8 @@ def join(module: nn.Module, forward: Callable[[], Any]) -> None:
                     setattr(parent, name, PackedLinear(child, packed, number))
 
 
-def of_one_input(calls: Sequence[tuple[str, Tensor, int]]) -> Names:
-    """Names of layers that are called once, with one input that nobody writes to in between; calls: in their order."""
+def group_by_input(calls: Sequence[tuple[str, Tensor, int]]) -> Names:
+    """Group the names of layers that are called once with the same unmodified input. calls: in their order."""
     names = [name for name, _, _ in calls]
     groups: dict[tuple[int, int], list[str]] = {}
     for name, x, version in calls:
@@ -178,7 +179,7 @@ def is_packable(module: nn.Module) -> bool:
 
 
 def unpack(module: nn.Module) -> None:
-    """Linear layers again, for what needs a parameter: an adapter, or a copy that is trained."""
+    """Restore linear layers for what needs a parameter: an adapter, or a copy that is trained."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if isinstance(child, PackedLinear):
@@ -190,8 +191,9 @@ def unpack(module: nn.Module) -> None:
 
 @cache
 def is_faster(dtype: torch.dtype) -> bool:
-    """Are products of a few rows with a packed weight faster on this CPU? By what the CPU and this build of torch can do: a
-    measurement says one thing in one run and another in the next, and so would near-ties of the target's text."""
+    """Return whether products of a few rows with a packed weight are faster on this CPU. This is decided by the abilities
+    of the CPU and of this build of torch: measurements vary between runs, and near-ties of the target's text would vary
+    with them."""
     if not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:

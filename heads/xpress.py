@@ -1,14 +1,14 @@
-"""xPress: DFlash with a small refiner of low rank r, which sees the tokens before each draft (arXiv:2608.02438; equations as
-in the authors' code for vLLM and in `speculators`).
+"""xPress: DFlash with a small refiner of low rank r that sees the tokens before each draft (arXiv:2608.02438; equations as in
+the authors' code for vLLM and in `speculators`).
 
     c_j = down_h(hidden_j), down_g(mean of the block's hidden states)
     u_j = in_proj(c_j, w1[token before position j])          position 0 has none, and takes the bonus token, as in vLLM
     x_j = u_j + sum over i <= j of mix.L[:, j, i] * u_i       channel by channel
     logits_j += w2(x_j + MLP(x_j))
 
-Engines start from the drafts of the logits before, and refine all positions at once, `xpress_num_passes` times, each time
-from the tokens of the time before (Jacobi's iteration): position j is exact after j times. Here each depth follows the one
-before it, which is where that ends, for every branch of a tree.
+Engines start from the drafts of the base logits and refine all positions at once, `xpress_num_passes` times, each time from
+the tokens of the pass before (Jacobi iteration): position j is exact after j passes. Here each depth follows the one before,
+which gives the result of that iteration for every branch of a tree.
 
     state   hidden state | c_j (2 r) | in place: c_0 (2 r)
 """
@@ -28,7 +28,7 @@ class Mixer(nn.Module):
         self.L = nn.Parameter(torch.zeros(rank, block_size, block_size))  # what lies above the diagonal is not used
 
     def forward(self, position: int, u: Tensor) -> Tensor:
-        """x (..., rank) of a position, from u (..., position + 1, rank) of those up to it."""
+        """Return x (..., rank) of a position, from u (..., position + 1, rank) of the positions up to it."""
         return u[..., -1, :] + (self.L[:, position, : position + 1].T * u).sum(-2)
 
 
@@ -57,12 +57,12 @@ class Refiner(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def of_hidden(self, hidden: Tensor) -> Tensor:
-        """c (..., block_size, 2 * rank) of a block's hidden states (..., block_size, hidden)."""
+        """Return c (..., block_size, 2 * rank) of a block's hidden states (..., block_size, hidden)."""
         mean = self.down_g(hidden.mean(-2, keepdim=True))
         return torch.cat([self.down_h(hidden), mean.expand(*hidden.shape[:-1], -1)], dim=-1)
 
     def of_token(self, c: Tensor, tokens: Tensor) -> Tensor:
-        """u (..., rank) of c (..., 2 * rank) behind tokens (...)."""
+        """Return u (..., rank) of c (..., 2 * rank) after tokens (...)."""
         return self.in_proj(torch.cat([c, self.w1(tokens).to(c.dtype)], dim=-1))
 
     def forward(self, position: int, u: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Refiner(nn.Module):
 
 
 class XPressHead(DFlashHead):
-    """Weights are named as the authors' code for vLLM names them: DFlash's, xpress_head.*."""
+    """Draft like DFlash, with a refiner. Weights have the names of the authors' code for vLLM: DFlash's, xpress_head.*."""
 
     kind = projector = "xpress"
     architecture = "Qwen3XPressModel"
@@ -85,7 +85,7 @@ class XPressHead(DFlashHead):
         xpress_num_passes: int = 6,
         **kwargs: Any,
     ):
-        """xpress_num_passes: how often engines refine; not used here."""
+        """Build the modules. xpress_num_passes: how often engines refine; not used here."""
         super().__init__(*args, **kwargs)
         if min(xpress_rank, xpress_mlp_hidden, xpress_num_passes) < 1:
             raise ValueError(
@@ -122,16 +122,16 @@ class XPressHead(DFlashHead):
         return torch.cat([states[..., 1:, :], c[..., :1, :].expand(*c[..., 1:, 0].shape, -1)], dim=-1)
 
     def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """memory: u of the positions before."""
+        """Refine the draft of this depth. memory: u of the positions before."""
         refiner, rank = self.xpress_head, self.correction
         c = hidden[..., self.config.hidden_size :]
         u = [refiner.of_token(c[..., : 2 * rank], tokens)]
         position = depth - 1 if self.sample_from_anchor else depth
         if position > 0 and depth == 1:
             u.insert(0, refiner.of_token(c[..., 2 * rank :], tokens))
-        known = torch.cat([memory[..., : (position + 1 - len(u)) * rank], *u], dim=-1).unflatten(-1, (-1, rank))
-        x = refiner(position, known)
-        return x, F.pad(known.flatten(-2), (0, self.memory - (position + 1) * rank))
+        u_so_far = torch.cat([memory[..., : (position + 1 - len(u)) * rank], *u], dim=-1).unflatten(-1, (-1, rank))
+        x = refiner(position, u_so_far)
+        return x, F.pad(u_so_far.flatten(-2), (0, self.memory - (position + 1) * rank))
 
     def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:
         return base + self.xpress_head.w2(correction)

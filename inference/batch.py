@@ -12,7 +12,7 @@ from torch import Tensor
 from foredraft.heads.target import Target, TargetCache
 from foredraft.heads.target.cache import KVCache, bucket, to_device
 from foredraft.heads.target.cuda_graphs import captures, power_of_two
-from foredraft.heads.target.ragged_cache import Need, RaggedCache, most_entries
+from foredraft.heads.target.ragged_cache import CacheDemand, RaggedCache, most_entries
 from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, pad_accepted, select
 from foredraft.inference.prefill import LastPositions, Prompts
 from foredraft.inference.prefix_cache import PrefixCache
@@ -104,11 +104,11 @@ class Batch:
     def num_entries(self, entries: int) -> int:
         """Convert the length of a sequence to the number of entries of all layers that take the same memory."""
         sliding = self.target.sliding(self.drafter.nodes)
-        return entries + self.target.state_entries if sliding is None else sliding.weigh(entries)
+        return entries + self.target.state_entries if sliding is None else sliding.num_entries(entries)
 
-    def cache_demand(self, sequence: SequenceState) -> Need:
+    def cache_demand(self, sequence: SequenceState) -> CacheDemand:
         now = len(sequence.text) + 2 * self.drafter.nodes
-        return Need(now, self.current_capacity([sequence]), self.capacity([sequence]))
+        return CacheDemand(now, self.current_capacity([sequence]), self.capacity([sequence]))
 
     def same_cohort(self, one: SequenceState, other: SequenceState) -> bool:
         """Return whether both sequences will use the same block of memory."""

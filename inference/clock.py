@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from foredraft.heads.target.device import synchronise
+from foredraft.heads.target.device import synchronize
 
 
 class Clock:
@@ -19,7 +19,7 @@ class Clock:
 
     def lap(self, stage: str) -> None:
         if self.enabled:
-            synchronise(self.device)
+            synchronize(self.device)
             now = time.perf_counter()
             self.seconds[stage] += now - self.last
             self.last = now

@@ -98,7 +98,7 @@ class PrefixCache:
         for start in range(0, cached - self.block + 1, self.block):
             end = start + self.block
             keys.append((number, tuple(text[start:end])))
-            known, is_whole = self.blocks.get(keys[-1]), caches[0].holds(row, start, end)
+            known, is_whole = self.blocks.get(keys[-1]), caches[0].contains(row, start, end)
             if known is None or is_whole > known.is_whole:
                 states = [
                     cache.copy_out(row, max(0, start - cache_lag), end - cache_lag)

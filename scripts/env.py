@@ -104,5 +104,5 @@ def flex_attention(flex: Any, torch: Any, device: Any) -> str:
         return "disabled: only for training on a GPU; a CPU attends document by document"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        works = flex.works(device, torch.bfloat16, 8, 2, 128)
+        works = flex.kernel_available(device, torch.bfloat16, 8, 2, 128)
     return "works" if works else f"disabled: {caught[-1].message}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from foredraft.heads import hub
-from foredraft.heads.target.locating import gguf_of
+from foredraft.heads.target.resolve_path import gguf_of
 from foredraft.inference.serve.llamacpp import is_installed
 from foredraft.train import gguf_gate, publish
 from foredraft.train.cli import entry

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from foredraft.heads.target import loading
 from foredraft.heads.target.loading import resolve_dtype
-from foredraft.heads.target.locating import gguf_of, locate
+from foredraft.heads.target.resolve_path import gguf_of, resolve_path
 from foredraft.heads.target.sharding import COLLECTIVE
 from foredraft.train.cli import entry
 from foredraft.train.runtime.cost import BITS, study
@@ -24,7 +24,7 @@ KEYS = {"hidden_states=server": "hidden_states.load_full_target=false"}  # the k
 def read_config(target: str, gguf_file: str | None = None) -> Any:
     """Raises ValueError that says what to give instead. A GGUF file is converted first, as the run would do it."""
     if gguf_of(target, gguf_file, None) is not None:
-        target = locate(target, gguf_file=gguf_file)
+        target = resolve_path(target, gguf_file=gguf_file)
     path = Path(target)
     if path.suffix == ".json" and not path.is_file():
         raise ValueError(f"target={target} does not exist: give a config.json, a directory that holds one, or a Hub id")

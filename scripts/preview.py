@@ -13,7 +13,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from foredraft.heads.target.locating import locate
+from foredraft.heads.target.resolve_path import resolve_path
 from foredraft.inference.evaluation.pages import write_page
 from foredraft.inference.text import Detokenizer
 from foredraft.train.cli import entry
@@ -26,7 +26,7 @@ GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 @entry("preview")
 def main(cfg: DictConfig) -> None:
-    path = locate(cfg.target.path, gguf_file=cfg.target.get("gguf_file"))
+    path = resolve_path(cfg.target.path, gguf_file=cfg.target.get("gguf_file"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that must hold: makes the environment (see env.sh), then lint, format, types, documentation and tests.
+# Everything that must hold: makes the environment (see env.sh), then lint, format, types, style, documentation and tests.
 # Arguments go to pytest, e.g. `bash scripts/test.sh -k entry`, or `-m "not serving and not conformance and not real"` for what is
 # marked nightly, too. Fails if any part fails; every part runs.
 #
@@ -24,6 +24,7 @@ if [ -z "${FOREDRAFT_VERSIONS:-}" ]; then
     check ruff check .
     check ruff format --check .
     check mypy
+    check scripts.style_check
     NO_MKDOCS_2_WARNING=1 check mkdocs build --strict --quiet
 fi
 [ ${#failed[@]} -eq 0 ] || say "failed so far: ${failed[*]}"

@@ -22,7 +22,7 @@ from tests.support.hub_server import TOKEN, HubServer
 from tests.support.processes import Ended
 from tests.support.tiny import TEXT, VOCAB, tiny_config
 
-# The longest files begin, so that none is left for the end of a run in several processes (measured in CPU time).
+# The longest files start first, so that none is left for the end of a run in several processes (measured in CPU time).
 SLOWEST = typed("""
     test_strategies test_search test_hidden_states_server test_run test_resume test_nodes test_package test_serve_faults
     test_serve test_serve_structured test_block_runs test_cuda_graphs test_publish test_blocks test_cli
@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_path(tmp_path_factory) -> Path:
-    """A directory as a user would have it: config, float32 weights, tokenizer."""
+    """Make a directory as a user would have it: config, float32 weights, tokenizer."""
     path = tmp_path_factory.mktemp("target")
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config())
@@ -70,7 +70,7 @@ def target(tiny_path) -> Target:
 
 @pytest.fixture(scope="session")
 def embedded() -> Target:
-    """The test model, as a user has it."""
+    """Load the test model as a user does."""
     return Target.from_pretrained(ROOT / "scripts" / "test_model", dtype="float32", device="cpu")
 
 
@@ -79,13 +79,13 @@ DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.
 
 @pytest.fixture(scope="session", params=DEVICES)
 def target_anywhere(request: pytest.FixtureRequest, tiny_path: Path) -> Target:
-    """On the CPU, and on a GPU where there is one; a module that says `target = target_anywhere` runs on both."""
+    """Load the target on the CPU, and on a GPU if present; a module with `target = target_anywhere` runs on both."""
     return Target.from_pretrained(tiny_path, dtype="float32", device=request.param)
 
 
 @pytest.fixture(scope="session")
 def deep(tmp_path_factory) -> Target:
-    """Eight layers: deep enough for the paper's choice of three."""
+    """Make a target of eight layers: deep enough for the paper's choice of three."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config(num_hidden_layers=golden.N))
     for name, parameter in model.named_parameters():
@@ -98,25 +98,25 @@ def deep(tmp_path_factory) -> Target:
 
 @pytest.fixture
 def fresh(tiny_path: Path) -> Target:
-    """A target of the test's own, which it may change (Medusa-2 puts an adapter on it)."""
+    """Load a target that the test may change (Medusa-2 adds an adapter)."""
     return Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
 
 
 @pytest.fixture(params=KINDS)
 def head_kind(request: pytest.FixtureRequest) -> str:
-    """Every head of conf/head, and the variants of tests/support/heads.py."""
+    """Return every head of conf/head, and the variants of tests/support/heads.py."""
     return request.param
 
 
 @pytest.fixture
 def head(head_kind: str, fresh: Target) -> DraftHead:
-    """A head of every kind, on the target `fresh`."""
+    """Make a head of every kind for the target `fresh`."""
     return make_head(head_kind, fresh)
 
 
 @pytest.fixture(params=names("drafter"))
 def drafter(request: pytest.FixtureRequest, target: Target, tiny_path: Path, tmp_path: Path) -> Drafter:
-    """Every drafter of conf/drafter."""
+    """Build every drafter of conf/drafter."""
     if request.param in ("head", "union"):
         save_head(make_head("eagle3", target), tmp_path / "head", target)
     return build_drafter(request.param, target, model=tiny_path, head=tmp_path / "head")
@@ -124,7 +124,7 @@ def drafter(request: pytest.FixtureRequest, target: Target, tiny_path: Path, tmp
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve small files; the tokenizer of `tiny_path` was trained on such text."""
+    """Write twelve small files; the tokenizer of `tiny_path` was trained on such text."""
     path = tmp_path_factory.mktemp("texts")
     for number in range(12):
         lines = [
@@ -136,7 +136,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Iterator[Callable]:
-    """call(main, *arguments): a program's `main` in this process and in a folder of the test's own, as it would end."""
+    """Return call(main, *arguments), which runs a program's `main` in this process and in a separate folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FOREDRAFT_TRACE", raising=False)
     threads = torch.get_num_threads()
@@ -159,13 +159,14 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
 @pytest.fixture
 def here(call: Callable[..., Ended]) -> Callable[..., Ended]:
-    """here(*arguments): `python train/run.py` with them, by `call`."""
+    """Return here(*arguments), which runs `python train/run.py` by `call`."""
     return partial(call, main)
 
 
 @pytest.fixture
 def server(monkeypatch, tmp_path):
-    """An empty Hub, an empty cache, a good token; the client as it is, without the waits between its retries."""
+    """Start an empty Hub with an empty cache and a valid token; the client is unchanged, but does not wait between its
+    retries."""
     with HubServer() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(

@@ -30,7 +30,7 @@ from tests.support.architectures import CONTEXT, FAMILIES, LENGTHS, VOCAB, WINDO
 
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sliding layers keep no more than they must: texts are longer."""
+    """Make sliding layers keep no more than they need: texts are longer."""
     monkeypatch.setattr(sliding_cache, "SLACK", 0)
 
 
@@ -39,20 +39,20 @@ def random_text(luck: random.Random, length: int) -> list[int]:
 
 
 def random_tree(luck: random.Random, batch: int, nodes: int = 12) -> TokenTree:
-    """Branches of any shape. One is longer than the window when there are 12 nodes, and others stand between its nodes,
-    so that what lies within the window can be message by position only, not by column."""
+    """Make branches of any shape. With 12 nodes one is longer than the window, and others lie between its nodes, so only
+    positions determine what is within the window, not columns."""
     parents = [[luck.randrange(node) if node % 2 else max(0, node - 2) for node in range(nodes)] for _ in range(batch)]
     tokens = [random_text(luck, nodes) for _ in range(batch)]
     return from_parents(torch.tensor(tokens), torch.tensor(parents), depth=nodes)
 
 
 def branch(tree: TokenTree, row: int, node: int) -> list[int]:
-    """The nodes from the root down to `node`."""
+    """Return the nodes from the root down to `node`."""
     return tree.ancestors[row, node].nonzero()[:, 0].tolist()
 
 
 def filled(target: Target, texts: list[list[int]], capacity: int) -> KVCache:
-    """A cache that holds the texts."""
+    """Return a cache with the texts."""
     longest = max(map(len, texts))
     cache = target.new_cache(len(texts), capacity, nodes=12)
     tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
@@ -68,12 +68,12 @@ def forward_tree(target: Target, tree: TokenTree, cache: KVCache) -> Tensor:
 
 @torch.no_grad()
 def alone(plain: hf.PreTrainedModel, text: list[int]) -> Tensor:
-    """(length, vocab): logits of the raw model's plain forward."""
+    """Return logits (length, vocab) of a forward of the raw model."""
     return plain(input_ids=torch.tensor([text]), use_cache=False).logits[0]
 
 
 def continued(plain: hf.PreTrainedModel, prompts: list[list[int]], **limit: int) -> list[list[int]]:
-    """Each prompt with what transformers writes after it."""
+    """Return each prompt with what transformers writes after it."""
     rows = [torch.tensor([prompt]) for prompt in prompts]
     return [plain.generate(ids, attention_mask=ids >= 0, do_sample=False, **limit)[0].tolist() for ids in rows]
 
@@ -150,7 +150,7 @@ def test_nothing_drifts_over_many_accepted_paths(family: str, attention: str, ro
 
 
 class Tipped(Drafter):
-    """Drafts trees in which one branch is what its row will write, to a random depth, and all else is chance."""
+    """Draft trees in which one branch is what its sequence will write, to a random depth, and the rest is random."""
 
     nodes = 8
     depth = nodes - 1
@@ -186,7 +186,7 @@ def test_a_row_of_a_ragged_batch_writes_what_it_writes_alone(family: str, attent
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_drafts_beyond_the_last_position_do_no_harm(family: str) -> None:
-    """GPT-2 and OPT look positions up in a table that ends there."""
+    """Use GPT-2 and OPT, whose table of positions ends there."""
     config = copy.deepcopy(FAMILIES[family])
     config.max_position_embeddings = 24
     plain = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -274,7 +274,7 @@ UNFIT: dict[str, tuple[hf.PreTrainedConfig, str]] = {
 
 
 def on_meta(config: hf.PreTrainedConfig) -> hf.PreTrainedModel:
-    """A model without weights."""
+    """Make a model without weights."""
     with torch.device("meta"):
         return hf.AutoModelForCausalLM.from_config(config)
 
@@ -284,7 +284,9 @@ def test_a_model_that_cannot_branch_says_why(model_type: str) -> None:
     config, reason = CHAINS[model_type]
     target = Target(on_meta(config))
     assert not target.supports_trees
-    assert re.match(rf"^model_type {model_type} (has|has no|takes no|writes) {reason}\b", target.why_no_trees or "")
+    assert re.match(
+        rf"^model_type {model_type} (has|has no|does not take|writes) {reason}\b", target.why_no_trees or ""
+    )
 
 
 @pytest.mark.parametrize("model_type", UNFIT)
@@ -299,6 +301,6 @@ def test_what_does_not_read_on_has_no_head_to_train() -> None:
     target = Target(hf.AutoModelForCausalLM.from_config(config))
     assert not target.supports_caching and not target.supports_chains
     with pytest.raises(
-        ValueError, match=r"^model_type xlm cannot go on from a cache.* no head to train for it; choose another target"
+        ValueError, match=r"^model_type xlm cannot continue from a cache.* cannot have a head; choose another target"
     ):
         target.forward(torch.tensor([[1, 2, 3]]))

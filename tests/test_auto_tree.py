@@ -29,7 +29,7 @@ def small() -> Target:
 
 
 class Timed(AutoTree):
-    """Its steps take `cost(plan)`, of which a full tree's drafting takes `drafting`."""
+    """Imitate steps that take `cost(plan)`, of which a full tree's drafting takes `drafting`."""
 
     def __init__(self, inner, target: Target, cost: Callable[[Plan], float], drafting: float = 0.0):
         super().__init__(inner, target)
@@ -43,21 +43,21 @@ class Timed(AutoTree):
 
 
 class Useless(OneBranch):
-    """A tree that is never right; what AutoTree needs of an inner drafter."""
+    """Draft a tree that is never right; it has what AutoTree needs of an inner drafter."""
 
     ranks = torch.arange(2)[None]
 
     def resize(self, nodes: int, levels: int) -> None:
-        assert nodes > 1, "plain decoding asks no drafter"
+        assert nodes > 1, "steps without drafts ask no drafter"
 
 
 def itself(target: Target) -> DraftModel:
-    """Its chains of four are always right: five tokens a step."""
+    """Make a drafter whose chains of four are always right: five tokens a step."""
     return DraftModel(target, target, nodes=5, depth=4, width=1, min_probability=0)
 
 
 class Short(DraftModel):
-    """Right at depths 1 and 2 alone."""
+    """Draft correctly only at depths 1 and 2."""
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tree = super().propose(accepted, gumbel)
@@ -66,7 +66,7 @@ class Short(DraftModel):
 
 
 class TimedSwitch(Switch):
-    """Its steps take a second, but for nodes, of which each takes a hundredth."""
+    """Imitate steps that take a second, plus a hundredth for each node."""
 
     auto: Timed
 
@@ -90,7 +90,7 @@ def nodes_of_steps(target: Target, drafter: AutoTree, count: int, batch: int = 1
 
 
 def know(drafter: AutoTree, drafting: float, *steps: tuple[Plan, float]) -> None:
-    """What a full tree's drafting took, and steps of each plan, often enough."""
+    """Record what a full tree's drafting took, and steps of each plan, often enough."""
     for plan, seconds in steps:
         drafter.times.steps[plan] = deque([seconds] * TIMED)
     drafter.times.drafting.extend([drafting] * TIMED)
@@ -120,7 +120,7 @@ def test_a_tree_that_is_too_large_for_a_batch_is_looked_at_rarely(small):
 
 
 def test_trees_that_disappoint_are_no_reason_to_look_at_the_largest(small):
-    """Every one but the small tree seems cheap until it is timed."""
+    """Let every tree but the small one seem cheap until it is timed."""
     inner = Short(small, small, nodes=16, depth=15, width=1, min_probability=0)
     drafter = Timed(inner, small, lambda plan: {1: 1.0, 8: 1.9, 16: 20.0}.get(plan.nodes, 3.5))
     nodes = nodes_of_steps(small, drafter, 300, batch=8)
@@ -136,7 +136,7 @@ def test_auto_decodes_plainly_where_drafts_are_right_but_cost_more_than_they_gai
 def test_auto_drafts_where_it_pays(small):
     drafter = Timed(itself(small), small, lambda plan: 1.0 + 0.1 * plan.levels, drafting=0.4)
     nodes = nodes_of_steps(small, drafter, 60)
-    assert nodes[-20:].count(5) >= 18  # all but an exploration of plain decoding
+    assert nodes[-20:].count(5) >= 18  # all but an exploration of steps without drafts
 
 
 def test_a_machine_that_grows_slower_is_no_reason_to_change_the_tree(small):
@@ -148,7 +148,8 @@ def test_a_machine_that_grows_slower_is_no_reason_to_change_the_tree(small):
 
 
 def test_the_levels_share_the_drafting_and_the_nodes_the_rest(small):
-    """A level costs one plain step and a node nearly nothing: two drafts, of which one is right, are drafted after all."""
+    """Let a level cost one baseline step and a node almost nothing: two drafts, of which one is right, are drafted after
+    all."""
     drafter = Timed(itself(small), small, lambda plan: 1.0)
     drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
     know(drafter, 4.0, (PLAIN, 1.0), (drafter.full, 5.4))
@@ -190,7 +191,7 @@ def test_drafting_starts_where_it_gains_enough_and_ends_where_it_loses(small, ov
 
 @pytest.mark.parametrize(("promise", "then"), [(1.04, Plan(5, 4)), (1.08, Plan(4, 3))])
 def test_another_tree_than_the_largest_must_promise_more(small, promise, then):
-    """Three drafts in place of four, by so much faster."""
+    """Try three drafts instead of four, for different speeds."""
     drafter = AutoTree(itself(small), small)
     drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
     drafter.paths.append([0, 1, 2, 3])
@@ -200,7 +201,7 @@ def test_another_tree_than_the_largest_must_promise_more(small, promise, then):
 
 @pytest.mark.parametrize(("cost", "then"), [(0.1, 5), (6.0, 1)])
 def test_auto_tries_no_full_tree_at_first_in_a_batch_of_another_size(small, cost, then):
-    """What it gains is known by then, and what it cost in the nearest batch size."""
+    """Expect that its gain is known by then, and its cost in the nearest batch size."""
     drafter = Timed(itself(small), small, lambda plan: 1.0 + (cost if plan != PLAIN else 0.0))
     times = drafter.all_times[Case(4, False)] = Times()
     for plan in (PLAIN, drafter.full):
@@ -211,7 +212,8 @@ def test_auto_tries_no_full_tree_at_first_in_a_batch_of_another_size(small, cost
 
 
 def test_a_node_costs_as_much_for_each_sequence_of_a_larger_batch(small):
-    """Five tokens for 2.2 seconds pay for one sequence; for eight they take 10.6, and none needs to be tried for that."""
+    """Expect that five tokens for 2.2 seconds pay for one sequence; for eight they take 10.6, and none needs to be tried
+    for that."""
     drafter = Timed(itself(small), small, lambda plan: 1.0 + 0.3 * 8 * (plan.nodes - 1))
     times = drafter.all_times[Case(1, False)] = Times()
     for plan, seconds in ((PLAIN, 1.0), (drafter.full, 2.2)):
@@ -225,7 +227,7 @@ def test_a_node_costs_as_much_for_each_sequence_of_a_larger_batch(small):
 
 
 def test_seconds_are_those_of_decoding_steps_alone(small, monkeypatch):
-    """No prefill chunk, no step of another engine and no step that captures is among them."""
+    """Check that prefill chunks, steps of another engine and steps that capture are not counted."""
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
     target, now, seen = Target(small.model, small.tokenizer, small.name), [0.0], list[float | None]()
     monkeypatch.setattr("foredraft.inference.engine.time.perf_counter", lambda: now[0])
@@ -250,7 +252,7 @@ def test_seconds_are_those_of_decoding_steps_alone(small, monkeypatch):
 
 @pytest.mark.parametrize("head_is_right", [True, False])
 def test_a_switch_takes_the_suffix_or_the_head_by_what_each_promises(small, head_is_right):
-    """A prompt whose greedy continuation has been seen: suffixes are right, and as cheap as a plain step."""
+    """Use a prompt whose greedy continuation has been seen: suffixes are right, and as cheap as a baseline step."""
     inner = itself(small) if head_is_right else Useless([-1, -1])
     switch = TimedSwitch(SuffixDrafter(longest=24, nodes=12), Timed(inner, small, lambda plan: 1.0))
     ids = torch.tensor([prompt(9)])
@@ -266,7 +268,7 @@ def test_a_switch_takes_the_suffix_or_the_head_by_what_each_promises(small, head
 
 def test_a_switch_learns_that_suffixes_are_wrong(small):
     class Liar(SuffixDrafter):
-        """Sure of a token that never comes."""
+        """Expect a token that never comes."""
 
         def draft(self, slot: int, text: list[int]) -> tuple[list[tuple[int, int]], float]:
             return [(-1, 0)] * 4, 3.0

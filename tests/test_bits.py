@@ -1,4 +1,4 @@
-"""Half precision on a CPU: after drafted chains the target's logits equal those of plain decoding in every bit."""
+"""Half precision on a CPU: after drafted chains the target's logits equal the baseline's in every bit."""
 
 from collections.abc import Callable
 
@@ -62,7 +62,7 @@ def decode(target: Target, drafter: Drafter | None, temperature: float, batch: i
 @pytest.mark.parametrize(("temperature", "batch"), [(0.0, 1), (1.0, 3)])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafts_change_no_bit(half, name, temperature, batch):
-    """Alone, and in a batch that others join and leave."""
+    """Check it for a single sequence, and in a batch that others join and leave."""
     texts, rows, _ = decode(half, None, temperature, 1)
     drafted, drafted_rows, accepted = decode(half, DRAFTERS[name](half), temperature, batch)
     assert drafted == texts
@@ -71,7 +71,8 @@ def test_drafts_change_no_bit(half, name, temperature, batch):
 
 
 def test_forwards_keep_to_shapes_that_keep_bits(half, monkeypatch):
-    """Fewer rows of queries, single rows and other widths give other bits on some processors."""
+    """Check that fewer rows of queries, single rows and other widths, which give other bits on some processors, do not
+    occur."""
     attention, products = set(), set()
     attend, forward = torch.nn.functional.scaled_dot_product_attention, half.forward
 

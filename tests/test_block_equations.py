@@ -22,7 +22,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 def conv(head, w: dict[str, Tensor], name: str, x: Tensor, which: int, read: Tensor) -> Tensor:
-    """DFlash-2: slot t of x (slots, hidden) and the slot before it, by kernels of what the sublayer read."""
+    """Compute DFlash-2's convolution: slot t of x (slots, hidden) and the slot before it, by kernels of what the sublayer
+    read."""
     base, groups = w[name + "base_kernel"][which], x.shape[1] // head.group
     rows = []
     for t in range(len(x)):
@@ -37,7 +38,7 @@ def conv(head, w: dict[str, Tensor], name: str, x: Tensor, which: int, read: Ten
 
 
 def block_pass(head, w: dict[str, Tensor], context: Tensor, root: int, embed: Tensor) -> Tensor:
-    """Outputs (slots, hidden) of the last norm, for a block behind context (a, hidden); `root` stands at position a."""
+    """Return outputs (slots, hidden) of the last norm, for a block behind context (a, hidden); `root` is at position a."""
     a, size, config = len(context), head.block_size, head.config
     dim, convolved = config.head_dim, "blocks.0.mlp_conv.base_kernel" in w
     x = torch.stack([embed[root], *[embed[head.mask_token_id]] * (size - 1)])
@@ -74,8 +75,8 @@ def block_pass(head, w: dict[str, Tensor], context: Tensor, root: int, embed: Te
 
 
 def p_eagle_pass(head, w: dict[str, Tensor], fused: Tensor, text: list[int]) -> Tensor:
-    """Outputs (depth, hidden) of the last norm, for drafts behind fused features (a, hidden) and text (a + 1,): the last
-    entry of the text, and the mask entries behind it."""
+    """Return outputs (depth, hidden) of the last norm, for drafts behind fused hidden states (a, hidden) and text (a + 1,):
+    the last entry of the text, and the mask entries behind it."""
     config, a = head.config, len(fused)
     embed, unknown = w["embed_tokens.weight"], w["fc.weight"] @ w["mask_hidden"][0, 0]
     x = torch.stack([*fused, *[unknown] * (head.depth - 1)])
@@ -101,7 +102,7 @@ def p_eagle_pass(head, w: dict[str, Tensor], fused: Tensor, text: list[int]) -> 
 def corrections(
     head, w: dict[str, Tensor], slots: Tensor, path: list[int], embed: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Per depth what is added to the logits, and the rating of the draft, given the path's tokens, the root first."""
+    """Return what is added to the logits per depth, and the rating of the draft, given the path's tokens, the root first."""
     added, ratings = [], []
     memory = torch.zeros(head.memory)
     for number, (h, previous) in enumerate(zip(slots, path, strict=True)):
@@ -134,7 +135,7 @@ def corrections(
 
 
 def selected(head, w: dict[str, Tensor], base: Tensor, slots: Tensor, path: list[int]) -> list[Tensor]:
-    """DFlash-2: the best candidates of each row (vocab,), rated after the token before; what is none is far below."""
+    """Return DFlash-2's best candidates of each row (vocab,), scored after the token before; others are far below."""
     selector, rows = "candidate_selector.", []
     for row, h, previous in zip(base, slots, path, strict=False):
         context = w[selector + "predecessor_codebook"][previous] * (w[selector + "hidden_projection.weight"] @ h)
@@ -150,7 +151,7 @@ def affine(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def lattice_vectors(head, w: dict[str, Tensor], base: Tensor, slots: Tensor, context: Tensor, embed: Tensor):
-    """LiLiCorr: candidates (ids) of each slot, the vectors out and in of each of them, and that of the anchor."""
+    """Return LiLiCorr's candidates (ids) of each slot, the vectors out and in of each of them, and that of the anchor."""
     w = {name.removeprefix("lilicorr."): tensor for name, tensor in w.items()}
     k, heads = head.top_k, len(w["same_slot_bias"])
     ids = [sorted(range(len(row)), key=lambda token: -row[token].item())[:k] for row in base]
@@ -172,7 +173,7 @@ def lattice_vectors(head, w: dict[str, Tensor], base: Tensor, slots: Tensor, con
                 + w["rank_embedding"][0, 0, 0, rank]
             )
             nodes.append(x)
-    for i in range(head.own["num_layers"]):
+    for i in range(head.settings["num_layers"]):
         name, inputs = f"layers.{i}.", [rms(x, w[f"layers.{i}.attn_norm.weight"]) for x in nodes]
         products = [w[name + "attn.in_proj_weight"] @ x + w[name + "attn.in_proj_bias"] for x in inputs]
         q, key, value = ([p.chunk(3)[part].view(heads, -1) for p in products] for part in range(3))
@@ -198,20 +199,20 @@ def lattice_vectors(head, w: dict[str, Tensor], base: Tensor, slots: Tensor, con
 
 
 def walked(head, w: dict[str, Tensor], base: Tensor, slots: Tensor, path: list[int], context: Tensor, embed: Tensor):
-    """LiLiCorr: per depth the potentials after the path's token, or after the best where that is no candidate."""
+    """Return LiLiCorr's potentials per depth after the path's token, or after the best if that is not a candidate."""
     ids, out, into, first = lattice_vectors(head, w, base, slots, context, embed)
     rows, k = [], head.top_k
     for s, row in enumerate(base):
         place = ids[s - 1].index(path[s]) if s and path[s] in ids[s - 1] else 0
         before, new = out[(s - 1) * k + place] if s else first, torch.full_like(row, -1e4)
         for rank, token in enumerate(ids[s]):
-            new[token] = head.own["logit_scale"] * F.cosine_similarity(before, into[s * k + rank], dim=0)
+            new[token] = head.settings["logit_scale"] * F.cosine_similarity(before, into[s * k + rank], dim=0)
         rows.append(new)
     return rows
 
 
 def refined(head, w: dict[str, Tensor], block: Tensor, path: list[int]) -> list[Tensor]:
-    """xPress: per depth what is added to the logits. block: (block_size, hidden), of all positions."""
+    """Return what xPress adds to the logits per depth. block: (block_size, hidden), of all positions."""
     w = {name.removeprefix("xpress_head."): tensor for name, tensor in w.items()}
     tokens, u, added = path if head.sample_from_anchor else [path[0], *path], [], []
     for j, h in enumerate(block):
@@ -225,7 +226,7 @@ def refined(head, w: dict[str, Tensor], block: Tensor, path: list[int]) -> list[
 
 @torch.no_grad()
 def by_the_paper(head, target: Target, text: list[int], a: int) -> tuple[Tensor, list[Tensor]]:
-    """Logits (depth, vocab), and ratings, of the drafts after the root at position `a` of `text`."""
+    """Return logits (depth, vocab), and ratings, of the drafts after the root at position `a` of `text`."""
     w, embed = head.state_dict(), target.embeddings
     states = target.model(torch.tensor([text[:a]]), output_hidden_states=True).hidden_states
     fused = torch.cat([states[layer][0] for layer in head.layers], -1) @ w["fc.weight"].T
@@ -247,7 +248,7 @@ def by_the_paper(head, target: Target, text: list[int], a: int) -> tuple[Tensor,
 
 @torch.no_grad()
 def trained(head, target: Target, text: list[int], starts: list[int] | None) -> tuple[Tensor, Tensor]:
-    """Logits (n, depth, vocab) of the training forward, and its ratings."""
+    """Return logits (n, depth, vocab) of the training forward, and its ratings."""
     tokens = torch.tensor([text])
     places = torch.arange(len(text))[None]
     chosen = None if starts is None else torch.tensor([starts])
@@ -264,7 +265,7 @@ def test_logits_are_those_of_the_equations(target, kind):
     logits, ratings = trained(head, target, text, starts)
     for number, start in enumerate(starts):
         expected, rated = by_the_paper(head, target, text, start + 1)
-        largest = expected[expected > -1e3].abs().max().item()  # what is no candidate is far below
+        largest = expected[expected > -1e3].abs().max().item()  # logits of other tokens are far below
         torch.testing.assert_close(logits[number], expected, atol=1e-5 * largest, rtol=1e-5)
         if head.confident:
             torch.testing.assert_close(ratings[number], torch.cat(rated), atol=1e-4, rtol=1e-4)

@@ -121,18 +121,18 @@ def change(config: dict, path: str, value: Any) -> dict:
 
 SETTINGS = [
     ("zlab", "dflash_config.projector_type", "medusa", r"projector_type='medusa'"),
-    ("zlab", "dflash_config.target_layer_ids", [1, 3, 8], r"names layers \[1, 3, 8\], which must ascend within the 8"),
+    ("zlab", "dflash_config.target_layer_ids", [1, 3, 8], r"has layers \[1, 3, 8\], which must ascend within the 8"),
     ("zlab", "dflash_config.target_layer_ids", [3, 1, 5], "must ascend"),
     ("zlab", "dflash_config.target_layer_ids", [1, 3], r"fc.weight is \(32, 96\) in the file, \(32, 64\)"),
-    ("zlab", "dflash_config.mask_token_id", golden.V, "mask_token_id=320 is no row"),
+    ("zlab", "dflash_config.mask_token_id", golden.V, "mask_token_id=320 must lie between 0 and 319"),
     ("zlab", "dflash_config", 4, "dflash_config=4"),
     ("zlab", "attention_bias", True, "attention_bias=True"),
     ("zlab", "layer_types", ["sliding_attention"] * 2, "layer_types"),
-    ("zlab", "use_sliding_window", False, "no sliding_window that is used"),
+    ("zlab", "use_sliding_window", False, "without an active sliding_window"),
     *(("zlab", "dflash_config.block_size", size, "block_size") for size in (0, 10**9, "8", None)),
     ("zlab", "num_hidden_layers", 2, "layer_types"),
     ("zlab", "num_hidden_layers", 10**9, "num_hidden_layers=1000000000"),
-    ("jetspec", "dflash_config.causal", False, "both yes and no"),
+    ("jetspec", "dflash_config.causal", False, "both true and false"),
     ("jetspec", "hidden_size", 16, "fc.weight"),
     ("deepspec", "confidence_head_with_markov", False, "confidence_head_with_markov=False"),
     ("deepspec", "markov_rank", 5, "markov_w1.weight is"),
@@ -140,24 +140,24 @@ SETTINGS = [
     ("specforge_dspark", "dflash_config.markov_head_type", "deep", "markov_head_type=deep"),
     ("specforge_dspark", "dflash_config.attention_mode", "mla", "attention_mode=mla"),
     ("specforge_domino", "dflash_config.gru_hidden_dim", 9, "prefix_gru.weight_hh_l0 is"),
-    ("speculators_dflash", "aux_hidden_state_layer_ids", [2, 9], r"names layers \[2, 9\]"),
+    ("speculators_dflash", "aux_hidden_state_layer_ids", [2, 9], r"has layers \[2, 9\]"),
     ("speculators_dflash", "draft_vocab_size", 200, "d2t is missing; lm_head.weight is missing; t2d is missing"),
     ("zlab_dflash2", "dflash_config.output_multiplier", 2.0, "output_multiplier=2.0"),
     ("zlab_dflash2", "dflash_config.conv_group_size", 16, "kernel_projection.weight is"),
     ("sglang_lilicorr", "dflash_config.lilicorr_enabled", False, "lilicorr_enabled=False"),
     ("sglang_lilicorr", "dflash_config.lilicorr_candidate_topk", 3, "lilicorr_candidate_topk=3 must be 2, 4, 8 or 16"),
     ("sglang_lilicorr", "dflash_config.lilicorr_num_layers", 10**9, "lilicorr_num_layers=1000000000"),
-    ("sglang_lilicorr", "dflash_config.lilicorr_factor_dim", "6", "lilicorr_factor_dim='6', which is no size"),
-    ("sglang_lilicorr", "dflash_config.conv_kernel_size", None, "are given together or not at all"),
+    ("sglang_lilicorr", "dflash_config.lilicorr_factor_dim", "6", "lilicorr_factor_dim='6', which is not a size"),
+    ("sglang_lilicorr", "dflash_config.conv_kernel_size", None, "must be set together or not at all"),
     ("modelopt_lilicorr", "dflash_config.lilicorr_hidden_size", 0, "token_proj.bias belongs to no layer"),
     ("modelopt_lilicorr", "draft_vocab_size", 200, "head.draft_vocab_size=null"),
     ("vllm_xpress", "xpress_block_size", 8, "xpress_block_size=8"),
     ("vllm_xpress", "xpress_rank", 7, "xpress_head.down_g.weight is"),
     ("speculators_xpress", "xpress_mlp_ratio", 4, "refiner_head.mlp_down.weight is"),
-    ("p_eagle", "ptd_token_id", golden.V, "pard_token=320, which is no row"),
+    ("p_eagle", "ptd_token_id", golden.V, "pard_token=320, which must lie between 0 and 319"),
     ("p_eagle", "num_hidden_layers", 3, r"layers\.2\.\S+ is missing"),
     ("p_eagle", "fc_norm", True, "fc_norm=True"),
-    ("speculators_p_eagle", "mask_token_id", None, "names no pard_token"),
+    ("speculators_p_eagle", "mask_token_id", None, "has no pard_token"),
     ("speculators_dflash", "transformer_layer_config", None, "has no 'hidden_size'"),
 ]
 
@@ -204,7 +204,8 @@ def test_a_layout_is_what_the_files_say_or_else_what_their_architecture_is(deep,
 
 
 def vllm_causal(config: dict, layer: int) -> bool:
-    """Is a layer causal inside a block for vLLM 0.32? Its rule for a config.json of DFlash, written down anew."""
+    """Return whether a layer is causal inside a block for vLLM 0.32, whose rule for a config.json of DFlash is written down
+    anew."""
     if "sliding_window_non_causal" in config:  # of the speculators package
         return not config["sliding_window_non_causal"]
     said = config["dflash_config"].get("causal")
@@ -227,7 +228,7 @@ def test_vllm_masks_a_block_as_it_was_trained(deep, tmp_path, kind, name):
 
 
 def test_a_window_that_vllm_would_take_for_another_is_refused(deep, tmp_path):
-    with pytest.raises(ValueError, match=r"causal in all layers or in none, .* \(head.window=\d+\): format=vllm"):
+    with pytest.raises(ValueError, match=r"causal in all layers or in none, .* \(head.window=\d+\): use format=vllm"):
         engines.speculators(make_head("dflash anchor first", deep), deep)
     config, weights, file = golden.make("speculators_dflash", deep)
     layer = config["transformer_layer_config"]

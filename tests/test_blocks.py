@@ -42,7 +42,7 @@ def test_settings_that_make_no_block_are_named(target):
         ({"block_size": 1}, "head.block_size=1"),
         ({"target_layer_ids": [2, 1]}, r"head.target_layer_ids=\[2, 1\] must ascend"),
         ({"target_layer_ids": [6]}, r"head.target_layer_ids=\[6\] must ascend within 0..5"),
-        ({"mask_token_id": 320}, "head.mask_token_id=320 is no row"),
+        ({"mask_token_id": 320}, "head.mask_token_id=320 must lie between 0 and 319"),
     ):
         with pytest.raises(ValueError, match=message):
             DFlashHead.for_target(target, **changes)
@@ -220,7 +220,7 @@ def test_candidates_are_chosen_with_the_noise(target):
 
 @pytest.mark.parametrize("nodes", [2, 7, 24])
 def test_the_tree_is_the_exact_set_of_the_best_paths(target, nodes):
-    """Against a heap over prefixes, as DDTree's paper writes it."""
+    """Compare with a heap over prefixes, as DDTree's paper writes it."""
     tree = begun(BlockTree(make_head("jetspec", target), target, nodes=nodes), 2)
     hidden = torch.randn(2, 4, 32)
     scorer = BlockScorer(tree, hidden, None, tree.sampling.temperature)

@@ -13,7 +13,7 @@ from foredraft.heads import Target
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.target import rules
+from foredraft.heads.target import recurrent_ops
 from foredraft.heads.target.stacked_cache import StackedCache
 from foredraft.heads.target.state_cache import MAX_UNCOMMITTED, StateCache, can_crop, fork
 from foredraft.inference import Engine, Request, generate
@@ -128,7 +128,7 @@ def test_a_tree_wider_than_a_chain_says_why_not() -> None:
 
 
 def test_what_a_drafter_proposed_last_does_not_say_what_is_supported() -> None:
-    """A tree=auto that decoded plainly before, say, drafts trees again."""
+    """Check that a tree=auto that drafted nothing before drafts trees again."""
     target = pair("qwen3_5").target
     drafter = AutoTree(DynamicTree(Eagle3Head.for_target(target, ttt_steps=3), target), target)
     drafter.use(PLAIN)
@@ -170,7 +170,7 @@ def test_a_fork_leaves_the_state_as_it_was(kind: str) -> None:
 
 @torch.no_grad()
 def test_pending_tokens_are_committed_when_they_are_many() -> None:
-    """Each step accepts the root and one of two drafts; nothing but pending ever grows, up to the bound."""
+    """Accept the root and one of two drafts in each step; nothing but pending ever grows, up to the bound."""
     _, target = pair("qwen3_5")
     cache, text = StateCache(1, 200, "cpu"), PROMPTS[0]
     target.prefill(torch.tensor([text]), [len(text)], cache)
@@ -191,15 +191,15 @@ def test_pending_tokens_are_committed_when_they_are_many() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["qwen3_5", "granite_h"])
 def test_a_short_read_is_no_padded_chunk(kind: str, monkeypatch) -> None:
-    """What the model's own recurrence is asked for, and that it is the same reading."""
+    """Check what the model's own recurrence is asked for, and that the result is the same."""
     target, asked = pair(kind).target, []
-    run = rules.Call.__call__
+    run = recurrent_ops.Call.__call__
 
-    def spy(call: rules.Call) -> Any:
+    def spy(call: recurrent_ops.Call) -> Any:
         asked.append(call.kwargs["chunk_size"])
         return run(call)
 
-    monkeypatch.setattr(rules.Call, "__call__", spy)
+    monkeypatch.setattr(recurrent_ops.Call, "__call__", spy)
     tokens = torch.tensor([PROMPTS[0] * 4])
     long, state = target.forward_from(tokens, 0, None)
     first, after = target.forward_from(tokens[:, :20], 0, None)
@@ -214,7 +214,7 @@ STACKED = ["qwen3_5", "lfm2", "falcon_h1", "granite_h", "mamba2", "kimi"]
 
 
 def filled(target: Target, texts: list[list[int]]) -> StackedCache:
-    """A cache that holds the texts, all of which one forward read."""
+    """Return a cache with the texts, all of which one forward read."""
     longest = max(map(len, texts))
     tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
     cache = target.new_cache(len(texts), 300)
@@ -233,7 +233,7 @@ def read(target: Target, cache: StackedCache, chains: list[list[int]]) -> Tensor
 @torch.no_grad()
 @pytest.mark.parametrize("kind", STACKED)
 def test_texts_of_a_batch_are_read_together(kind: str) -> None:
-    """Of texts whose drafts are accepted at different rates, no token is read twice."""
+    """Check that no token is read twice in texts whose drafts are accepted at different rates."""
     target, texts, luck = pair(kind).target, [list(prompt) for prompt in PROMPTS], random.Random(5)
     cache = filled(target, texts)
     for _ in range(12):
@@ -250,7 +250,7 @@ def test_texts_of_a_batch_are_read_together(kind: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", STACKED)
 def test_states_are_taken_as_they_are_and_go_back_by_text(kind: str) -> None:
-    """A forward of drafts copies none of them; of a text that takes none of its drafts they are what they were."""
+    """Check that a forward of drafts copies no states; those of a text without accepted drafts are unchanged."""
     target = pair(kind).target
     cache = filled(target, PROMPTS)
     before = {name: states[key] for name, states, key in cache.tensors()}
@@ -266,7 +266,7 @@ def test_states_are_taken_as_they_are_and_go_back_by_text(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", READING)
 def test_long_prompts_come_in_chunks(kind: str) -> None:
-    """Text and drafts are the same. longrope takes a text whole, as does what supports no chains."""
+    """Check that text and drafts are the same. longrope, and a target without chains, read a text whole."""
     target, seen, prefills = pair(kind).target, [], []
     torch.manual_seed(1)
     drafter: Any = NgramDrafter()
@@ -305,7 +305,7 @@ def test_what_masks_otherwise_is_read_row_by_row(kind: str) -> None:
 
 def test_texts_below_the_boundary_of_longrope_are_drafted_for_by_trees() -> None:
     whole = pair("phi3").target
-    assert whole.rope_boundary == 30 and "unless texts stay below (target.context=30)" in str(whole.why_no_trees)
+    assert whole.rope_boundary == 30 and "unless texts stay shorter (target.context=30)" in str(whole.why_no_trees)
     short = Target(copy.deepcopy(whole.model), name="short", context=30)
     assert short.supports_trees and short.context == 30 and short.max_positions == whole.context
     head = Eagle3Head.for_target(short, ttt_steps=3).eval()
@@ -332,7 +332,7 @@ def test_requests_join_a_batch_that_is_read_together_and_leave_it(kind: str) -> 
 
 
 def packed_batch() -> PackedBatch:
-    """Two rows of documents of several lengths, with padding after the second."""
+    """Return two sequences of documents of several lengths, with padding after the second."""
     lengths, length = ((5, 11, 8), (3, 14)), 24
     tokens = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
     documents, positions = torch.full((2, length), -1), torch.zeros(2, length, dtype=torch.int64)
@@ -361,7 +361,8 @@ def test_a_packed_document_has_the_features_that_it_has_alone(kind: str) -> None
 
 @pytest.mark.parametrize("kind, entry, state", [("qwen3_5", 128, 2048), ("mamba2", 0, 7168)])
 def test_a_limit_of_memory_counts_the_states_of_texts(kind: str, entry: int, state: int) -> None:
-    """Of each text three (before drafts, after them, and gone back to) beside keys, which Mamba does not keep."""
+    """Count three states for each text (before drafts, after them, and rolled back to) in addition to keys, which Mamba
+    does not keep."""
     target = pair(kind).target
     requests = [Request(PROMPTS[0], max_new_tokens=6, seed=number) for number in range(5)]
     expected, together = decoding.alone(target, requests), set[int]()
@@ -375,7 +376,7 @@ def test_a_limit_of_memory_counts_the_states_of_texts(kind: str, entry: int, sta
 
 
 def test_other_programs_may_compile_the_functions_that_are_watched() -> None:
-    """They stay replaced in transformers' module, and a rule's own variables are a thread's."""
-    rule = rules.Rule(lambda x, factor=2: x * factor)
+    """Check that they stay replaced in transformers' module, and that their context is thread-local."""
+    rule = recurrent_ops.RecurrentOp(lambda x, factor=2: x * factor)
     compiled = torch.compile(lambda x: rule(x, factor=3) + 1, fullgraph=True, backend="eager")
     assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]

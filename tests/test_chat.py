@@ -17,7 +17,7 @@ TWO = [*ONE, {"role": "user", "content": "more"}, {"role": "assistant", "content
 
 
 def shown(form: ChatFormat, messages: list[dict]) -> list[str]:
-    """Each document's text, with every run of supervised tokens in ⟦ ⟧."""
+    """Return each document's text, with every run of supervised tokens in ⟦ ⟧."""
     each = (runs(form.tokenizer, document) for document in form.documents(messages))
     return ["".join(f"⟦{text}⟧" if flag else text for flag, text in stretches) for stretches in each]
 
@@ -69,7 +69,8 @@ def test_the_plain_template_marks_answers(tmp_path):
 
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (TAGGED, "<|im_end|>"), (None, "</s>")])
 def test_an_answer_that_was_cut_off_has_no_end_to_learn(template: str | None, end: str):
-    """Its target would have gone on: an end token there teaches drafts to stop in mid-sentence."""
+    """Check that no end token is learned there: its target would have gone on, and drafts would learn to stop in
+    mid-sentence."""
     form = ChatFormat(tokenizer(template)) if template else form_of("mistral")
     (whole,), (cut,) = shown(form, TWO), shown(form, cut_off([dict(one) for one in TWO], ["stop", "length"]))
     assert f"no{end}⟧" in whole and cut == whole.replace(f"no{end}⟧", f"no⟧{end}")

@@ -2,8 +2,8 @@
 
 Once from messages, through the template, and once from what an engine gave: token ids, and messages as its parsers split
 them.
-The conversations are ours. What an answer wrote is all that the model emits after its generation prompt: thoughts, the answer
-or a tool call, and the token that ends its turn.
+The conversations are ours. What an answer wrote is all that the model emits after its generation prompt: reasoning, the
+answer or a tool call, and the token that ends its turn.
 """
 
 import asyncio
@@ -31,17 +31,17 @@ CASES = [(model, name) for model, wrote in WROTE.items() for name in wrote]
 
 
 def learned(form: ChatFormat, documents: list) -> list[str]:
-    """Each stretch of tokens in the loss, as text."""
+    """Return each stretch of tokens in the loss, as text."""
     return [text for document in documents for flag, text in runs(form.tokenizer, document) if flag]
 
 
 def begins(documents: list) -> list[list[int]]:
-    """The tokens before each stretch in the loss: the prompts behind which it was written."""
+    """Return the tokens before each stretch in the loss: the prompts behind which it was written."""
     return [tokens[:at] for tokens, mask, _ in documents for at in range(1, len(mask)) if mask[at] and not mask[at - 1]]
 
 
 def served(form: ChatFormat, messages: list[dict], with_tools: bool) -> list[list[int]]:
-    """The prompts that the server gives the target: with thinking at its default, on and off."""
+    """Return the prompts that the server gives the target: with thinking at its default, on and off."""
     target: Any = SimpleNamespace(text_tokenizer=form.tokenizer, context=None, name="x")
     said = json.dumps({"messages": messages} | ({"tools": [TOOL]} if with_tools else {}))
     switches = [{}, *({"enable_thinking": value, "thinking": value} for value in (True, False))]
@@ -50,7 +50,7 @@ def served(form: ChatFormat, messages: list[dict], with_tools: bool) -> list[lis
 
 
 def rows_of(model: str, value: dict, **settings) -> tuple[ChatFormat, list]:
-    """A row's documents, as training reads them."""
+    """Return a sample's documents, as training reads them."""
     form = form_of(model)
     return form, Encoder(form.tokenizer, Source("x"), **settings).documents(Row("", value))[0]
 
@@ -71,7 +71,7 @@ def test_what_is_learned_is_what_the_model_wrote(model: str, name: str, with_too
 
 
 class VLLM:
-    """Stands for the engine: gives token ids as the model wrote them, and what its parsers make of the text."""
+    """Replace the engine: return token ids as the model wrote them, and what its parsers make of the text."""
 
     def __init__(self, model: str, name: str, cut: int = 0):
         self.form, self.cut = form_of(model), cut
@@ -108,7 +108,8 @@ class VLLM:
 
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_what_an_engine_wrote_is_learned_as_it_was_written(model: str, name: str):
-    """Its own tokens, behind the prompts that it was given, whatever the template makes of them later."""
+    """Check that the engine's own tokens are learned, behind the prompts that it got, regardless of what the template makes
+    of them later."""
     engine = VLLM(model, name)
     form, documents = rows_of(model, engine.regenerated({"messages": CONVERSATIONS[name], "tools": [TOOL]}))
     asked = wrote(model, name)[: 1 if "a tool" in name else None]  # no result of the target's own call
@@ -118,7 +119,7 @@ def test_what_an_engine_wrote_is_learned_as_it_was_written(model: str, name: str
 
 @pytest.mark.parametrize("model", ["qwen3", "qwq", "deepseek_r1", "gpt_oss"])
 def test_thoughts_that_were_cut_off_are_learned_up_to_there(model: str):
-    """From ids, and from messages as an engine splits them."""
+    """Check it from ids, and from messages as an engine splits them."""
     row = VLLM(model, "thoughts", cut=40).regenerated({"messages": CONVERSATIONS["thoughts"]})
     assert row["error"] == "an answer without content (finish_reason length)"
     form, documents = rows_of(model, row)
@@ -138,7 +139,7 @@ def test_ids_of_another_tokenizer_are_told_from_the_text():
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_qwen3_without_thinking(name: str):
-    """The generation prompt has an empty thought, which the model does not write."""
+    """Check the generation prompt, which has an empty reasoning that the model does not write."""
     form = form_of("qwen3", thinking=False)
     found = learned(form, form.documents(CONVERSATIONS[name]))
     assert found == [f"{text}<|im_end|>" for text in PLAIN[name]]
@@ -146,7 +147,7 @@ def test_qwen3_without_thinking(name: str):
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_ids_are_those_of_the_conversation_written_by_hand(model: str):
-    """The tokens before an answer's are those that the model is given where the head is used."""
+    """Check that the tokens before an answer's are those that the model gets when the head is used."""
     thinks = model in ("qwq", "deepseek_r1", "qwen3", "qwen3_5", "glm4_5", "glm5", "minimax_m2", "smollm3")
     name = "thoughts in the text" if thinks else "one turn"
     form, (document,) = rows_of(model, {"messages": CONVERSATIONS[name]})

@@ -53,7 +53,7 @@ Run = Callable[..., tuple[int, list[DictConfig]]]
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """run(*arguments) gives the exit code and the configs that `main` was called with."""
+    """Return run(*arguments), which gives the exit code and the configs that `main` was called with."""
     for name, text in FILES.items():
         (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "conf" / name).write_text(text)
@@ -289,7 +289,7 @@ def test_failed_job_of_a_sweep_fails_the_sweep_after_the_others_ran(run: Run) ->
 def test_what_a_constructor_takes(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], typed: list[str], message: str | None
 ) -> None:
-    """Its signature is the schema: for a default of null, and for a key that `+` adds."""
+    """Check that its signature is the schema: for a default of null, and for a key that `+` adds."""
     given = "call:\n  _target_: tests.test_cli.call\n  depth: 1\n"
     with (tmp_path / "conf" / "tiny.yaml").open("a") as opened:
         opened.write(given + ("" if typed[0].startswith("+") else "  width: null\n"))
@@ -299,7 +299,7 @@ def test_what_a_constructor_takes(
 
 
 def call(depth: int, width: int | None = None) -> None:
-    """What the test above configures."""
+    """Take what the test above configures."""
 
 
 def test_comments_of_a_yaml_are_the_meanings_of_its_keys() -> None:
@@ -324,7 +324,7 @@ BAD_DATA = {
 
 @pytest.mark.parametrize("name", BAD_DATA)
 def test_bad_data_ends_in_one_sentence(name: str, tiny_path: Path, tmp_path: Path) -> None:
-    """Raised inside a generator of `datasets`, whose chain of causes has a cycle."""
+    """Raise an error inside a generator of `datasets`, whose chain of causes has a cycle."""
     file, content, data, message = BAD_DATA[name]
     (tmp_path / file).write_bytes(content)
     ended = script("scripts/preview.py", f"target={tiny_path}", f"data={data}", f"data.path={file}", cwd=tmp_path)
@@ -423,7 +423,8 @@ OPTIONS = sorted(file for file in (ROOT / "conf").glob("**/*.yaml") if file.pare
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_help_gives_every_key_a_meaning(name: str) -> None:
-    """A key of its own, or that of the settings it belongs to; what a choice is about does not explain its keys."""
+    """Check that each key has its own meaning, or that of the settings it belongs to; a choice's comment does not explain
+    its keys."""
     keys, _, choices = describe("", name, [], ROOT / "conf", everything=True).partition("\nChoices, ")
     groups = {line.partition("=")[0] for line in choices.splitlines() if not line.startswith(" ")}
     explained: list[int] = []  # indents of the settings around a line that have a meaning
@@ -447,7 +448,7 @@ assert "torch" not in sys.modules
 
 
 def test_help_of_every_command_needs_no_torch() -> None:
-    """And shows an example, its keys with their meanings, and what every choice of every group is."""
+    """Check that it shows an example, its keys with their meanings, and a description of every choice of every group."""
     command = [sys.executable, "-c", ASKED, ",".join(foredraft.PROGRAMS)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
@@ -472,7 +473,7 @@ def test_help_of_every_command_needs_no_torch() -> None:
 
 
 def test_env_has_a_line_for_every_topic(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """And says why a part does not work here, and what to install for it."""
+    """Check that it gives the reason why a part does not work here, and what to install for it."""
 
     def version(name: str) -> str:
         if name == "peft":
@@ -537,7 +538,7 @@ def test_demo_is_a_training_for_the_test_model(monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.parametrize("file", OPTIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_the_first_line_of_a_choice_makes_sense_alone(file: Path) -> None:
-    """In a list of choices, where no other line of its comment is shown."""
+    """Check the first line, since a list of choices shows no other line of its comment."""
     first, *more = comment_lines(file)
     assert first[0].isalpha() and len(first.split()) > 3 and len(first) <= 112
     assert not more or first.endswith((".", ":", ").")) or "=" in first.split()[-1], first
@@ -547,7 +548,7 @@ def test_the_first_line_of_a_choice_makes_sense_alone(file: Path) -> None:
     "file", sorted((ROOT / "conf").glob("**/*.yaml")), ids=lambda file: f"{file.parent.name}/{file.stem}"
 )
 def test_keys_that_help_names_are_there(file: Path) -> None:
-    """A yaml's `# help:` lists keys of its program, in one choice or another."""
+    """Check that a yaml's `# help:` lists keys of its program, in one choice or another."""
     for key in header(file)[1]:
         group, _, name = key.rpartition(".")
         places = (

@@ -45,7 +45,7 @@ def test_a_strategy(name: str, target, tmp_path: Path):
     ],
 )
 def test_null_is_taken_where_it_means_something(typed: str, refused: bool) -> None:
-    """By the program itself."""
+    """Check it with the program itself."""
     command = [sys.executable, "train/run.py", *typed.split(), "--cfg", "job"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, "=null: a whole number is wanted" in done.stderr) == ((2, True) if refused else (0, False))
@@ -58,7 +58,7 @@ def test_stored_features_can_be_read_without_a_worker(target, tmp_path: Path):
 
 @pytest.mark.parametrize("name", names("data"))
 def test_data(name: str, target, folder: Path, tmp_path: Path):
-    """A set of the Hub is read from a file, by which the network is spared and nothing else."""
+    """Read a data set of the Hub from a file, which only avoids the network."""
     logged = {"ids": [*range(1, 20)], "accepted": [2], "drafted": [4]}
     own = [
         {"number": n, "tokens": [1, n + 1, *range(1, 20)], "written": [[2, 21]], "asked": [[0, 2]]} for n in range(20)

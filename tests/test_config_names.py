@@ -1,4 +1,4 @@
-"""Promise: every head trains for, drafts for and is saved for a target whose config has names of its own for the usual sizes
+"""Promise: every head trains for, drafts for and is saved for a target whose config has other names for the usual sizes
 (`attribute_map`: GPT-2's n_embd, MPT's d_model), leaves some of them out, or gives one for each layer."""
 
 import copy

@@ -178,7 +178,8 @@ def test_prompts_of_conversations_end_where_the_answer_begins(file: Path, tmp_pa
 
 
 def test_held_out_conversations_that_are_not_chosen_stay_arrays(file: Path, tmp_path: Path, monkeypatch):
-    """Millions of tokens would become Python's numbers, at each measurement, while all processes wait."""
+    """Check that they are not converted: millions of tokens would become Python's numbers, at each measurement, while all
+    processes wait."""
     form = tokenizer(CHATML)
     data = corpus(form, path=str(file), cache_dir=str(tmp_path), val_split=0.4)
     read, get = [], Documents.__getitem__

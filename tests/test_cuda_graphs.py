@@ -24,7 +24,7 @@ LIMITS = {"max_new_tokens": 20, "eos_token_id": -1, "seed": 7}
 
 @pytest.fixture
 def taped(monkeypatch) -> list[Tape]:
-    """Every recording that is made."""
+    """Return every recording that is made."""
     tapes: list[Tape] = []
 
     def record(*args) -> Tape:
@@ -36,7 +36,7 @@ def taped(monkeypatch) -> list[Tape]:
 
 
 def again(target: Target) -> Target:
-    """The same model, without the cache that the last generation gave back."""
+    """Return the same model, without the cache that the last generation released."""
     return Target(target.model, target.tokenizer, target.name)
 
 
@@ -59,7 +59,8 @@ def test_a_recording_does_what_the_function_did(taped):
     "waiting", [lambda x: x * x.sum().item(), lambda x: x[x > 0], lambda x: x + torch.tensor([1.0, 2.0])]
 )
 def test_what_waits_for_the_device_is_not_recorded(monkeypatch, waiting):
-    """It is found before a capture is tried: one that fails leaves a GPU's stream and allocator in the middle of it."""
+    """Check that it is found before a capture is tried: one that fails leaves a GPU's stream and allocator in the middle of
+    it."""
     tried: list = []
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", lambda *args: tried.append(args))
     graphs = cuda_graphs.CudaGraphs(torch.device("cpu"))
@@ -69,7 +70,7 @@ def test_what_waits_for_the_device_is_not_recorded(monkeypatch, waiting):
 
 
 def test_the_least_recently_used_one_goes(monkeypatch, taped):
-    monkeypatch.setattr(cuda_graphs, "MOST", 2)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     graphs = cuda_graphs.CudaGraphs(torch.device("cpu"))
     for key in (1, 2, 1, 3, 1, 2):
         graphs(key, torch.neg, torch.ones(2))
@@ -77,7 +78,7 @@ def test_the_least_recently_used_one_goes(monkeypatch, taped):
 
 
 class Repeated:
-    """Runs the function again where a CUDA graph would replay it."""
+    """Run the function again where a CUDA graph would replay it."""
 
     def __init__(self, function, inputs) -> None:
         self.function, self.inputs, self.outputs = function, inputs, None
@@ -108,7 +109,7 @@ def serve_requests(engine: Engine, count: int, longest: int, rng: random.Random)
 
 @pytest.mark.parametrize("name", ["plain", "medusa"])
 def test_joins_and_leaves_for_long_capture_few_steps(target, name, monkeypatch):
-    """Few numbers of slots, of columns and of settings are ever met."""
+    """Check that only few numbers of slots, of columns and of settings ever occur."""
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Repeated)
     monkeypatch.setattr("foredraft.inference.batch.INITIAL_ENTRIES", 2)
     monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 16)
@@ -166,8 +167,8 @@ def test_top_p_that_needs_more_tokens_than_it_considers_is_verified_again(target
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa", "draft model"])
 def test_drafts_are_those_of_running_it_kernel_by_kernel(target, name, monkeypatch):
-    """Greedy, sampled, sampled otherwise, a text that outgrows its columns, a smaller tree; and with an oracle's help, since
-    nothing that such a head drafts is accepted."""
+    """Check greedy, sampled, sampled otherwise, a text that outgrows its columns, and a smaller tree; with an oracle's
+    help, since none of such a head's drafts is accepted."""
     monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 64)
     rows = torch.cat([prompt(21), prompt(21, seed=1)])
 
@@ -230,7 +231,7 @@ def test_a_full_device_is_captured_on_at_the_next_call(monkeypatch, taped):
 
 
 class FakeCuda:
-    """torch.cuda, as far as captures use it: which stream and which pool each of them took."""
+    """Replace torch.cuda, as far as captures use it: record which stream and which pool each of them took."""
 
     def __init__(self) -> None:
         self.streams, self.captures, self.cleared, self.current = 0, [], 0, "the caller's stream"
@@ -274,7 +275,7 @@ def fake_cuda(monkeypatch) -> FakeCuda:
 
 
 def test_all_graphs_of_a_device_share_one_stream_and_a_pool_that_stays(fake_cuda):
-    """torch shares the memory of a pool only among captures on the same stream."""
+    """Check the streams: torch shares the memory of a pool only among captures on the same stream."""
     graphs = [cuda_graphs.CudaGraph(torch.neg, (torch.ones(size),)) for size in (2, 3, 4)]
     assert fake_cuda.streams == 1
     assert len(set(fake_cuda.captures)) == 1 and len(fake_cuda.captures) == len(graphs) + 1  # and the keeper's

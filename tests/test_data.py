@@ -83,7 +83,7 @@ def test_the_target_writes_its_own_training_text(target, tmp_path):
 
 @pytest.fixture
 def with_bos(target):
-    """The tokenizer of most real models: a text begins with its bos token, unless it is told not to."""
+    """Return the tokenizer of most real models: a text starts with its bos token, unless it is told not to."""
     found = copy.deepcopy(target.tokenizer)
     found.add_special_tokens({"bos_token": "<s>"})
     begin = found.bos_token_id
@@ -104,7 +104,7 @@ def test_texts_begin_as_the_model_expects(target, with_bos, tmp_path):
 
 @pytest.mark.parametrize("text", ["<s>hi{eos}", " <s>hi{eos}\n", "<s>hi", "hi{eos}", "hi{eos}\n", "hi"])
 def test_a_text_that_is_rendered_already_starts_and_ends_once(target, with_bos, text: str):
-    """With a tokenizer that adds its bos token to each text, and with one that does not."""
+    """Check a tokenizer that adds its bos token to each text, and one that does not."""
     ids = with_bos("hi", add_special_tokens=False)["input_ids"]
     for tokenizer, adds in ((with_bos, True), (copy.deepcopy(with_bos), False)):
         if not adds:
@@ -128,7 +128,7 @@ def test_what_makes_a_text_a_file_is_not_learned(target, tmp_path):
 
 
 def with_extra(target, monkeypatch) -> PreTrainedTokenizerFast:
-    """The target with a tokenizer that has a token beyond the embeddings."""
+    """Return the target with a tokenizer that has a token beyond the embeddings."""
     words = copy.deepcopy(target.tokenizer)
     fill = [f"<fill {number}>" for number in range(target.vocab_size - len(words))]
     words.add_special_tokens({"additional_special_tokens": [*fill, "<extra>"]})
@@ -173,7 +173,7 @@ def test_texts_with_a_token_that_the_target_lacks_are_dropped_where_they_are_hel
 
 
 def test_ids_with_holes_are_no_other_targets(target):
-    """A tokenizer may have fewer tokens than its highest id says."""
+    """Use a tokenizer with fewer tokens than its highest id suggests."""
     raw = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 400}, unk_token="a"))
     words = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="b")
     row = {"number": 0, "tokens": [0, 400, 1], "written": [[1, 3]], "asked": [[0, 1]]}
@@ -185,7 +185,7 @@ def test_ids_with_holes_are_no_other_targets(target):
 
 def test_the_target_continues_texts_that_begin_with_its_bos(target, with_bos, tmp_path, monkeypatch):
     monkeypatch.setattr(target, "tokenizer", with_bos)
-    text = Document(corpus.tokenize(with_bos, [TEXT])[0].tokens[:40], [True] * 40)  # which begins at 0 and at 16
+    text = Document(corpus.tokenize(with_bos, [TEXT])[0].tokens[:40], [True] * 40)  # which starts at 0 and at 16
     rows = self_generated.write(target, Documents.of([text] * 10), 20 * 20, 0, begin=16, new=20)
     prompts = [row.tokens[: row.loss_mask.index(True)] for row in rows]
     assert len(rows) == 20 and {len(prompt) for prompt in prompts} == {16, 17}

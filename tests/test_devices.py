@@ -1,5 +1,5 @@
 """A step puts nothing on another device than the target's, waits for it once, and sends it nothing: all of it runs on
-a device that holds no numbers."""
+a device without numbers."""
 
 import contextlib
 import copy
@@ -25,7 +25,7 @@ HEADS = ["eagle", "eagle3", "hydra_pp", "mtp", "medusa", *BLOCKS]
 
 
 def drafter(name: str, target: Target, elsewhere: Target) -> Drafter | None:
-    """For the target `elsewhere`, on the meta device; heads are made for `target`, which has numbers."""
+    """Make a drafter for the target `elsewhere`, on the meta device; heads are made for `target`, which has numbers."""
     if name in HEADS:
         head = make_head(name, target).to("meta")
         head.attach(elsewhere)
@@ -36,7 +36,8 @@ def drafter(name: str, target: Target, elsewhere: Target) -> Drafter | None:
 
 
 class Sent(TorchDispatchMode):
-    """Counts what goes from the host to the device, single numbers apart: those go along with the kernel that uses them."""
+    """Count transfers from the host to the device, except single numbers, which are passed with the kernel that uses
+    them."""
 
     count = 0
 
@@ -54,7 +55,7 @@ def test_a_step_stays_on_its_device(fresh, name, params, monkeypatch):
     reads = 0
 
     def made_up(verification: Verification, validity: Tensor):
-        """What the host would learn: of every sequence the bonus token and its first child are accepted."""
+        """Return what the host would learn: the bonus token and its first child of every sequence are accepted."""
         nonlocal reads
         reads += 1
         assert {part.device.type for part in (*verification, validity)} == {"meta"}
@@ -63,7 +64,7 @@ def test_a_step_stays_on_its_device(fresh, name, params, monkeypatch):
         return Outcome([0] * rows, [count] * rows, [list(range(width))] * rows, [[7] * width] * rows)
 
     monkeypatch.setattr(foredraft.inference.target_sampler, "to_host", made_up)
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no such device
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # does not support such a device
     elsewhere = Target(copy.deepcopy(fresh.model).to("meta"), fresh.tokenizer, "meta")
     engine = Engine(elsewhere, drafter(name, fresh, elsewhere))
     for number, (length, new) in enumerate(((9, 12), (5, 8))):

@@ -77,7 +77,7 @@ def test_pods_keep_what_they_fetch_and_may_have_a_token():
 
 
 def check(command: list[str]) -> None:
-    """A program and keys that it has."""
+    """Check that a program exists and has these keys."""
     program, *settings = command
     assert program == "serve" and program in PROGRAMS
     known = OmegaConf.load(ROOT / "conf" / "serve.yaml").keys()

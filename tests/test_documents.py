@@ -35,7 +35,7 @@ def test_joined_and_selected_documents_are_the_same_documents():
 
 
 def arrow_file(folder: Path) -> str:
-    """Of 100 documents, 2.5 MB."""
+    """Write 100 documents, 2.5 MB."""
     texts = [{"tokens": [n] * 5_000, "flags": [n % 2] * 5_000} for n in range(100)]
     features = datasets.Features({name: datasets.List(datasets.Value(kind)) for name, kind in COLUMNS.items()})
     stored = datasets.Dataset.from_generator(lambda: iter(texts), features=features, cache_dir=str(folder))
@@ -44,7 +44,7 @@ def arrow_file(folder: Path) -> str:
 
 
 def test_mapped_documents_go_to_another_process_as_their_files_name(tmp_path: Path):
-    """A loader's workers are spawned on macOS, and on Linux from Python 3.14 on: what they read is pickled for them."""
+    """Check that they are pickled: a loader's workers are spawned on macOS, and on Linux from Python 3.14 on."""
     own = documents(4, 9)
     parts = [Documents.of(own), Documents.mapped(arrow_file(tmp_path)), Documents.of(own)]
     given = Documents.joined(parts).select(np.array([1, 7, 40, 103]))

@@ -61,7 +61,7 @@ DRAFTERS = {
     "ngram and heads": lambda target: Union([NgramDrafter(), eagle(target), medusa(target)]),
     "lookahead and suffix": lambda target: Union([Lookahead(), SuffixDrafter()]),
     "a suffix or a head": lambda target: Switch(SuffixDrafter(), AutoTree(eagle(target), target)),
-    "auto beside ngram": lambda target: Union([AutoTree(medusa(target), target), NgramDrafter()]),
+    "auto with ngram": lambda target: Union([AutoTree(medusa(target), target), NgramDrafter()]),
 }
 
 
@@ -70,7 +70,7 @@ def everyone(target: Target) -> dict[str, Drafter]:
 
 
 def new_tokens(target: Target, drafter: Drafter | None, rows: list[list[int]], side=1, **settings) -> list[list[int]]:
-    """side: -1 pads on the right."""
+    """Return the new tokens. side: -1 pads on the right."""
     padded = [([0] * (max(map(len, rows)) - len(row)) + row[::side])[::side] for row in rows]
     mask = [([0] * (max(map(len, rows)) - len(row)) + [1] * len(row))[::side] for row in rows]
     ids, mask = torch.tensor(padded), torch.tensor(mask)
@@ -101,7 +101,7 @@ def test_text_up_to_the_last_position_of_the_context_whatever_is_drafted(small):
 
 
 def accepted(*texts: list[int], width: int = 0) -> Accepted:
-    """What a first step sees of these texts."""
+    """Return what a first step sees of these texts."""
     counts = [len(text) - 1 for text in texts]
     tokens = torch.zeros(len(texts), max(counts), dtype=torch.int64)
     for row, text in enumerate(texts):
@@ -115,7 +115,7 @@ def begun(drafter: Drafter, batch: int = 1) -> Drafter:
 
 
 def branches(tree, row: int = 0) -> set[tuple[int, ...]]:
-    """The paths of all nodes below the root, as tokens."""
+    """Return the paths of all nodes below the root, as tokens."""
     found = set()
     for node in range(1, tree.tokens.shape[1]):
         if tree.tokens[row, node] >= 0:
@@ -323,7 +323,7 @@ def test_bad_settings_are_named(target, tiny_path):
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of any tensor that is made inside."""
+    """Record the largest number of elements of any tensor that is made inside."""
 
     elements = 0
 
@@ -359,7 +359,7 @@ def test_a_prompt_is_read_without_a_mask_of_its_length_squared(target, kind):
 
 
 class Counted(TorchDispatchMode):
-    """How many kernels run inside."""
+    """Count the kernels that run inside."""
 
     kernels = 0
 
@@ -369,7 +369,8 @@ class Counted(TorchDispatchMode):
 
 
 def test_what_many_steps_accepted_is_put_together_at_once():
-    """After plain steps of many sequences, a few kernels: not some for each sequence and step, and none where one joins."""
+    """Check that few kernels run after steps without drafts of many sequences: not some for each sequence and step, and
+    none when one joins."""
     draw = torch.Generator().manual_seed(0)
     texts, pending = [[0], [0], [0]], PendingAccepted()
     with Counted() as counted:
@@ -396,7 +397,7 @@ def test_what_many_steps_accepted_is_put_together_at_once():
 
 
 def test_rows_that_pad_the_targets_vocabulary_are_never_drafted(target):
-    """Qwen2.5-0.5B has fewer of them than Qwen2.5-7B: the logits of both are as wide, or noise and losses would not fit."""
+    """Pad the logits to equal width, or noise and losses would not fit: Qwen2.5-0.5B has fewer rows than Qwen2.5-7B."""
     small, hidden = random_model(9, vocab_size=target.vocab_size - 8), torch.randn(2, 3, target.hidden_size)
     logits = DraftModelHead(small, target.vocab_size).logits(hidden, 1)
     assert torch.equal(logits[..., :-8], small.logits(hidden)) and logits.shape[-1] == target.vocab_size
@@ -409,7 +410,7 @@ def test_rows_that_pad_the_targets_vocabulary_are_never_drafted(target):
 
 @pytest.mark.parametrize("kind", ["suffix", "union", "switch", "chain"])
 def test_a_trace_shows_no_text_of_another_request(target, kind, monkeypatch):
-    """What others were answered is drafted, and where it is rejected nobody sees it."""
+    """Check rejected drafts: others' answers are drafted, and nobody sees them if they are rejected."""
     suffix = SuffixDrafter(per_match=9.0)
     auto = AutoTree(DynamicTree(make_head("eagle3", target), target, nodes=4, depth=2, min_probability=0), target)
     known = {"suffix": suffix, "union": Union([suffix, NgramDrafter()]), "switch": Switch(suffix, auto)}

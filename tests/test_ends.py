@@ -14,7 +14,7 @@ from tests.support.small_targets import without_layers
 
 
 def said_of(target: Target) -> tuple:
-    """All that a head asks of a target before it sees a state."""
+    """Return all that a head asks of a target before it sees a state."""
     shape = target.num_layers, target.hidden_size, target.vocab_size, target.context, target.dtype, target.device
     return *shape, target.why_no_trees, target.masks, target.layer_types, target.eos_token_ids, target.logit_settings
 
@@ -23,7 +23,7 @@ def said_of(target: Target) -> tuple:
 def test_the_ends_of_every_family(family: str, tmp_path: Path):
     whole = Target(pair(family, "eager").plain)
     whole.model.save_pretrained(tmp_path)
-    alone = Target.from_pretrained(tmp_path, dtype="float32", device="cpu", ends_only=True)
+    alone = Target.from_pretrained(tmp_path, dtype="float32", device="cpu", embeddings_only=True)
     assert said_of(alone) == said_of(whole)
     tokens, states = torch.arange(VOCAB), torch.randn(5, 32)
     assert torch.equal(alone.embed(tokens), whole.embed(tokens)) and torch.equal(
@@ -43,16 +43,16 @@ def test_a_file_of_the_ends_that_is_missing_is_named(target: Target, tmp_path: P
     for file in path.glob("model-*"):
         file.unlink()
     with pytest.raises(
-        ValueError, match=r"the ends of .* cannot be loaded alone \(model-.*safetensors is missing there\)"
+        ValueError, match=r"the ends of .* cannot be loaded without its layers \(model-.*safetensors is missing there\)"
     ):
-        Target.from_pretrained(path, ends_only=True)
+        Target.from_pretrained(path, embeddings_only=True)
 
 
 @pytest.mark.parametrize("head", ["eagle3", "hydra"])
 def test_a_run_on_stored_states_needs_no_layers(
     head: str, target: Target, tiny_path: Path, folder: Path, here, tmp_path
 ):
-    """The run that stores them lets go of the layers, and the next one finds none."""
+    """Check that the run which stores them frees the layers, and the next one finds none."""
     size = SMALL_EAGLE3[1:2] * (head == "eagle3")
     given = [f"head={head}", *size, *SMALL_EAGLE3[2:], ONE, f"data.path={folder}", "trainer.max_steps=4"]
     stored = ["hidden_states=offline", "hidden_states.path=states", "hidden_states.dtype=float32"]

@@ -1,4 +1,4 @@
-"""The engine: requests join and leave between steps, each with settings of its own, and every text is the plain one."""
+"""The engine: requests join and leave between steps, each with its own settings, and every text is the baseline's."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_requests_join_and_leave_between_steps(target, alone, name):
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa", "eagle3 auto", "itself", "dflash"])
 def test_a_long_prompt_joins_a_long_text(target, name):
-    """Together they are longer than either may become: what is padding in one row must find room, too."""
+    """Check that padding in one sequence finds room, too: together they are longer than either may become."""
     asked = [Request(prompt(120, 0), max_new_tokens=60), Request(prompt(200, 1), max_new_tokens=5)]
     engine = Engine(target, drafters(target)[name])
     texts, _ = run(engine, asked[:1], lambda step: engine.add(asked[1]) if step == 10 else None, asked[1])
@@ -56,7 +56,7 @@ def test_a_long_prompt_joins_a_long_text(target, name):
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("name", ["plain", "suffix", "lookahead", "eagle3", "medusa", "eagle3 auto", "union", "dflash"])
 def test_the_cache_grows_with_the_texts(target, alone, name, captured, monkeypatch):
-    """Not with what they may become. Rows that have ended do not grow with it."""
+    """Check that it does not grow with what they may become, or with sequences that have ended."""
     monkeypatch.setattr("foredraft.inference.batch.INITIAL_ENTRIES", 2)
     monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 8)
     if captured:
@@ -97,7 +97,8 @@ def test_penalties_count_the_new_text_alone():
 
 @pytest.mark.parametrize("name", ["plain", "itself"])
 def test_a_frequency_penalty_acts_within_an_accepted_path(target, name):
-    """Far above any logit, so that no token is written twice; the draft model drafts just what it would write without."""
+    """Use a penalty far above any logit, so that no token is written twice; the draft model drafts just what it would write
+    without."""
     ids = torch.tensor([prompt(6, 1)])
     settings = {"max_new_tokens": 30, "eos_token_id": -1, "frequency_penalty": 1e4}
     text = generate(target, drafters(target).get(name), ids, **settings).new_tokens[0]

@@ -62,7 +62,7 @@ def test_a_request_that_waits_can_be_cancelled(target, alone):
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("when, packs", [(0, True), (0, False), (2, True)])
 def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypatch, number, when, packs):
-    """Poison the second row's logits, of its prompt (step 0) or of a tree; and leave NaN in its cache."""
+    """Replace the second sequence's logits by NaN, of its prompt (step 0) or of a tree; and leave NaN in its cache."""
     monkeypatch.setattr(type(target), "packs_prompts", packs)
     asked = requests()
     engine = Engine(target, drafters(target)[number], max_num_seqs=3)
@@ -85,7 +85,7 @@ def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypa
 
 
 def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
-    """All that is read in it is not a number; the last row takes it, and a late request joins at the end."""
+    """Replace all that is read in it by NaN; the last sequence takes its place, and a late request joins at the end."""
     head = Eagle3Head.for_target(target, ttt_steps=3).eval()
     engine = Engine(target, DynamicTree(head, target, nodes=8, depth=3, width=2, min_probability=0))
     late, read, now = Request(ids(3, 9), max_new_tokens=9), type(target).forward, [0]
@@ -123,7 +123,7 @@ def test_rows_that_are_read_anew_write_the_same(target, alone, number):
 
 
 def test_drafters_are_swapped_between_steps(target, alone):
-    """While some wait, one has a cache that the next has not, and prefixes hold entries of a drafter that is gone."""
+    """Swap while some wait, one has a cache that the next has not, and prefixes have entries of a drafter that is gone."""
     ngram, model = drafters(target)
     coming = {1: model, 2: None, 5: ngram, 6: model, 11: None}
     engine = Engine(target, ngram, max_num_seqs=3, prefixes=PrefixCache(1 << 20, block=4))
@@ -133,7 +133,8 @@ def test_drafters_are_swapped_between_steps(target, alone):
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_rows_join_and_leave_in_memory_that_stays(target, alone, captured, monkeypatch):
-    """Who joins takes a finished row's place, else the last row does; what was captured for a size is used again."""
+    """Check that a new sequence takes a finished one's place, otherwise the last one does; what was captured for a size is
+    used again."""
     if captured:
         monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
         target = Target(target.model, target.tokenizer, target.name)  # without the cache that another engine gave back
@@ -162,7 +163,7 @@ def test_rows_join_and_leave_in_memory_that_stays(target, alone, captured, monke
 
 @pytest.mark.parametrize(("most", "rows"), [(None, 4), (3 * (20 + 24 + 2), 3)])
 def test_slots_are_not_filled_up_where_a_long_text_needs_their_room(target, most, rows, monkeypatch):
-    """Of captured steps: two are left and one joins."""
+    """Check captured steps: two sequences are left and one joins."""
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
     target = Target(target.model, target.tokenizer, target.name)  # without the cache that another engine gave back
     asked = [Request(ids(5, row), max_new_tokens=tokens) for row, tokens in enumerate((20, 20, 3, 3))]
@@ -212,7 +213,8 @@ def test_a_full_cache_lets_requests_wait(target, alone):
 
 @pytest.mark.parametrize("number", range(2))
 def test_a_trace_is_of_the_tokens_and_their_tree(target, number):
-    """Its log-probabilities are those of reading the whole text at once; accepted nodes and new tokens are the same."""
+    """Check that its log-probabilities are those of reading the whole text at once; accepted nodes and new tokens are the
+    same."""
     asked = [*requests(2), *requests(1, trace=3)]
     engine, text, accepted = Engine(target, drafters(target)[number]), list(asked[2].prompt), []
     for request in asked:
@@ -241,7 +243,7 @@ def test_a_trace_is_of_the_tokens_and_their_tree(target, number):
 
 @pytest.mark.parametrize("number", range(2))
 def test_a_nan_at_a_rejected_node_ends_no_text(target, alone, monkeypatch, number):
-    """Nor does what it left in the cache, where the next tree of another sequence is wider."""
+    """Check also what it left in the cache, where the next tree of another sequence is wider."""
     asked = requests()
     engine = Engine(target, drafters(target)[number], max_num_seqs=3)
     verify, poisoned = engine.verify, [0]
@@ -277,7 +279,7 @@ def test_a_request_for_which_memory_ran_out_still_waits(target, alone, monkeypat
 
 
 def test_a_long_stop_string_costs_no_more_than_a_short_one(target, monkeypatch):
-    """Each token is decoded a bounded number of times, however long text and stop string are."""
+    """Check that each token is decoded a bounded number of times, however long text and stop string are."""
     decoded, decode = [], target.text_tokenizer.decode
     words = target.tokenizer("class Pair" + "x" * 989 + "\n").input_ids
     monkeypatch.setattr(
@@ -292,7 +294,7 @@ def test_a_long_stop_string_costs_no_more_than_a_short_one(target, monkeypatch):
 
 
 def test_a_stop_string_is_found_with_the_space_before_it():
-    """Also the first word's, and one before half a character."""
+    """Check also the first word's, and one before half a character."""
     tokenizer = sentencepiece()
     blue, sky = tokenizer.convert_tokens_to_ids(["▁blue", "▁sky"])
     target = SimpleNamespace(tokenizer=tokenizer, text_tokenizer=tokenizer, context=None, name="x")
@@ -306,7 +308,7 @@ def test_a_stop_string_is_found_with_the_space_before_it():
 
 
 def test_a_request_for_no_tokens_writes_none(target):
-    """Beside others, also where its prompt fills the context, and after it was cancelled."""
+    """Check it next to others, also if its prompt fills the context, and after it was cancelled."""
     engine = Engine(target)
     nothing, cancelled, full = (Request([3] * length, max_new_tokens=0) for length in (5, 5, 256))
     writing = Request([3, 4], max_new_tokens=2)

@@ -1,4 +1,4 @@
-"""scripts/evaluate.py as it is typed, and what its figures are made of."""
+"""scripts/evaluate.py as a user types it, and what its figures are made of."""
 
 import csv
 import fcntl
@@ -41,7 +41,7 @@ from tests.support.processes import complaint
 
 @pytest.fixture
 def run(call, tiny_path):
-    """run(*arguments): scripts/evaluate.py with them, into the folder `out`."""
+    """Return run(*arguments), which runs scripts/evaluate.py with them, into the folder `out`."""
     given = f"target=hf target.path={tiny_path} target.device=cpu output_dir=out limit=2 repeats=2 max_new_tokens=12"
     return partial(call, evaluate.main, *typed(given))
 
@@ -94,7 +94,7 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
 
 
 class Shifted(Wrapper):
-    """The mistake: every draft is the one that belongs `by` places later."""
+    """Make a mistake: every draft is the one that belongs `by` places later."""
 
     def __init__(self, inner: Drafter, by: int):
         super().__init__(inner)
@@ -108,12 +108,12 @@ class Shifted(Wrapper):
 
 
 def shifted(target: Target) -> Drafter:
-    """For `drafter=[{_target_: ...}]`."""
+    """Make a drafter for `drafter=[{_target_: ...}]`."""
     return Shifted(DraftModel(target, target, nodes=4, depth=3, width=1, min_probability=0), 1)
 
 
 class Unread(Wrapper):
-    """The mistake: the head's features are not those it learned from."""
+    """Make a mistake: the head's hidden states are not those it was trained on."""
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         return self.inner.propose(accepted._replace(aux_hidden_states=accepted.aux_hidden_states.roll(1, 2)), gumbel)
@@ -269,12 +269,12 @@ def test_nothing_to_measure_is_named(given, sentence, run):
 
 
 def where(device: str, is_collective: bool) -> Any:
-    """What a stopwatch reads of a target."""
+    """Return what a stopwatch reads of a target."""
     return SimpleNamespace(device=torch.device(device), is_collective=is_collective)
 
 
 def test_texts_that_others_held_up_are_timed_again(monkeypatch):
-    """The third of four texts takes long the first time, while another program has the core."""
+    """Let the third of four texts take long the first time, while another program has the core."""
     waits = iter([0.0, 0.02, 0.9, 0.5, 0.05])
     monkeypatch.setattr(Stopwatch, "stop", lambda watch: ((waited := next(waits)) + 1, waited))
     decode = lambda ids, seed: (seed, None)  # noqa: E731

@@ -38,7 +38,7 @@ def cross_entropy(draft: Prediction, teacher: Prediction) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def documented() -> type:
-    """The head of docs/developer/add-a-head.md."""
+    """Return the head of docs/developer/add-a-head.md."""
     scope: dict = {"__name__": "documented"}
     (source,) = PYTHON.findall((ROOT / "docs" / "developer" / "add-a-head.md").read_text())
     exec(compile(source, "add-a-head.md", "exec"), scope)

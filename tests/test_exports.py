@@ -1,4 +1,4 @@
-"""What is written for an engine: it is whole, the engine reads it as it is meant, and the gate lets nothing else pass."""
+"""What is written for an engine is complete, the engine reads it as intended, and the gate lets nothing else pass."""
 
 import json
 
@@ -110,27 +110,27 @@ REFUSED = [
     ("eagle3", "hydra", "reads no eagle3"),
     ("hydra", "vllm", "vLLM reads no hydra"),
     ("hydra_pp", "sglang", "SGLang reads no hydra_pp"),
-    ("medusa pruned", "medusa", "knows no pruned vocabulary"),
+    ("medusa pruned", "medusa", "does not support a pruned vocabulary"),
     ("eagle", "vllm", "vLLM's EAGLE-1 has no fc.bias"),
     ("hass", "speculators", "reads no eagle heads"),
-    ("eagle3_1", "eagle", "knows no fc_norm, norm_output"),
-    ("eagle3 qk_norm", "eagle", "knows no qk_norm"),
-    ("eagle3 qk_norm", "sglang", "SGLang knows no qk_norm"),
-    ("eagle3 qk_norm", "llamacpp", "llama.cpp knows no qk_norm"),
+    ("eagle3_1", "eagle", "does not support fc_norm, norm_output"),
+    ("eagle3 qk_norm", "eagle", "does not support qk_norm"),
+    ("eagle3 qk_norm", "sglang", "SGLang does not support qk_norm"),
+    ("eagle3 qk_norm", "llamacpp", "llama.cpp does not support qk_norm"),
     ("domino", "vllm", "vLLM reads no domino heads"),
-    ("dspark gated", "vllm", "markov_head_type=vanilla only"),
-    ("dspark rnn", "speculators", "markov_head_type=vanilla only"),
+    ("dspark gated", "vllm", "only with head.markov_head_type=vanilla"),
+    ("dspark rnn", "speculators", "only with head.markov_head_type=vanilla"),
     ("dflash", "eagle", "reads no dflash"),
-    ("dspark pruned", "sglang", "SGLang's block drafting knows no pruned vocabulary"),
+    ("dspark pruned", "sglang", "SGLang's block drafting does not support a pruned vocabulary"),
     ("lilicorr", "speculators", "speculators package reads no lilicorr"),
     ("xpress", "sglang", "SGLang reads no xpress"),
-    ("xpress pruned, anchor first", "vllm", "vLLM's xPress knows no pruned vocabulary"),
+    ("xpress pruned, anchor first", "vllm", "vLLM's xPress does not support a pruned vocabulary"),
     ("xpress uneven", "speculators", "head.xpress_mlp_hidden=10 to be a multiple of head.xpress_rank=6"),
     ("p_eagle", "sglang", "SGLang reads no p_eagle"),
     ("eagle3 of other layers", "eagle", r"takes hidden states \[2, 4, 5\] .* this head takes \[1, 3, 5\]"),
     ("eagle3 of two layers", "sglang", "fuses three layers"),
     ("eagle3 of the embedding", "sglang", "hidden state 0"),
-    ("eagle3 from layer 1 on", "sglang", "SGLang takes layer ids that start with 1"),
+    ("eagle3 from layer 1 on", "sglang", "SGLang reads layer ids that start with 1"),
 ]
 
 
@@ -150,7 +150,7 @@ def test_layers_that_zankners_code_would_tie_are_not_written(deep):
 
 
 def test_sglang_gets_the_bias_it_insists_on(deep, tmp_path):
-    """Of zeros where the head has none: it drafts the same."""
+    """Write a bias of zeros if the head has none: it drafts the same."""
     head = ours("hass", deep)
     write_export("sglang", head, deep, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["bias"] is True
@@ -177,7 +177,8 @@ def test_sglang_gets_the_bias_it_insists_on(deep, tmp_path):
     ],
 )
 def test_an_engine_is_started_in_its_own_words(deep, engine, kind, words):
-    """SGLang counts the anchor among a block's draft tokens: without a number it takes the size from config.json."""
+    """Check SGLang, which counts the anchor among a block's draft tokens: without a number it reads the size from
+    config.json."""
     head = build_head(kind, deep)
     command = getattr(engines, engine)(head, deep).command(head, "T", "H")
     assert words in command and ("--speculative-num-draft-tokens" in command) == (
@@ -189,7 +190,7 @@ def test_what_an_engine_has_learnt_is_said(deep):
     assert "fc_norm, norm_output: SGLang reads it since" in engines.sglang(ours("eagle3_1", deep), deep).note
     head = ours("eagle3", deep)
     head.norm_before_residual = True
-    with pytest.raises(ValueError, match="SGLang knows no norm_before_residual"):
+    with pytest.raises(ValueError, match="SGLang does not support norm_before_residual"):
         engines.sglang(head, deep)
 
 
@@ -219,5 +220,5 @@ def test_a_card_names_the_engines_that_load_the_head(kind, deep):
     card = model_card({}, {"kind": kind, "target": "org/target", "repo": "org/head", "engines": found}, None)
     for one in found:
         assert one["command"].replace("{head}", "org/head" if one["format"] is None else "exported") in card
-    assert card.count("as they are") == list(LOADED[kind].values()).count(None)
+    assert card.count("loads these files unchanged") == list(LOADED[kind].values()).count(None)
     assert all(f"format={layout}" in card for layout in LOADED[kind].values() if layout)

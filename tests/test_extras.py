@@ -20,7 +20,7 @@ STARTED = "import sys; sys.path[:0] = sys.argv[1:3]; del sys.argv[1:3]; from for
 
 
 def needed(text: str, seen: set[str]) -> Iterator[metadata.Distribution]:
-    """The distribution that a requirement names, and all that it needs."""
+    """Return the distribution that a requirement names, and all that it needs."""
     requirement = Requirement(text)
     if str(requirement) in seen:
         return
@@ -34,7 +34,8 @@ def needed(text: str, seen: set[str]) -> Iterator[metadata.Distribution]:
 
 
 def start(extras: str, command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """`foredraft command`, with a line of input, where only what `pip install foredraft[extras]` installs can be imported."""
+    """Run `foredraft command`, with a line of input, where only what `pip install foredraft[extras]` installs can be
+    imported."""
     libraries = cwd / "libraries"
     libraries.mkdir()
     for found in needed(f"foredraft[{extras}]", set()):

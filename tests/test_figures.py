@@ -87,7 +87,7 @@ def test_the_caption_has_all_that_a_figure_needs():
 
 
 def test_the_standard_error_of_a_mean_is_the_usual_one():
-    """Of a statistic that is a mean, the jackknife gives the standard error of the mean."""
+    """Compare the jackknife of a mean with the standard error of the mean."""
     values = [1.0, 2.0, 4.0, 9.0]
     pairs = [({"tokens": value}, {}) for value in values]
     found = spec_bench.jackknife(pairs, lambda some: spec_bench.total(some, "tokens") / len(some))
@@ -96,7 +96,7 @@ def test_the_standard_error_of_a_mean_is_the_usual_one():
 
 
 def test_systems_side_by_side(target, tiny_path, tmp_path, call, monkeypatch):
-    """Ours and transformers' on two questions; a run that was stopped answers what is left, and publishes its table."""
+    """Run two systems on two questions; a run that was stopped answers what is left, and publishes its table."""
     save_head(make_head("eagle3", target), tmp_path / "head", target)
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps({"prompt": f"def add_{n}(self"}) + "\n" for n in "ab"))
     monkeypatch.setattr(tables, "FIGURES", tmp_path / "figures.json")

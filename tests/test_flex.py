@@ -6,7 +6,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from foredraft.heads import block_attention, flex, step_attention
 from foredraft.heads.base import PackedBatch
-from foredraft.heads.flex import NEVER
+from foredraft.heads.flex import NO_KEY
 from foredraft.heads.target.packed_mask import PackedMask, attend_packed
 from tests.support.batches import batch
 
@@ -20,14 +20,14 @@ def packed(rows: list[tuple[int, ...]]) -> PackedBatch:
 
 
 def dense(mask) -> torch.Tensor:
-    """(batch, queries, keys) bool: what the function of indices says."""
+    """Return (batch, queries, keys) bool: the result of the function of indices."""
     queries, keys = mask.seq_lengths
     index = [torch.arange(n) for n in (len(mask.kv_num_blocks), 1, queries, keys)]
     return mask.mask_mod(*torch.meshgrid(*index, indexing="ij"))[:, 0]
 
 
 def tiles(counts: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """(batch, tiles of queries, tiles of keys) bool: those that a table names."""
+    """Return (batch, tiles of queries, tiles of keys) bool: those that a table names."""
     named = torch.arange(indices.shape[-1]) < counts[..., None]
     return torch.zeros(indices.shape, dtype=torch.bool).scatter(-1, indices.long(), named)[:, 0]
 
@@ -49,7 +49,7 @@ def check_tables(mask, exact: bool) -> None:
 def test_a_slot_sees_its_text(rows, window):
     text = packed(rows)
     mask, columns = flex.text_mask(text.document_starts(), window), torch.arange(text.tokens.shape[1])
-    seen = text.mask() & (columns[:, None] - columns < (window or NEVER))
+    seen = text.mask() & (columns[:, None] - columns < (window or NO_KEY))
     assert torch.equal(dense(mask), seen)
     assert torch.equal(PackedMask(text.document_starts(), torch.float32, window).dense() == 0, seen[:, None])
     check_tables(mask, exact=True)
@@ -63,8 +63,8 @@ def test_a_block_sees_its_text_and_itself(slots, causal, window, everywhere):
     chosen = torch.tensor([[-1, 0, 99, 130, 310], [1, 2, 140, 150, 319]])
     blocks = block_attention.Blocks.of(text if everywhere else text._replace(anchors=chosen), slots)
     mask = flex.blocks_mask(blocks.first, blocks.last, slots, blocks.length, causal, window)
-    inside = block_attention.within(slots, causal, window, torch.device("cpu"))
-    expected = block_attention.part_seen(blocks.first, blocks.last, inside, blocks.length, window)
+    inside = block_attention.intra_block_mask(slots, causal, window, torch.device("cpu"))
+    expected = block_attention.chunk_mask(blocks.first, blocks.last, inside, blocks.length, window)
     assert torch.equal(dense(mask), expected)
     check_tables(mask, exact=False)
 
@@ -81,7 +81,7 @@ def test_masks_are_made_once_for_a_batch_and_go_with_it():
 
 
 def plainly(q, keys, values, mask, scale=None):
-    """`flex.attend` with all scores at once."""
+    """Compute `flex.attend` with all scores at once."""
     index = [torch.arange(n) for n in (len(q), 1, q.shape[2], keys.shape[2])]
     seen = mask.mask_mod(*torch.meshgrid(*index, indexing="ij"))
     keys, values = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
@@ -90,7 +90,7 @@ def plainly(q, keys, values, mask, scale=None):
 
 
 def by_kernel(q, keys, values, mask, scale=None):
-    """Its forward pass; on a CPU it gives no sums."""
+    """Run the kernel's forward pass; on a CPU it returns no sums."""
     out = torch.compile(flex_attention, dynamic=False)(q, keys, values, block_mask=mask, enable_gqa=True, scale=scale)
     return out, plainly(q, keys, values, mask, scale)[1]
 
@@ -102,14 +102,14 @@ def test_packed_rows_of_a_target_attend_by_it_as_without(window, sinks, monkeypa
     q, keys, values = (torch.randn(2, heads, 320, 16) for heads in (4, 2, 2))
     mask, found = PackedMask(packed(ROWS["tiles"]).document_starts(), torch.float32, window), []
     for by_flex in (True, False):
-        monkeypatch.setattr(flex, "serves", lambda q, keys, by_flex=by_flex: by_flex)
+        monkeypatch.setattr(flex, "is_supported", lambda q, keys, by_flex=by_flex: by_flex)
         found.append(attend_packed(q, keys, values, mask, scale=0.3, sinks=sinks))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kernel", [True, False])
 def test_steps_and_blocks_attend_by_it_as_without(kernel, monkeypatch):
-    """By the kernel itself forward, and by its definition with all gradients."""
+    """Compare the kernel's forward, and its definition with all gradients."""
     text, slots = packed(ROWS["tiles"]), 4
     length, dtype = text.tokens.shape[1], torch.float32 if kernel else torch.float64
     starts = text._replace(anchors=torch.tensor([[-1, 5, 180], [1, 140, 319]]))
@@ -121,7 +121,7 @@ def test_steps_and_blocks_attend_by_it_as_without(kernel, monkeypatch):
     pairs, found = list(zip(others[::2], others[1::2], strict=True)), []
     monkeypatch.setattr(flex, "attend", by_kernel if kernel else plainly)
     for by_flex in (True, False):
-        monkeypatch.setattr(flex, "serves", lambda q, keys, by_flex=by_flex: by_flex)
+        monkeypatch.setattr(flex, "is_supported", lambda q, keys, by_flex=by_flex: by_flex)
         steps = [step_attention.at_start(*pair, step) for step, pair in enumerate(pairs)]
         outs = [step_attention.attend_steps(q, steps[: n + 1], text.document_starts()) for n in range(3)]
         blocks = block_attention.Blocks.of(starts, slots)
@@ -137,11 +137,12 @@ def test_where_the_kernel_does_not_work_a_warning_says_why_and_blocks_serve():
     with pytest.warns(
         UserWarning, match="FlexAttention does not work on cpu, and training is slower without: .*backward on CPU"
     ):
-        assert not flex.works(torch.device("cpu"), torch.float32, 4, 2, 16)
+        assert not flex.kernel_available(torch.device("cpu"), torch.float32, 4, 2, 16)
 
 
 def test_a_full_device_says_nothing_of_the_kernel(monkeypatch):
-    """Else one that is full at the first step would train by blocks to the end."""
+    """Check that it is not remembered: otherwise a device that is full at the first step would train by blocks to the
+    end."""
     asked = []
 
     def full(*args, **kwargs):
@@ -151,5 +152,5 @@ def test_a_full_device_says_nothing_of_the_kernel(monkeypatch):
     monkeypatch.setattr(flex, "attend", full)
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
-            flex.works(torch.device("cpu"), torch.float32, 2, 1, 24)
+            flex.kernel_available(torch.device("cpu"), torch.float32, 2, 1, 24)
     assert len(asked) == 2

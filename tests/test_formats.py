@@ -1,4 +1,4 @@
-"""Heads in every published layout are drafted with as their authors meant, and refused by name where they are not whole."""
+"""Heads in every published layout draft as their authors intended, and are refused by name if they are incomplete."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ PROMPT = torch.randint(1, 300, (20,), generator=torch.Generator().manual_seed(3)
 
 
 def states(target: Target, layers: list[int]) -> list[Tensor]:
-    """Hidden states (length, H) of PROMPT, numbered as transformers does."""
+    """Return hidden states (length, H) of PROMPT, numbered as transformers does."""
     out = target.model(torch.tensor([PROMPT]), output_hidden_states=True)
     return [out.hidden_states[layer][0] for layer in layers]
 
@@ -33,7 +33,7 @@ DEPTHS = 3  # compared of a chain: from depth 2 on a head reads its own output
 
 
 def drafted(directory: Path, target: Target, root: int, depth: int | None = None) -> tuple[list[int], list[Tensor]]:
-    """The chain that the drafter of this directory proposes after PROMPT and root, and the logits of each depth."""
+    """Return the chain that the drafter of this directory proposes after PROMPT and root, and the logits of each depth."""
     head = load_head(directory, target, dtype=torch.float32)
     head.depth = depth or head.depth
     return parity_gate.drafted_logits(head, target, PROMPT, root)
@@ -51,7 +51,7 @@ GOLDEN = (*EAGLE3, *EAGLE, *MEDUSA, *HYDRA)
 
 @torch.no_grad()
 def theirs(name: str, deep: Target, config: dict, weights: dict, root: int, chain: list[int]) -> list[Tensor]:
-    """The logits of each depth as the layout's authors compute them."""
+    """Return the logits of each depth as the layout's authors compute them."""
     last = states(deep, [golden.N])[0]
     if name in MEDUSA:
         return golden.medusa_drafts(config, weights, last[-1], deep.model.get_output_embeddings().weight)
@@ -74,7 +74,7 @@ def test_heads_of_others_draft_as_their_layout_says(deep, tmp_path, name):
 
 
 def test_a_head_without_aux_hidden_states_takes_the_last_one_as_it_is(deep, tmp_path):
-    """As nvidia/gpt-oss-120b-Eagle3-v2: the same drafts as with an fc that changes nothing."""
+    """Check that drafts equal those with an fc that changes nothing, as in nvidia/gpt-oss-120b-Eagle3-v2."""
     config, weights, file = golden.make("specforge", deep)
     config |= {
         "fc_norm": False,
@@ -142,7 +142,7 @@ def extra(name: str) -> Mutation:
 
 
 def say(key: str, value: Any, message: str, inside: str | None = None, without: str = "") -> Mutation:
-    """Config key set to another value (None takes it away)."""
+    """Set a config key to another value (None removes it)."""
 
     def change(config: dict, weights: dict) -> None:
         settings = config[inside] if inside else config
@@ -166,7 +166,7 @@ def swapped(d2t: Tensor) -> Tensor:
 
 
 def eagle3_mutations(layer: str, inside: str | None, pruned: bool = True) -> list[Mutation]:
-    """Of any EAGLE-3 layout. inside: where the layer's own settings stand."""
+    """Return mutations of any EAGLE-3 layout. inside: the section of the layer's settings."""
     return [
         extra(f"{layer}.self_attn.q_proj.bias"),
         extra("another.weight"),
@@ -174,7 +174,7 @@ def eagle3_mutations(layer: str, inside: str | None, pruned: bool = True) -> lis
         store("d2t", swapped, "d2t names target ids"),
         store("d2t", lambda d2t: d2t.int(), "d2t is torch.int32"),
         say("draft_vocab_size", golden.VD - 1, "lm_head.weight|d2t"),
-        say("vocab_size", 2 * golden.V, "vocab_size: the head says 640, the target|t2d", inside),
+        say("vocab_size", 2 * golden.V, "vocab_size: the head has 640, the target|t2d", inside),
         say(
             "rope_scaling",
             {"type": "proportional", "factor": 2.0},
@@ -197,11 +197,11 @@ EAGLE1 = [
     extra("layers.1.mlp.up_proj.weight"),
     extra("another.weight"),
     say("hidden_size", 64, "fc.weight"),
-    say("vocab_size", 640, "vocab_size: the head says 640, the target 320"),
+    say("vocab_size", 640, "vocab_size: the head has 640, the target 320"),
     say("rope_scaling", {"type": "proportional", "alpha": 1000.0}, "a rope of type proportional"),
     say("rope_parameters", {"rope_type": "proportional", "factor": 2.0}, "a rope of type proportional"),
     say("mlp_bias", True, "mlp_bias=True"),
-    say("quantization_config", {"bits": 4}, "quantization_config=.*can be drafted with"),
+    say("quantization_config", {"bits": 4}, "quantization_config=.*is supported"),
     say("hidden_act", "gelu", "hidden_act=gelu"),
     say("num_key_value_heads", 4, "self_attn.k_proj.weight"),
 ]
@@ -229,7 +229,7 @@ MUTATIONS: dict[str, list[Mutation]] = {
         T2D,
         say(IDS, [1, 3, 8], r"\[1, 3, 8\] may count outputs of layers from 0 or hidden_states", "eagle_config"),
         say(IDS, [3, 5, 9], r"\[3, 5, 9\] may count", "eagle_config"),
-        say("return_normed", True, "return_normed=True, which is not known here", "eagle_config"),
+        say("return_normed", True, "return_normed=True, which is not supported", "eagle_config"),
         say(IDS, [1, 1, 4], "must ascend", "eagle_config"),
         say(IDS, [1, 3, 4], "do not name the same layers"),
         say("use_aux_hidden_state", False, "fc.weight belongs to no layer", "eagle_config"),
@@ -245,11 +245,11 @@ MUTATIONS: dict[str, list[Mutation]] = {
     "speculators": [
         *eagle3_mutations("layers.0", "transformer_layer_config"),
         T2D,
-        say("norm_before_residual", None, "norm_before_residual, which vLLM takes as true"),
+        say("norm_before_residual", None, "norm_before_residual, whose default is true in vLLM"),
         say(
             "speculators_model_type",
             "peagle",
-            "names no pard_token, the token that stands where a draft has no text yet",
+            "has no pard_token, the token at positions without text",
         ),
         say("speculators_model_type", "eagle9", "speculators_model_type=eagle9"),
         say(IDS, [2, 4, 9], r"takes hidden states \[2, 4, 9\]"),
@@ -274,7 +274,7 @@ MUTATIONS: dict[str, list[Mutation]] = {
         extra("0.2.weight"),
         extra("another.weight"),
         extra("medusa_head.0.1.weight"),
-        say("medusa_num_heads", 6, "medusa_num_heads=6, the weights are of 5"),
+        say("medusa_num_heads", 6, "medusa_num_heads=6, but the weights are of 5"),
         say("medusa_num_layers", 2, "0.2.weight is missing"),
         say("medusa_num_layers", None, "has no 'medusa_num_layers'"),
         say("version", "2", "version 2, .* but 0.1.weight is stored"),
@@ -284,7 +284,7 @@ MUTATIONS: dict[str, list[Mutation]] = {
     "medusa_v2": [
         extra("0.2.weight"),
         extra("another.weight"),
-        say("medusa_num_heads", 4, "medusa_num_heads=4, the weights are of 3"),
+        say("medusa_num_heads", 4, "medusa_num_heads=4, but the weights are of 3"),
         say("medusa_num_layers", 1, "version 2|belongs to no layer|0.1"),
         say("version", None, "0.2.weight is missing"),
     ],
@@ -298,7 +298,9 @@ MUTATIONS["hydra_pp"] = [
     *HYDRAS,
     extra("prefix_embedding_layer.norm.weight"),
     say("hydra_num_layers", 5, "hydra_mlp.0.9.linear.bias is missing"),
-    store("prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq", lambda f: f / 2, "is of another rope than"),
+    store(
+        "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq", lambda f: f / 2, "belongs to another rope than"
+    ),
 ]
 CASES = [(name, *mutation) for name in GOLDEN for mutation in MUTATIONS[name]]
 
@@ -318,7 +320,7 @@ def test_a_shallow_target_needs_the_layers_said(target, tmp_path):
 
 
 def test_what_is_no_head_is_refused(deep, tmp_path):
-    with pytest.raises(ValueError, match="no head in a layout that is known here"):
+    with pytest.raises(ValueError, match="no head in a supported layout"):
         load_head(
             golden.write(tmp_path, {"architectures": ["BertModel"]}, {"x": torch.ones(2)}, "model.safetensors"), deep
         )
@@ -339,11 +341,11 @@ def test_a_pickle_with_code_in_it_is_not_executed(deep, tmp_path):
     mark = tmp_path / "executed"
     config, weights, _ = golden.make("medusa_v1", deep)
     golden.write(tmp_path, config, weights | {"0.0.linear.weight": Evil(mark)}, "medusa_lm_head.pt")
-    with pytest.raises(ValueError, match="holds more than tensors, and was not executed"):
+    with pytest.raises(ValueError, match="contains more than tensors, and was not executed"):
         load_head(tmp_path, deep)
     assert not mark.exists()
     (tmp_path / "medusa_lm_head.pt").write_bytes(pickle.dumps({"x": Evil(mark)}))  # and as a bare pickle
-    with pytest.raises(ValueError, match="is no zip file"):
+    with pytest.raises(ValueError, match="is not a zip file"):
         load_head(tmp_path, deep)
     assert not mark.exists()
 
@@ -361,8 +363,8 @@ def repack(path: Path, change: Callable[[zipfile.ZipFile], None], compression: i
     ("change", "compression", "message"),
     [
         (lambda z: z.writestr("archive/data/bomb", bytes(2**22)), zipfile.ZIP_DEFLATED, "has a compressed member"),
-        (lambda z: z.writestr("../../escaped", b"x"), zipfile.ZIP_STORED, "points out of it"),
-        (lambda z: z.writestr("/etc/escaped", b"x"), zipfile.ZIP_STORED, "points out of it"),
+        (lambda z: z.writestr("../../escaped", b"x"), zipfile.ZIP_STORED, "points outside"),
+        (lambda z: z.writestr("/etc/escaped", b"x"), zipfile.ZIP_STORED, "points outside"),
     ],
     ids=["zip bomb", "..", "absolute"],
 )
@@ -375,7 +377,7 @@ def test_a_zip_that_is_no_checkpoint_is_not_opened(deep, tmp_path, monkeypatch, 
 
 
 def test_members_that_overlap_are_a_bomb_too(deep, tmp_path, monkeypatch):
-    """Uncompressed, and still more than the file: the central directory names one member many times."""
+    """Use an uncompressed zip that is still larger than the file: the central directory names one member many times."""
     golden.write(tmp_path, *golden.make("medusa_v1", deep))
     whole = zipfile.ZipFile.infolist
     monkeypatch.setattr(zipfile.ZipFile, "infolist", lambda self: whole(self) * 1000)
@@ -409,13 +411,13 @@ def test_files_of_a_head_cannot_make_python_import_a_module(deep, tmp_path, plac
         load_head(pulled, deep)
     assert not mark.exists()
     golden.write(pulled, {"foredraft": {"class": "os:system"}}, {"x": torch.ones(2)}, "model.safetensors")
-    with pytest.raises(ValueError, match="os:system, which is not imported, or no DraftHead"):
+    with pytest.raises(ValueError, match="os:system, which is not imported, or not a DraftHead"):
         load_head(pulled, deep)
 
 
 def test_configs_that_are_none_are_refused(deep, tmp_path):
     golden.write(tmp_path, *golden.make("specforge", deep))
-    for text, message in (("[1, 2]", "holds no settings"), ("{", "is not JSON"), ("[" * 100_000, "is not JSON")):
+    for text, message in (("[1, 2]", "contains no settings"), ("{", "is not JSON"), ("[" * 100_000, "is not JSON")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             load_head(tmp_path, deep)

@@ -81,7 +81,7 @@ main()
 
 @pytest.mark.nightly
 def test_processes_wait_longer_for_new_text_than_for_each_other(tiny_path: Path, folder: Path, tmp_path: Path):
-    """One of them comes to the end of its text in the middle of a step."""
+    """Let one of them reach the end of its text in the middle of a step."""
     (tmp_path / "slow.py").write_text(SLOW)
     given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", *FRESH, TWO, "strategy=ddp"]
     ended = end(torchrun("slow.py", *given, "trainer.max_steps=3", "+trainer.ddp_timeout=20", cwd=tmp_path))

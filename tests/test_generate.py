@@ -90,7 +90,7 @@ def test_settings_beyond_the_vocabulary_have_a_defined_result(target):
 
 
 def test_a_read_sees_the_text_in_the_cache_and_not_the_room_behind_it(target):
-    """Reads of a short text cost the same whatever `max_new_tokens` has reserved."""
+    """Check that reads of a short text cost the same for any reserved `max_new_tokens`."""
     cache = target.new_cache(1, 4 * KEY_BLOCK)
     target.forward(prompt(9), cache=cache)
     cache.set_lengths([9])

@@ -1,4 +1,4 @@
-"""`foredraft generate` for a file of prompts, and `foredraft chat`, as programs of their own."""
+"""`foredraft generate` for a file of prompts, and `foredraft chat`, as separate programs."""
 
 import fcntl
 import json
@@ -50,7 +50,7 @@ def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: P
 
 
 def test_a_chat_answers_line_by_line(tmp_path: Path):
-    """The test model, whose chat template it is; stdin is no terminal here."""
+    """Use the test model by its chat template; stdin is not a terminal here."""
     typed = "def add(a, b):\n\n/new\ndef add(a, b):\n" + "word " * 3000 + "\nmore\n/quit\nnever read\n"
     ended = program("chat", "target=test_model", "max_new_tokens=6", "colour=true", cwd=tmp_path, typed=typed)
     assert ended.code == 0, ended.err

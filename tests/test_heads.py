@@ -28,7 +28,8 @@ def states(head, target: Target, text: PackedBatch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "p_eagle"])
 def test_a_new_head_is_sure_of_nothing(tiny_path, kind: str):
-    """Of a target whose logits are large: its first loss is the vocabulary's, or its first steps only make them smaller."""
+    """Use a target with large logits: the first loss is the vocabulary's, or the first steps would only make them
+    smaller."""
     target = Target.from_pretrained(tiny_path)
     target.model.get_output_embeddings().weight.data *= 50
     head, text = make_head(kind, target), batch(12)
@@ -40,7 +41,8 @@ def test_a_new_head_is_sure_of_nothing(tiny_path, kind: str):
 
 
 def test_supervision_follows_the_token_that_a_draft_names():
-    """Prompt of 4 tokens, answer of 4: tokens 4..7 are supervised. The draft at slot p names token p + 2."""
+    """Check that the loss covers tokens 4..7, the answer after a prompt of 4 tokens. The draft at slot p names token p +
+    2."""
     text = PackedBatch(
         torch.arange(8)[None],
         torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]).bool(),
@@ -48,7 +50,7 @@ def test_supervision_follows_the_token_that_a_draft_names():
         torch.arange(8)[None],
     )
     assert draft_loss_mask(text, 1).tolist() == [[False, False, True, True, True, True, False, False]]
-    # Depth 3 at slot 2 began at position 0 and names token 4; at slot 1 it would have begun before the text.
+    # Depth 3 at slot 2 started at position 0 and names token 4; at slot 1 it would have started before the text.
     assert draft_loss_mask(text, 3).tolist() == [[False, False, True, True, True, True, False, False]]
     # The mask left unshifted (supervised[p] for slot p) would lose slots 2 and 3, the first drafts behind the prompt.
     assert not torch.equal(draft_loss_mask(text, 1), text.loss_mask)
@@ -171,7 +173,7 @@ def one_more(attend):
 
 
 def everything(attend):
-    """The whole row, the future included."""
+    """Attend to the whole sequence, the future included."""
     return lambda q, keys, values, _: F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
 
 
@@ -198,7 +200,7 @@ def test_gate_sees(target, name, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "wrong"), [("eagle3", "layers one lower"), ("medusa", "after another norm")])
 def test_gate_sees_other_hidden_states_in_training(target, kind, wrong, monkeypatch):
-    """Those of other layers, or of before the final norm, as one engine handed them over: in every other forward."""
+    """Return those of other layers, or of before the final norm, in every other forward, as one engine did."""
     head, forward, calls = make_head(kind, target), Target.forward, itertools.count()
 
     def other(self, *args, **kwargs):
@@ -224,7 +226,7 @@ def test_a_draft_model_does_not_begin_with_packed_layers(fresh):
 
 
 def test_gate_sees_rope_that_the_files_do_not_tell(target, tmp_path):
-    """Trained with frequencies that config.json does not describe: the files read back draft otherwise."""
+    """Train with frequencies that config.json does not describe: the reloaded files draft differently."""
     head = make_head("eagle3", target)
     save_head(head, tmp_path, target)
     head.rotary.rope.inv_freq.mul_(0.5)
@@ -234,7 +236,7 @@ def test_gate_sees_rope_that_the_files_do_not_tell(target, tmp_path):
 
 @torch.no_grad()
 def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
-    """A second proposal equals that of a drafter that never saw the rejected branch."""
+    """Check that a second proposal equals that of a drafter that never saw the rejected branch."""
     from foredraft.inference.drafters import DynamicTree
     from foredraft.inference.drafters.base import Accepted
     from foredraft.inference.sampling import Sampling, SamplingParams
@@ -264,7 +266,7 @@ def test_rejected_drafts_do_not_stay_in_the_heads_cache(target, monkeypatch):
 
 
 def plainly(q, parts, mask):
-    """`attend_steps` with all scores at once, for autograd to differentiate."""
+    """Compute `attend_steps` with all scores at once, for autograd to differentiate."""
     later_steps, length = len(parts) - 1, q.shape[2]
     groups = q.shape[1] // parts[0][0].shape[1]
     (k0, v0), *own = [[x.repeat_interleave(groups, 1) for x in pair] for pair in parts]
@@ -346,12 +348,12 @@ def test_settings_of_ours_may_be_null_and_are_settings_else(target, tmp_path):
     edit(tmp_path, lambda config: config.update(foredraft=None))
     load_head(tmp_path, target)
     edit(tmp_path, lambda config: config.update(foredraft=[1]))
-    with pytest.raises(ValueError, match=r"foredraft=\[1\], which holds no settings"):
+    with pytest.raises(ValueError, match=r"foredraft=\[1\], which contains no settings"):
         load_head(tmp_path, target)
 
 
 def test_missing_files_are_named(target, tmp_path):
-    with pytest.raises(ValueError, match=r"holds no config\.json"):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
         load_head(tmp_path, target)
     with pytest.raises(ValueError, match="neither a directory nor a Hub id"):
         load_head(tmp_path / "nothing" / "here", target)
@@ -377,5 +379,5 @@ def test_offsets_and_ids_are_inverse():
 
 
 def test_layers_of_the_paper():
-    assert eagle3.paper_layers(32) == [2, 16, 29] and eagle3.paper_layers(80) == [2, 40, 77]
-    assert eagle3.paper_layers(6) == [1, 3, 4] and eagle3.paper_layers(2) == [1]
+    assert eagle3.default_aux_layer_ids(32) == [2, 16, 29] and eagle3.default_aux_layer_ids(80) == [2, 40, 77]
+    assert eagle3.default_aux_layer_ids(6) == [1, 3, 4] and eagle3.default_aux_layer_ids(2) == [1]

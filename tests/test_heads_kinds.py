@@ -1,4 +1,4 @@
-"""What every kind of head must do alike: learn from the right tokens, and leave the target's text as it is. And what a new
+"""What every kind of head must do alike: learn from the right tokens, and leave the target's text unchanged. And what a new
 kind takes: one file and one yaml."""
 
 import json
@@ -29,7 +29,7 @@ from tests.support.toy.head import ToyHead
 
 
 def answers_of(head, target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Per depth what the loss compared with, and with which weight, for a prompt of 10 tokens and an answer of 6."""
+    """Return per depth what the loss compared with, and with which weight, for a prompt of 10 tokens and an answer of 6."""
     tokens = torch.tensor([PROMPT[:16]])
     places = torch.arange(16)[None]
     text = PackedBatch(tokens, places >= 10, torch.zeros_like(tokens), places)
@@ -45,8 +45,8 @@ def answers_of(head, target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def test_the_loss_compares_with_just_the_supervised_tokens(fresh, head):
-    """Tokens 10..15 are supervised. The target chose them by its hidden states 9..14: these are the answers, all of them,
-    at every depth."""
+    """Train on tokens 10..15. The target chose them by its hidden states 9..14: these are the answers, all of them, at
+    every depth."""
     states = fresh.forward(torch.tensor([PROMPT[:16]]), layers=[fresh.num_layers]).aux_hidden_states[0]
     for answers, count in answers_of(head, fresh):
         assert count == 6
@@ -76,7 +76,8 @@ def test_text_is_the_targets_own(fresh, head, tree, name):
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("kind", ["eagle3", "hydra", "medusa"])
 def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind, noisy):
-    """Depth 1 by hand: the training forward's logits, the noise of the tokens that they stand for, the target's ids."""
+    """Compute depth 1 by hand: the training forward's logits, the noise of the tokens that they stand for, the target's
+    ids."""
     head = make_head(kind, target)
     ids = head.draft_ids
     assert ids is not None and len(ids) < target.vocab_size and ids[0] > 0
@@ -98,7 +99,7 @@ def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind
 
 @pytest.fixture
 def train(tiny_path, tmp_path, here):
-    """train(*arguments): the command that users type; the directory that it leaves."""
+    """Return train(*arguments), the command that users type, which returns the directory that it leaves."""
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(4):
@@ -119,7 +120,8 @@ def train(tiny_path, tmp_path, here):
 
 
 def test_a_new_head_is_one_file_and_one_yaml(train, tiny_path):
-    """Trained by the command that users type, saved, loaded, decoded with; nothing in the project knows its name."""
+    """Train it by the command that users type, save it, load it, and decode with it; nothing in the project contains its
+    name."""
     directory = train(f"hydra.searchpath=[file://{ROOT}/tests/support/toy/conf]", "head=toy")
     metrics = json.loads((directory / "metrics.json").read_text())
     assert metrics["head"] == "toy" and metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0

@@ -29,7 +29,7 @@ from tests.support.tiny import VOCAB, tiny_config
 MORE = 8
 LIMITS = {"max_new_tokens": 12, "eos_token_id": -1}
 PROMPT = torch.arange(3, 23)[None]
-KINDS = [name for name in names("head") if name not in ("auto", "draft_model")]  # the last has a test of its own
+KINDS = [name for name in names("head") if name not in ("auto", "draft_model")]  # the last has its own test
 BY_DAY = [("embedding", kind) for kind in KINDS] + [
     ("lm_head", kind) for kind in ("medusa", "eagle3", "eagle", "dspark")
 ]
@@ -37,7 +37,7 @@ REST = [("lm_head", kind) for kind in KINDS if ("lm_head", kind) not in BY_DAY]
 
 
 def taller(target: Target, end: str) -> Target:
-    """The target with more rows in its embedding or in its lm_head, which would win if they were asked."""
+    """Give the target more rows in its embedding or in its lm_head, which would win if they were used."""
     model = target.model
     if end == "embedding":
         rows = torch.randn(MORE, target.hidden_size)
@@ -101,7 +101,7 @@ def test_exports_have_a_row_for_each_token_of_the_vocabulary(engine: str, kind: 
 
 @pytest.fixture
 def longer(tiny_path, tmp_path) -> Target:
-    """A target with one token, and some padding, more than the tiny one."""
+    """Make a target with one token, and some padding, more than the tiny one."""
     torch.manual_seed(1)
     LlamaForCausalLM(tiny_config(vocab_size=VOCAB + MORE)).save_pretrained(tmp_path / "longer")
     tokenizer = AutoTokenizer.from_pretrained(tiny_path)
@@ -178,7 +178,7 @@ def test_the_mask_token_is_one_that_the_target_has_a_row_for(fresh: Target) -> N
     assert check_mask_token(fresh, None) == 0
     tokenizer.add_special_tokens({"mask_token": "<mask>"})  # nor has this
     assert check_mask_token(fresh, None) == 0
-    with pytest.raises(ValueError, match=f"mask_token_id={rows} is no row"):
+    with pytest.raises(ValueError, match=f"mask_token_id={rows} must lie between 0 and {rows - 1}"):
         check_mask_token(fresh, rows)
 
 
@@ -198,7 +198,7 @@ def test_tokens_that_the_target_never_writes_are_not_counted() -> None:
 
 
 def write_published(head: DraftHead, folder: Path, target: Target) -> None:
-    """As somebody else would publish it, without its lm_head."""
+    """Write a head as somebody else would publish it, without its lm_head."""
     save_head(head, folder, target)
     weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     del weights["lm_head.weight"], config["foredraft"]
@@ -208,7 +208,7 @@ def write_published(head: DraftHead, folder: Path, target: Target) -> None:
 
 
 def test_a_head_that_ships_no_lm_head_drafts_with_the_targets(target: Target, tmp_path) -> None:
-    """Also where its config says the size of the whole vocabulary (thoughtworks' heads)."""
+    """Check also a config with the size of the whole vocabulary (thoughtworks' heads)."""
     head = make_head("eagle3 full vocabulary", target)
     twin = copy.deepcopy(head)
     with torch.no_grad():

@@ -24,7 +24,7 @@ Rows = list[dict[str, torch.Tensor]]
 
 
 def written(target: Target, count: int, seed: int) -> list[Document]:
-    """What the target says greedily to `count` prompts."""
+    """Return what the target writes greedily after `count` prompts."""
     torch.manual_seed(seed)
     prompts = torch.randint(1, 300, (count, 8))
     text = generate(target, None, prompts, max_new_tokens=NEW, eos_token_id=-1).new_tokens
@@ -37,7 +37,7 @@ def row_each(documents: list[Document]) -> Rows:
 
 @pytest.fixture(scope="module")
 def learned(target: Target) -> DistillationModel:
-    """A head that has learned a little."""
+    """Return a head that has been trained a little."""
     torch.manual_seed(0)
     model = DistillationModel(
         Eagle3Head.for_target(target, ttt_steps=DEPTH, draft_vocab_size=None), target, losses.kl_div
@@ -54,7 +54,7 @@ def learned(target: Target) -> DistillationModel:
 
 @torch.no_grad()
 def counted_by_hand(model: DistillationModel, documents: list[Document]) -> float:
-    """How often the drafter's first draft is what the target says, position by position, each read on its own."""
+    """Return how often the drafter's first draft is what the target writes, position by position, each read separately."""
     right = []
     for document in documents:
         text = document.tokens
@@ -144,7 +144,7 @@ def test_self_generated_text_is_measured_on_text_of_the_same_kind(here, tiny_pat
 
 @pytest.mark.parametrize(("long", "short", "all_of_them"), [(34, 5, True), (100, 100, False)])
 def test_shorter_documents_are_measured_like_longer_ones(long, short, all_of_them):
-    """Rows hold the longest document, and are packed from that on: here with a document each."""
+    """Use sequences as long as the longest document, which are packed from that on: here with a document each."""
     longest, *others = [494] + [300] * long + [260] * short
     texts = Documents.of([Document([1] * size, [True] * size) for size in (longest, *others)])
     sizes = [int((row["documents"] >= 0).sum()) for row in held_out.rows(texts, 256, seed=0)]

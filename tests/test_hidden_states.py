@@ -39,7 +39,7 @@ def stored(target: Target, path: Path, dtype: str = "float32", top_k: int | None
 
 
 def read(target: Target, path: Path, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the head gets it, of rows that hold nothing but what is stored."""
+    """Read hidden states as the head gets them, from sequences with nothing but what is stored."""
     batch = batch_of(stored(target, path, dtype))
     here = {name: value for name, value in batch.items() if name not in PackedBatch._fields}
     each = offline.bytes_per_position(target, LAYERS, dtype, None)
@@ -59,7 +59,7 @@ def hidden(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def whole(target, tmp_path_factory) -> Path:
-    """Written at one go."""
+    """Write the states in one run."""
     path = tmp_path_factory.mktemp("features") / "whole"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -99,7 +99,7 @@ def test_a_store_with_more_layers_serves_a_head_that_takes_some(target, tmp_path
 
 @pytest.mark.parametrize(("dtype", "top_k"), [("float32", None), ("float8", None), ("bfloat16", 5)])
 def test_a_file_of_rows_is_bounded_in_bytes(target, tmp_path: Path, monkeypatch, dtype: str, top_k: int | None):
-    """256 rows of an 8B model are 17 GB, which each process of a run would hold in memory."""
+    """Bound the memory: 256 sequences of an 8B model are 17 GB, which each process of a run would load."""
     row = offline.bytes_per_position(target, LAYERS, dtype, top_k) * 32
     given = {"path": str(tmp_path), "dtype": dtype, "top_k": top_k}
     monkeypatch.setattr(offline, "SHARD_BYTES", 3 * row + 1)
@@ -234,7 +234,7 @@ def test_few_shards_are_open_at_a_time_and_each_is_proven_once(target, whole: Pa
 
 
 def test_no_mask_of_a_packed_row_is_made(target: Target, monkeypatch: pytest.MonkeyPatch):
-    """Where the attention is not ours, documents are forwarded side by side: the features are the same."""
+    """Check another attention implementation, with which documents become a padded batch: the hidden states are the same."""
     text = batch(40, 25)
     expected = target.forward(text.tokens, text.positions, text.mask(), layers=[2, target.num_layers])
     for module, name in ((PackedBatch, "mask"), (PackedMask, "dense")):

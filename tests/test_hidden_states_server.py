@@ -41,7 +41,7 @@ WORKERS = "trainer.dataloader_num_workers=2"
 
 
 def started(*command: str) -> tuple[subprocess.Popen, str]:
-    """A process, and the address in its first line."""
+    """Start a process, and return it with the address in its first line."""
     process = start(sys.executable, *command, cwd=ROOT)
     line = until(process, "http")
     return process, next(word for word in line.replace(",", " ").split() if word.startswith("http"))
@@ -55,7 +55,7 @@ def extracting(target: Path, folder: Path) -> tuple[subprocess.Popen, str]:
 
 @pytest.fixture(scope="module")
 def engine(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Its address and its folder."""
+    """Start an engine, and return its address and its folder."""
     folder = tmp_path_factory.mktemp("states")
     process, url = extracting(tiny_path, folder)
     yield url, folder
@@ -70,7 +70,7 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """hidden_states=online."""
+    """Train with online hidden states."""
     cwd = tmp_path_factory.mktemp("alone")
     ended = end(program(*given, "output_dir=out", cwd=cwd))
     assert ended.code == 0, ended.err
@@ -82,7 +82,7 @@ def served(url: str, *more: str) -> list[str]:
 
 
 def test_rows_are_what_the_target_reads_in_the_process(target: Target, engine: tuple[str, Path], tmp_path: Path):
-    """Layers in the head's order, the last one among them and after the final norm."""
+    """Check that layers are in the head's order, and that the last one is after the final norm."""
     url, folder = engine
     packed = Packed(documents(40, 25, 33, 60, 21, 50, 3), length=32, seed=0)
     layers = [target.num_layers, 4, 1]
@@ -98,7 +98,7 @@ def test_rows_are_what_the_target_reads_in_the_process(target: Target, engine: t
 def test_losses_are_those_of_features_online(
     given: list[str], alone: Path, engine: tuple[str, Path], here, target: Target, tmp_path: Path
 ):
-    """Here the files of the target's layers are missing."""
+    """Train while the files of the target's layers are missing."""
     url, folder = engine
     ends = without_layers(target, tmp_path / "ends")
     ended = here(*given, *served(url), f"target.path={ends}", "output_dir=out")
@@ -114,7 +114,7 @@ def test_losses_are_those_of_features_online(
 
 
 def test_deaths_on_both_sides_change_nothing(given: list[str], alone: Path, tiny_path: Path, tmp_path: Path):
-    """The engine dies eight times, by the request; the trainer up to four times, anywhere."""
+    """Kill the engine eight times, by the request, and the trainer up to four times, anywhere."""
     seed, states = os.environ.get("FOREDRAFT_KILL_SEED", "0"), tmp_path / "states"
     mortal, url = started("-m", "tests.support.mortal_engine", str(tiny_path), str(states), seed, "8")
     try:
@@ -174,7 +174,7 @@ def test_an_engine_of_other_layers_is_refused(given: list[str], engine: tuple[st
 def test_another_model_is_refused(
     whole: str, why: str, given: list[str], engine: tuple[str, Path], here, tiny_path: Path, tmp_path: Path
 ):
-    """Here it is the trainer that has another one."""
+    """Give the trainer another model."""
     shutil.copytree(tiny_path, tmp_path / "other")
     torch.manual_seed(9)
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path / "other")
@@ -184,7 +184,7 @@ def test_another_model_is_refused(
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Completions of an engine that extracts no hidden states."""
+    """Return completions like an engine that extracts no hidden states."""
 
     body = b'{"data": [{"id": "tiny"}], "choices": []}'
 

@@ -28,7 +28,7 @@ NAME = "org/a-head"
 
 @pytest.fixture(scope="module")
 def run(target, tmp_path_factory) -> Path:
-    """What a training run leaves: a head with its card's figures, and a report beside it."""
+    """Make what a training run leaves: a head with its card's figures, and a report next to it."""
     directory = tmp_path_factory.mktemp("run")
     torch.manual_seed(0)
     save_head(Eagle3Head.for_target(target, 3, None, 200, torch.arange(target.vocab_size)), directory / "head", target)
@@ -92,7 +92,7 @@ def test_a_dry_run_needs_no_network(folder, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     said = push(folder, dry_run=True)
     assert "cannot be reached; would send to org/a-head" in said and "model.safetensors" in said
-    with pytest.raises(ValueError, match=r"the Hub .* did not take org/a-head"):
+    with pytest.raises(ValueError, match=r"the Hub .* did not accept org/a-head"):
         push(folder)
 
 
@@ -108,9 +108,9 @@ def test_a_different_head_is_not_overwritten_without_a_word(server, folder):
     push(folder)
     before = dict(server.repos[NAME].files)
     change_weights(folder)
-    with pytest.raises(ValueError, match=f"{NAME} holds a different head .*replace=true overwrites it"):
+    with pytest.raises(ValueError, match=f"{NAME} contains a different head .*replace=true overwrites it"):
         push(folder)
-    with pytest.raises(ValueError, match="holds a different head"):
+    with pytest.raises(ValueError, match="contains a different head"):
         push(folder, dry_run=True)
     assert server.repos[NAME].files == before
     push(folder, replace=True)
@@ -118,15 +118,15 @@ def test_a_different_head_is_not_overwritten_without_a_word(server, folder):
 
 
 def test_a_replaced_head_leaves_nothing_to_be_loaded(server, folder, run, target, tmp_path):
-    """Weights under another name and an adapter of the old head would be loaded under the new config."""
+    """Leave weights under another name and an adapter of the old head, which would be loaded with the new config."""
     medusa, (config, weights, _) = tmp_path / "medusa", golden.make("medusa_v1", target)
     golden.write(medusa, config, weights, "medusa_lm_head.safetensors")
     (medusa / "LICENSE").write_text("ours")
     push(folder)
-    with pytest.raises(ValueError, match="holds a different head"):
+    with pytest.raises(ValueError, match="contains a different head"):
         push(medusa)
     server.repos[NAME].files |= {"adapter_config.json": b"{}", "notes.txt": b"theirs"}
-    with pytest.raises(ValueError, match=r"holds a different head .*adapter_config\.json"):
+    with pytest.raises(ValueError, match=r"contains a different head .*adapter_config\.json"):
         push(folder)
     shown = push(medusa, replace=True, dry_run=True)
     assert "model.safetensors  deleted" in shown and "adapter_config.json" in server.repos[NAME].files
@@ -202,7 +202,7 @@ def test_the_config_is_read_before_weights_are_fetched(server, folder, target):
 
 @pytest.mark.parametrize("shipped", [None, "mtp.fc.weight"])
 def test_a_language_model_is_known_by_its_config_before_its_weights_are_fetched(server, target, shipped):
-    """But for one that ships a layer that drafts, which its index tells."""
+    """Check also one that ships an MTP layer, which its index reveals."""
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 64}
     server.repos["org/model"] = repo = Repo(private=False)
     repo.files = {"config.json": json.dumps(config).encode(), "model-1-of-1.safetensors": b"65 GB"}
@@ -223,10 +223,10 @@ def test_what_is_public_does_not_become_private_by_itself(server, folder):
 
 
 def test_an_upload_that_was_cut_goes_on(server, folder):
-    """The second file's connection breaks for good; run again, only that one is sent."""
+    """Stop the second file's connection for good; run again, only that one is sent."""
     report = hub.client.file_sha256(folder / "report.html")
     server.trouble = lambda method, path: "drop" if method == "PUT" and path.endswith(report) else None
-    with pytest.raises(ValueError, match="did not take"):
+    with pytest.raises(ValueError, match="did not accept"):
         push(folder)
     assert not server.repos[NAME].commits  # nothing is visible of it
     server.trouble, server.log = lambda method, path: None, []
@@ -246,7 +246,7 @@ def test_a_download_that_was_cut_goes_on_where_it_was(server, folder, target):
     assert len(gets) == 2
 
 
-REFUSALS = {401: "log in with `hf auth login`", 403: "has no right to this", 429: "wait some minutes"}
+REFUSALS = {401: "log in with `hf auth login`", 403: "lacks permission", 429: "wait some minutes"}
 
 
 @pytest.mark.parametrize("status", REFUSALS)
@@ -266,7 +266,7 @@ def test_words_of_other_errors_are_told_without_the_token(server, folder, monkey
         raise OSError(f"no proxy takes Bearer {TOKEN}")
 
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fail)
-    with pytest.raises(ValueError, match=r"did not take org/a-head: no proxy takes Bearer <token>$"):
+    with pytest.raises(ValueError, match=r"did not accept org/a-head: no proxy takes Bearer <token>$"):
         push(folder)
 
 
@@ -283,10 +283,10 @@ def test_a_head_works_offline_once_it_was_pulled(server, folder, target, monkeyp
 
 
 def test_a_head_that_is_nowhere_is_said(server, target, monkeypatch):
-    with pytest.raises(ValueError, match="head org/nothing is no directory here, and the Hub does not give it"):
+    with pytest.raises(ValueError, match="head org/nothing is not a directory, and the Hub does not provide it"):
         load_head("org/nothing", target)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="head org/nothing is no directory here"):
+    with pytest.raises(ValueError, match="head org/nothing is not a directory"):
         load_head("org/nothing", target)
 
 
@@ -309,7 +309,7 @@ def test_a_file_that_points_out_of_the_cache_is_refused(server, folder, target, 
     push(folder)
     repo = server.repos[NAME]
     repo.files["../../../../escaped.json"] = b"{}"
-    with pytest.raises(ValueError, match=f"head {NAME} is no directory here, and the Hub does not give it"):
+    with pytest.raises(ValueError, match=f"head {NAME} is not a directory, and the Hub does not provide it"):
         load_head(NAME, target)
     assert not list(tmp_path.rglob("escaped.json"))
 
@@ -347,7 +347,7 @@ def test_a_target_of_the_hub_has_its_revision_in_the_card(server, monkeypatch, t
 
 
 def test_a_target_and_its_tokenizer_are_of_the_revision_that_was_asked_for(server, tiny_path, tmp_path):
-    """The newest tokenizer has more tokens: it would not fit the older model's vocabulary."""
+    """Use a newest tokenizer with more tokens: it would not fit the older model's vocabulary."""
     server.repos["org/target"] = repo = Repo(private=False)
     repo.files = {path.name: path.read_bytes() for path in tiny_path.iterdir()}
     first = repo.sha

@@ -25,7 +25,7 @@ pytest.importorskip("PIL", reason="foredraft[vision]")
 
 
 def conversation(number: int, pictures: int = 0, every: bool = False) -> list[dict]:
-    """With two images, one or none, of several sizes. pictures: which ones. every: none has none."""
+    """Return a conversation with two images, one or none, of several sizes. pictures: which ones. every: none has none."""
     image = {"type": "image", "image": address(png(pictures + number, *[(24, 16), (16, 32)][number % 2]))}
     other = {"type": "image_url", "image_url": {"url": address(png(pictures + 100 + number))}}
     asked = [{"type": "text", "text": f"Look {number}: "}, image, {"type": "text", "text": "what?"}]
@@ -62,7 +62,7 @@ def read(target: Target, rows: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def as_transformers(target: Target, messages: list[dict]) -> dict[str, torch.Tensor]:
-    """The inputs that its own processor makes of a conversation."""
+    """Return the inputs that the target's own processor makes of a conversation."""
     places: list[str] = []
     shown = []
     for message in messages:
@@ -103,7 +103,7 @@ def test_documents_of_a_packed_batch_are_what_transformers_makes_of_each(target:
 
 
 @pytest.mark.parametrize(
-    "content, beside",
+    "content, column",
     [
         ([{"type": "image", "image": "a.png"}], []),
         ([{"type": "image", "path": "a.png"}], []),
@@ -116,13 +116,13 @@ def test_documents_of_a_packed_batch_are_what_transformers_makes_of_each(target:
         ("<image>", ["a.png"]),
     ],
 )
-def test_images_are_given_in_many_ways(content, beside: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_images_are_given_in_many_ways(content, column: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.png").write_bytes(png(1))
     content = content + "what?" if isinstance(content, str) else [*content, {"type": "text", "text": "what?"}]
-    (message,) = turns([{"role": "user", "content": content}], images=beside)
+    (message,) = turns([{"role": "user", "content": content}], images=column)
     image, text = [part for part in message["content"] if part.get("text") != ""]
-    assert text == {"type": "text", "text": "what?"} and not beside
+    assert text == {"type": "text", "text": "what?"} and not column
     assert open_image(image["image"]).tobytes() == open_image(address(png(1))).tobytes()
 
 

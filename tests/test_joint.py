@@ -26,13 +26,13 @@ IDS = torch.tensor([PROMPT])
 
 
 def disturb(target: Target) -> None:
-    """An adapter as after some training; a new one has no effect."""
+    """Change the adapter as training would; a new one has no effect."""
     for parameter in adapter.lora_layers(target).parameters():
         torch.nn.init.normal_(parameter, std=0.05)
 
 
 def saved_medusa2(tiny_path: Path, directory: Path) -> None:
-    """A head of 2 depths with an adapter as after some training."""
+    """Save a head of 2 depths with an adapter as after some training."""
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     head = Medusa2Head.for_target(target, num_heads=2)
     disturb(target)
@@ -71,7 +71,7 @@ def test_heads_learn_alone_first_and_then_all_of_it(fresh):
 
 
 def test_the_adapted_target_is_held_to_what_it_said(fresh):
-    """With the heads' loss left out, the joint loss is the divergence, zero before anything is learnt."""
+    """Leave the heads' loss out: then the joint loss is the divergence, zero before anything is learned."""
     distillation = JointDistillation(
         Medusa2Head.for_target(fresh, num_heads=2), fresh, kl_div, heads_only=0.0, head_weight=0.0
     )
@@ -148,7 +148,7 @@ def test_a_head_that_knows_no_adapter_is_refused_on_an_adapted_target(fresh, tin
     plain = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     save_head(MedusaHead.for_target(plain, num_heads=2), tmp_path, plain)
     Medusa2Head.for_target(fresh, num_heads=2)
-    with pytest.raises(ValueError, match="has an adapter on it"):
+    with pytest.raises(ValueError, match="has an adapter that does not belong"):
         load_head(tmp_path, fresh)
 
 
@@ -229,7 +229,7 @@ def test_an_adapter_is_loaded_with_a_medusa_2_head_that_fits_and_with_no_other(f
     config["foredraft"]["target"]["embedding_digest"] = "0" * 16
     (tmp_path / "medusa2" / "config.json").write_text(json.dumps(config))
     before = fresh.forward(IDS).logits
-    for name, words in (("medusa", "beside a head of kind medusa"), ("medusa2", "does not fit")):
+    for name, words in (("medusa", "next to a head of kind medusa"), ("medusa2", "does not fit")):
         with pytest.raises(ValueError, match=words):
             load_head(tmp_path / name, fresh)
         assert torch.equal(fresh.forward(IDS).logits, before)

@@ -57,7 +57,7 @@ main()
 
 
 def nodes(given: list[str], cwd: Path, moment: str = "2 0 0") -> list[subprocess.Popen]:
-    """Two agents of torchrun, of one process each, of which one stops at a moment of its training."""
+    """Start two agents of torchrun, of one process each, of which one stops at a moment of its training."""
     where = ["--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "localhost"]
     command = [sys.executable, "-m", "torch.distributed.run", *where, "--master-port", str(reserved_port())]
     (cwd / "node.py").write_text(NODE)
@@ -69,7 +69,7 @@ def workers(pid: int) -> list[int]:
 
 
 def fill(file: Path) -> None:
-    """With all that is left of its disk."""
+    """Write all that is left of its disk."""
     with file.open("wb", buffering=0) as opened:
         try:
             while True:
@@ -79,7 +79,7 @@ def fill(file: Path) -> None:
 
 
 def bring_about(what: str, draw: random.Random, agents: list[subprocess.Popen], victim: int, disk: Path) -> None:
-    """While the process of node `victim` stands still at its moment: it goes on when the signal is there."""
+    """Do it while the process of node `victim` stands still at its moment: it goes on when the signal is there."""
     pid = int(until(agents[victim], r"^moment of \d+").split()[-1])
     while "State:\tT" not in Path(f"/proc/{pid}/status").read_text():
         time.sleep(0.01)
@@ -105,14 +105,14 @@ def bring_about(what: str, draw: random.Random, agents: list[subprocess.Popen], 
 
 
 def has_pending(pid: int, number: int) -> bool:
-    """Is this signal waiting for the process to go on?"""
+    """Return whether this signal waits for the process to continue."""
     found = re.search(r"^ShdPnd:\s+(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
     return found is not None and bool(int(found[1], 16) >> number - 1 & 1)
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A small one."""
+    """Make a small disk."""
     path = tmp_path / "disk"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(path)]

@@ -8,7 +8,7 @@ from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 from foredraft.heads.latent_attention import LatentAttention
-from foredraft.heads.layers import MLP, RMSNorm, Rotary, ScaledLinear, project_first_half
+from foredraft.heads.layers import MLP, RMSNorm, Rotary, ScaledLinear, split_fused_projection
 from foredraft.heads.llama_config import LATENT, LayerConfig
 from foredraft.heads.target.attention import attend
 from foredraft.train.runtime.cost import LiveBytes
@@ -53,7 +53,7 @@ def test_a_first_half_that_stays_is_computed_once(autocast, bias):
     x, stays = torch.randn(2, ROWS, WIDTH), torch.randn(2, ROWS, WIDTH)
 
     def apart(x: Tensor) -> Tensor:
-        first, weight = project_first_half(layers, stays)
+        first, weight = split_fused_projection(layers, stays)
         assert weight.dtype == (torch.bfloat16 if autocast else torch.float32)
         return (first + F.linear(x, weight))[..., :WIDTH]
 
@@ -132,7 +132,7 @@ def test_latent_attention_is_deepseeks(query: int | None, yarn: bool):
 
 
 def test_a_position_keeps_its_angle_however_long_the_text():
-    """longrope, whose factors change at 16: keys in a cache are not rotated again."""
+    """Use longrope, whose factors change at 16: keys in a cache are not rotated again."""
     scale = {"short_factor": [1.0, 1.5], "long_factor": [4.0, 9.0], "original_max_position_embeddings": 16}
     rope = {"rope_type": "longrope", "rope_theta": 100.0} | scale
     sizes = {"hidden_size": 16, "num_attention_heads": 4, "head_dim": 4, "max_position_embeddings": 1024}

@@ -22,7 +22,7 @@ def cast(prediction: Prediction, dtype: torch.dtype) -> Prediction:
 
 
 def formulas(draft: Prediction, answer: Prediction) -> dict[str, torch.Tensor]:
-    """Every loss written out token by token, with no function of torch that the losses use but exp, log and abs."""
+    """Return every loss written out token by token, with no function of torch that the losses use but exp, log and abs."""
     rows: dict[str, list[torch.Tensor]] = defaultdict(list)
     for row in range(len(draft.logits)):
         q = torch.exp(draft.logits[row]) / torch.exp(draft.logits[row]).sum()
@@ -83,7 +83,7 @@ def test_the_coupled_loss_is_how_often_the_same_noise_chooses_the_same_token(tem
 
 
 def test_lk_learns_where_total_variation_hardly_does():
-    """A draft that is sure of the wrong token: its acceptance is 1e-8, and so is the gradient of total variation."""
+    """Use a draft that is certain of the wrong token: its acceptance is 1e-8, and so is the gradient of total variation."""
     logits = torch.tensor([[20.0, 0.0]], requires_grad=True)
     answer = Prediction(torch.tensor([[0.0, 20.0]]), torch.zeros(1, 1))
     sizes = []

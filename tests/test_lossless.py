@@ -1,4 +1,5 @@
-"""scripts/lossless.py as it is typed: what is lossless is said to be, and a verifier that lets drafts through is caught."""
+"""scripts/lossless.py as a user types it: lossless decoding is reported as such, and a verifier that lets drafts through is
+caught."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ def test_a_verifier_that_changes_the_text_is_caught(run, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("inner", [NoDrafter, NgramDrafter])
 def test_a_padded_tree_has_the_rows_of_the_largest(target, inner, temperature):
-    """Also in steps without drafts, as tree=auto makes them where drafts do not pay."""
+    """Check also steps without drafts, as tree=auto makes them if drafts do not pay off."""
     given = {"max_new_tokens": 20, "eos_token_id": -1, "temperature": temperature, "seed": 1}
     drafted = generate(target, PaddedDrafter(inner()), prompt(9), **given)
     assert drafted.new_tokens == generate(target, None, prompt(9), **given).new_tokens
@@ -56,7 +57,8 @@ def test_a_padded_tree_has_the_rows_of_the_largest(target, inner, temperature):
     "dtype, second, arithmetic", [("bfloat16", 8.0625, True), ("bfloat16", 8.5, False), ("float32", 8.0625, False)]
 )
 def test_neighbours_of_a_dtype_differ_by_rounding(monkeypatch, dtype, second, arithmetic, temperature):
-    """In bfloat16 nothing lies between 8 and 8.0625: forwards that agree here need not have, in pieces of other lengths."""
+    """Use bfloat16, in which nothing lies between 8 and 8.0625: forwards that agree here need not, in pieces of other
+    lengths."""
     scores = torch.tensor([0.0, 8.0, second, 1.0])
     monkeypatch.setattr(levels, "recompute_logits", lambda *_: scores)
     monkeypatch.setattr(levels.Noise, "at", lambda self, positions: torch.zeros(*positions.shape, 4))
@@ -66,7 +68,7 @@ def test_neighbours_of_a_dtype_differ_by_rounding(monkeypatch, dtype, second, ar
 
 
 def test_what_rounding_does_to_other_tokens_explains_nothing(monkeypatch):
-    """A forward of many tokens that is far off at a token of neither text, and close at the two in question."""
+    """Use a forward of many tokens that is far off at a token of neither text, and close at the two in question."""
     one = torch.tensor([0.0, 8.0, 8.5, 1.0])
     many = one + torch.tensor([3.0, 0.01, 0.01, 0.0])
     monkeypatch.setattr(levels, "recompute_logits", lambda target, text, prompt, size: one if size == 1 else many)
@@ -77,12 +79,12 @@ def test_what_rounding_does_to_other_tokens_explains_nothing(monkeypatch):
 
 
 def test_a_difference_is_judged_by_the_tree_of_its_step():
-    """tree=auto chooses another size in every step, and some of them are plain."""
+    """Use tree=auto, which chooses another size in every step, sometimes none."""
     assert levels.nodes_by_token([3, 1, 2], [8, 1, 4]) == [1, 8, 8, 8, 1, 4, 4]
 
 
 def test_the_tree_that_was_used_is_audited(monkeypatch):
-    """Forwards of many tokens are far off, and the step in question was one of a single token: that explains nothing."""
+    """Let forwards of many tokens be far off; the step in question was one of a single token, so that explains nothing."""
     one = torch.tensor([0.0, 8.0, 8.5, 1.0])
     sizes: list[int] = []
 
@@ -99,7 +101,7 @@ def test_the_tree_that_was_used_is_audited(monkeypatch):
 
 
 def test_a_float32_copy_is_of_the_same_weights(monkeypatch, tiny_path):
-    """Another branch of the Hub, or code of the checkpoint's own, is what the run decoded with."""
+    """Decode with another branch of the Hub, or code of the checkpoint."""
     half = Target.from_pretrained(tiny_path, dtype="bfloat16", device="cpu", context=64, trust_remote_code=True)
     half.revision, loaded = "a-branch", list[dict]()
     monkeypatch.setattr(Target, "from_pretrained", lambda name, **given: loaded.append(given | {"name": name}))

@@ -82,7 +82,7 @@ def test_what_is_left_is_estimated_before_the_first_row_is_done(chat, tmp_path, 
 
 
 def test_greedy_answers_are_the_targets_own_and_those_that_repeat_themselves_are_dropped(chat, tmp_path, monkeypatch):
-    """A bigram model's greedy text does nothing else."""
+    """Use a bigram model, whose greedy text does nothing else."""
     monkeypatch.setattr(magpie, "MAX_REJECTED", 12)
     with pytest.raises(ValueError, match="answer that repeats itself"):
         written(chat, tmp_path / "rows.jsonl", 500, settings=MagpieSettings(max_question=120, max_answer=50, greedy=1))
@@ -174,7 +174,7 @@ def test_a_context_without_room_for_what_is_asked_is_refused_before_anything_is_
 
 
 def test_rows_that_end_before_the_target_writes_do_not_run_on(chat, tmp_path, monkeypatch):
-    """Every question, and behind the first kept ones: so few that the file cannot grow."""
+    """Let only few questions pass the filter, so that the file cannot grow."""
     monkeypatch.setattr(magpie, "EXHAUSTED", 30)
     monkeypatch.setattr(magpie, "MAX_REJECTED", 30)
     monkeypatch.setattr(magpie.Writer, "check_context", lambda self: None)

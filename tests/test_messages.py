@@ -78,7 +78,7 @@ def test_calls_without_content_have_what_the_template_takes_for_nothing(name, co
 
 @pytest.mark.parametrize("ids", [("call_0123456789", "call_0123456780"), (None, None), ("123456789", "abcDEF789")])
 def test_ids_are_nine_letters_and_digits_where_the_template_wants_that(ids):
-    """The same for a call and its result, and another for each call."""
+    """Check that a call and its result have the same id, and each call another."""
     calls, results = [call(id=one) for one in ids], [result(tool_call_id=one) for one in ids]
     messages = normalize_messages([QUESTION, answer(*calls), *results], template("mistral"))
     found = [one["id"] for one in messages[1]["tool_calls"]]
@@ -113,7 +113,7 @@ def test_thoughts_and_content_beside_calls_are_one_text_where_the_template_takes
 
 @pytest.mark.parametrize("name", ["gpt_oss", "qwen3", "mistral"])
 def test_a_tool_without_description_and_parameters_is_shown(name):
-    """And is as the client sent it where the template takes that."""
+    """Check that it is unchanged if the template accepts that."""
     bare = [{"type": "function", "function": {"name": "look_up", "description": None}}]
     tools = normalize_tools(bare, template(name))
     assert "look_up" in rendered([QUESTION], template(name), tools)

@@ -29,7 +29,7 @@ TEXT = [token % CONFIG.vocab_size for token in PROMPT[:18]]
 
 
 def shipped() -> dict[str, Tensor]:
-    """An MTP layer as Qwen3.5's files hold it: a full-attention layer, norms as differences to 1."""
+    """Make an MTP layer as in Qwen3.5's files: a full-attention layer, norms as differences from 1."""
     width = CONFIG.hidden_size
     layer = Qwen3_5DecoderLayer(CONFIG, layer_idx=1).state_dict()
     layer = {name: tensor + 0.2 * torch.randn_like(tensor) for name, tensor in layer.items()}
@@ -43,7 +43,7 @@ def shipped() -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module", params=["one file", "shards"])
 def shipping(request, tmp_path_factory) -> Target:
-    """A target whose files hold an MTP layer."""
+    """Save a target whose files contain an MTP layer."""
     path = tmp_path_factory.mktemp("shipping")
     torch.manual_seed(0)
     model = Qwen3_5ForCausalLM(CONFIG)
@@ -91,7 +91,8 @@ def test_a_head_starts_from_the_layer_that_the_target_ships(shipping):
 
 @torch.no_grad()
 def test_further_drafts_are_those_of_the_equations(target):
-    """Without gate and norms, in loops: the text's entries, then the chain's, each on the output of the one before."""
+    """Compute them without gate and norms, in loops: the text's entries, then the chain's, each on the output of the one
+    before."""
     head = make_head("mtp", target)
     w, a = head.state_dict(), 9
     chain, logits = parity_gate.drafted_logits(head, target, PROMPT[:a], PROMPT[a])
@@ -190,7 +191,7 @@ def test_a_layer_that_is_promised_and_missing_is_no_new_one(tiny_path, tmp_path)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
     with pytest.raises(
-        ValueError, match=r"says num_nextn_predict_layers=1, and its files hold no MTP layer \(mtp\., model"
+        ValueError, match=r"has num_nextn_predict_layers=1, but its files contain no MTP layer \(mtp\., model"
     ):
         MTPHead.for_target(Target.from_pretrained(path, dtype="float32", device="cpu"))
 

@@ -46,14 +46,14 @@ TORCHRUN = "import runpy; runpy.run_module('torch.distributed.run', run_name='__
 
 
 class Cluster(NamedTuple):
-    """A folder that all nodes share, and what a user gives for a run in it."""
+    """Describe a folder that all nodes share, and what a user gives for a run in it."""
 
     shared: Path
     given: list[str]
 
     @property
     def step(self) -> int:
-        """Of the newest checkpoint."""
+        """Return the step of the newest checkpoint."""
         newest = checkpoints.newest(self.shared / "out/checkpoints")
         assert newest is not None
         return checkpoints.step_of(Path(newest))
@@ -71,7 +71,7 @@ def cluster(tiny_path: Path, folder: Path, tmp_path_factory: pytest.TempPathFact
 
 
 class Stopped(NamedTuple):
-    """How a run ended, whether Slurm has it again, and at which step it can be resumed."""
+    """Record how a run ended, whether Slurm has it again, and at which step it can be resumed."""
 
     ended: Ended
     requeued: str
@@ -79,7 +79,7 @@ class Stopped(NamedTuple):
 
 
 def slurm(cluster: Cluster, job: int) -> subprocess.Popen:
-    """The job's script, as Slurm starts it on the first of two nodes of one accelerator each."""
+    """Run the job's script, as Slurm starts it on the first of two nodes of one accelerator each."""
     shims = cluster.shared / "shims"
     shims.mkdir(exist_ok=True)
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "torchrun": TORCHRUN}.items():
@@ -98,7 +98,7 @@ def slurm(cluster: Cluster, job: int) -> subprocess.Popen:
 
 @pytest.fixture(scope="module")
 def job() -> int:
-    """Its number gives a port that is free."""
+    """Return a job number that gives a free port."""
     for number in range(os.getpid() % 10000, 20000):
         with socket.socket() as free:
             if free.connect_ex(("127.0.0.1", 10000 + number)) != 0:
@@ -123,7 +123,7 @@ def timed_out(cluster: Cluster, job: int) -> Stopped:
 
 @pytest.fixture(scope="module")
 def lost_node(cluster: Cluster, job: int, timed_out: Stopped) -> Stopped:
-    """The job again, of which a node dies."""
+    """Run the job again, while one of its nodes dies."""
     process = slurm(cluster, job)
     printed = until(process, f"^step {timed_out.step + 3}/")
     agent = int((cluster.shared / "tasks").read_text().split()[1])
@@ -139,7 +139,7 @@ def manifest() -> dict[str, dict]:
 
 
 def pod(manifest: dict[str, dict], index: int, port: int, given: list[str]) -> subprocess.Popen:
-    """The container's command, as the kubelet starts it, but with one accelerator, and another run at its end."""
+    """Run the container's command, as the kubelet starts it, but with one accelerator, and another run at its end."""
     container = manifest["Job"]["spec"]["template"]["spec"]["containers"][0]
     assert container["command"] == ["torchrun"]
     options = container["args"][: container["args"].index("foredraft.train.run") + 1]
@@ -153,7 +153,7 @@ def pod(manifest: dict[str, dict], index: int, port: int, given: list[str]) -> s
 
 @pytest.fixture(scope="module")
 def evicted(cluster: Cluster, lost_node: Stopped, manifest: dict[str, dict]) -> tuple[Stopped, Ended]:
-    """The same run in two pods, one of which Kubernetes evicts."""
+    """Run the same in two pods, one of which Kubernetes evicts."""
     port, given = reserved_port(), [*cluster.given, NO_END, f"output_dir={cluster.shared / 'out'}"]
     pods = [pod(manifest, index, port, given) for index in (0, 1)]
     printed = until(pods[0], f"^step {lost_node.step + 3}/")
@@ -163,7 +163,7 @@ def evicted(cluster: Cluster, lost_node: Stopped, manifest: dict[str, dict]) -> 
 
 @pytest.fixture(scope="module")
 def finished(cluster: Cluster, evicted: tuple[Stopped, Ended]) -> Stopped:
-    """The same run by accelerate on two machines, three steps further, which are its last."""
+    """Run the same by accelerate on two machines, three steps further, which are its last."""
     last = evicted[0].step + 3
     options = f"--num_machines 2 --num_processes 2 --main_process_ip localhost --main_process_port {reserved_port()}"
     machines = [
@@ -187,7 +187,7 @@ def finished(cluster: Cluster, evicted: tuple[Stopped, Ended]) -> Stopped:
 
 @pytest.fixture(scope="module")
 def unbroken(cluster: Cluster, finished: Stopped) -> Path:
-    """As many steps on one node of two processes, by DeepSpeed's launcher where there is one."""
+    """Run as many steps on one node of two processes, by DeepSpeed's launcher if present."""
     given = [str(ROOT / "train/run.py"), *cluster.given, f"trainer.max_steps={finished.step}", "output_dir=unbroken"]
     if importlib.util.find_spec("deepspeed") is None:
         process = torchrun(*given, cwd=cluster.shared)
@@ -339,7 +339,7 @@ def test_nodes_that_do_not_share_the_output_are_told_so(tmp_path: Path):
 
 
 def test_nodes_that_read_other_rows_are_told_so_before_the_first_step(tiny_path: Path, folder: Path, tmp_path: Path):
-    """Their steps would be of other numbers, and the one that ends first would be waited for."""
+    """Expect an error: their steps would be of other numbers, and the one that ends first would be waited for."""
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(reserved_port())}
     given = [*SMALL_EAGLE3, TWO, f"target.path={tiny_path}", "data.path=texts", f"output_dir={tmp_path / 'out'}"]
     nodes = []

@@ -52,7 +52,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def foredraft(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
-    """foredraft(*arguments) in an empty folder, installed beside the libraries that are here but without this checkout."""
+    """Return foredraft(*arguments), run in an empty folder, installed next to the present libraries but without this
+    checkout."""
     environment, folder = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("elsewhere")
     made = run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
     assert made.returncode == 0, made.stderr
@@ -78,7 +79,7 @@ def foredraft(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
 
 @pytest.fixture(scope="module")
 def trained(foredraft: Program) -> subprocess.CompletedProcess[str]:
-    """Three steps on the test model; the head is in out/head of the folder where `foredraft` runs."""
+    """Train three steps on the test model; the head is in out/head of the folder in which `foredraft` runs."""
     return foredraft("train", *CPU, *THREE_STEPS)
 
 

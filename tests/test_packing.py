@@ -1,4 +1,4 @@
-"""Packing: nothing is lost uncounted, and each piece begins at position 0. (That heads draft in rows as they do alone:
+"""Packing: nothing is lost uncounted, and each piece starts at position 0. (That heads draft in rows as they do alone:
 test_heads.py; that losses are alike: test_held_out.py.)"""
 
 import pytest
@@ -9,7 +9,7 @@ from tests.support.batches import batch_of, documents
 
 
 def pieces(packed: Packed) -> list[tuple[list[int], list[bool]]]:
-    """Tokens and masks of the documents in all rows."""
+    """Return tokens and masks of the documents in all sequences."""
     found = []
     for row in (packed[number] for number in range(len(packed))):
         for number in row["documents"].unique():
@@ -22,7 +22,7 @@ def pieces(packed: Packed) -> list[tuple[list[int], list[bool]]]:
 
 @pytest.mark.parametrize("block", [1, 50, 1 << 22])
 def test_the_rest_of_a_long_document_stands_behind_its_prompt(block: int, monkeypatch: pytest.MonkeyPatch):
-    """Never a middle where a beginning should be: 30 is 16, and twice the prompt of 3 with 13 and with 1 more."""
+    """Check that a middle never starts a sequence: 30 is 16, and twice the prompt of 3 with 13 and with 1 more."""
     monkeypatch.setattr("foredraft.train.data.documents.BLOCK", block)
     texts = [*documents(30, 5, 46, 7, 16), *documents(40, prompt=9)]
     wanted = [(text.tokens[:16], text.loss_mask[:16]) for text in texts]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 @pytest.fixture
 def everything_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also small layers, on any CPU."""
+    """Pack small layers, too, on any CPU."""
     monkeypatch.setattr(packing, "SMALLEST", dict.fromkeys(packing.SMALLEST, 1))
     monkeypatch.setattr(packing, "is_faster", lambda dtype: True)
 
@@ -81,7 +81,7 @@ def test_texts_are_the_same(kind: str, everything_is_packed, tiny_path, target: 
 
 @pytest.mark.parametrize(("instructions", "packs"), [("AVX512", True), ("AVX2", True), ("DEFAULT", False)])
 def test_the_processor_decides_what_is_packed_and_no_clock(instructions: str, packs: bool, monkeypatch):
-    """Else two runs of one command would differ at near-ties, and so would the processes of one run."""
+    """Check it, since two runs of one command would differ at near-ties otherwise, and so would the processes of one run."""
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: instructions)
     monkeypatch.setattr("time.perf_counter", lambda: pytest.fail("a clock was read"))
@@ -99,7 +99,7 @@ def test_an_adapter_finds_linear_layers(everything_is_packed, tiny_path):
 
 
 class Layer(nn.Module):
-    """Two layers of one input and a third of another, which is as wide."""
+    """Build two layers of one input and a third of another, which is as wide."""
 
     def __init__(self, writes: bool, bias: bool):
         super().__init__()
@@ -148,7 +148,7 @@ def test_layers_of_one_input_become_one_product(bias: bool, writes: bool, everyt
 
 
 def test_modules_of_a_kind_are_joined_alike(everything_is_packed):
-    """One that no forward reaches, as an expert, too; none of a kind whose layers are called in different ways."""
+    """Join also one that no forward reaches, as an expert; join none of a kind whose layers are called in different ways."""
     module = nn.ModuleList([Layer(False, False) for _ in range(2)]).requires_grad_(False)
     pack(module)
     join(module, lambda: module[0](torch.randn(1, 24)))

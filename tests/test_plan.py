@@ -42,7 +42,7 @@ def planned(small: DictConfig) -> dict:
 def test_planned_bytes_are_those_of_a_real_step(
     small: DictConfig, tiny_path: Path, monkeypatch, bf16: bool, chunks: bool
 ):
-    """The head's share is counted, the target's is estimated; real tensors are what both are held against."""
+    """Compare with real tensors: the head's share is counted, the target's is estimated."""
     monkeypatch.setattr(
         "foredraft.heads.step_attention.by_document", lambda q: False
     )  # as where no document is waited for
@@ -95,7 +95,7 @@ def test_the_sum_is_the_sum(planned: dict):
 
 @pytest.mark.parametrize("shape, gib", [("qwen3-8b", (15.26, 2.32)), ("llama-3.3-70b", (131.42, 3.91))])
 def test_of_a_target_that_runs_elsewhere_its_ends_are_counted(shape: str, gib: tuple[float, float]):
-    """In bfloat16: 2 x 151,936 x 4,096 and 2 x 128,256 x 8,192 weights."""
+    """Count in bfloat16: 2 x 151,936 x 4,096 and 2 x 128,256 x 8,192 weights."""
     given = [f"target.path={ROOT}/scripts/targets/{shape}.json", "head=medusa", "max_length=128"]
     for features, size in zip(("online", "server"), gib, strict=True):
         found = plan.plan(composed("plan", *given, f"hidden_states={features}"))
@@ -177,7 +177,7 @@ def test_a_target_may_be_named_without_its_group():
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "domino", "lilicorr", "p_eagle", "xpress"])
 def test_a_head_that_drafts_in_blocks_is_planned(tiny_path: Path, kind: str):
-    """By the blocks that begin in a step, not by all that could."""
+    """Count the blocks that start in a step, not all that could."""
     given = [f"head={kind}", f"target.path={tiny_path}", "target.dtype=float32", *SIZE]
     found = plan.plan(composed("plan", *given))
     assert found["gib"]["activations"][0] > 0 and found["head_parameters"] > 0
@@ -185,7 +185,7 @@ def test_a_head_that_drafts_in_blocks_is_planned(tiny_path: Path, kind: str):
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gemma4_text"])
 def test_a_token_uses_few_of_many_experts(small: DictConfig, tmp_path: Path, kind: str):
-    """Whatever their config calls them: a token's work does not grow with the number of experts."""
+    """Check every name in configs: a token's work does not grow with the number of experts."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 256, "first_k_dense_replace": 0}
     sizes |= {"n_group": 1, "topk_group": 1}

@@ -68,7 +68,7 @@ def drafter(name: str, target: Target) -> Drafter | None:
 
 
 class Run:
-    """Requests decoded by an engine, step by step."""
+    """Decode requests by an engine, step by step."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch):
         self.engine, self.steps, self.read = engine, list[list[Request]](), list[int]()
@@ -107,7 +107,7 @@ def request(prompt: list[int], new: int = 10, params: SamplingParams = SAMPLED) 
 
 
 def alone(name: str, target: Target, asked: Request, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], list]:
-    """Its text, decoded plainly, and what the drafter drafts for it where its prompt is read whole."""
+    """Return its text, decoded without drafts, and what the drafter drafts for it if its prompt is read whole."""
     with monkeypatch.context() as patch:
         text = Run(Engine(target), patch).add(asked).finish().texts[asked]
         run = Run(Engine(target, drafter(name, target)), patch).add(asked).finish()
@@ -120,7 +120,7 @@ DRAFTERS = ["plain", "medusa", "eagle3", "dflash", "draft model", "auto", "union
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_prompt_in_chunks(target, name, monkeypatch):
-    """Alone, and beside a text that goes on in every other step."""
+    """Check it separately, and next to a text that continues in every other step."""
     short, long = request(ids(5, 1), 30), request(ids(61, 2))
     expected = [alone(name, target, one, monkeypatch) for one in (short, long)]
     run = Run(Engine(target, drafter(name, target), prefill_chunk=16), monkeypatch).add(short)
@@ -139,7 +139,7 @@ def test_a_prompt_in_chunks(target, name, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunks_across_windows(family, monkeypatch):
-    """The windows are 4 tokens long."""
+    """Use windows of 4 tokens."""
     model = pair(family, "eager").target
     asked = [request(ids(length, length)) for length in (23, 3, 12)]
     expected = [alone("draft model", model, one, monkeypatch) for one in asked]
@@ -177,7 +177,7 @@ def test_what_happens_while_a_prompt_is_read(target, what, monkeypatch):
 
 
 def test_prompts_of_unlike_lengths_are_padded_little(target, monkeypatch):
-    """Those like the first come together, and the others after them, the longest at last."""
+    """Check that those like the first come together, and the others after them, the longest at last."""
     monkeypatch.setattr("foredraft.inference.engine.SMALL_PREFILL_TOKENS", 0)
     monkeypatch.setattr("foredraft.inference.engine.MAX_PACKED_RATIO", MAX_PADDING_RATIO)
     asked = [request(ids(length, length), 6) for length in (11, 61, 12, 13, 14, 20, 60, 21)]
@@ -189,8 +189,8 @@ def test_prompts_of_unlike_lengths_are_padded_little(target, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "gpt_neox", "gemma3_text", "mistral"])
 def test_prompts_of_unlike_lengths_are_one_row(family, monkeypatch):
-    """None of it is padding; but sliding layers, which keep the newest entries alone, are given padded prompts. Drafts of
-    the target itself are all accepted, if its keys are those of their places."""
+    """Check that none of it is padding; but sliding layers, which only keep the newest entries, get padded prompts. Drafts
+    of the target itself are all accepted, if its keys are those of their places."""
     model = pair(family, "sdpa").target
     asked = [request(ids(length, length), 8) for length in (11, 31, 12, 23)]
     expected = [alone("draft model", model, one, monkeypatch) for one in asked]
@@ -209,7 +209,7 @@ def test_prompts_of_unlike_lengths_are_one_row(family, monkeypatch):
 
 
 def test_rows_that_are_read_have_their_place_in_the_cache(target, monkeypatch):
-    """Room for two rows of the longest."""
+    """Leave room for two sequences of the longest."""
     asked = [request(ids(40, seed), 8) for seed in range(4)]
     engine, sizes = Engine(target, prefill_chunk=16, max_cache_tokens=2 * (40 + 8 + 2)), []
     run = Run(engine, monkeypatch).add(*asked)
@@ -220,7 +220,7 @@ def test_rows_that_are_read_have_their_place_in_the_cache(target, monkeypatch):
 
 
 def shared(seed: int, length: int = 9) -> list[int]:
-    """A prompt of 40 tokens that all have, and others."""
+    """Return a prompt of 40 tokens that all have, and others."""
     return ids(40, 0) + ids(length, seed)
 
 
@@ -242,7 +242,7 @@ def test_a_shared_beginning_is_read_once(target, name, monkeypatch):
 
 @pytest.mark.parametrize("family", ["llama", *FAMILIES])
 def test_a_beginning_of_every_family(family, monkeypatch):
-    """Drafts of the target itself are all accepted, if its keys are those of their places."""
+    """Check that drafts of the target itself are all accepted, so its keys are those of their places."""
     model = pair(family, "eager").target
     asked = [request(shared(seed), 8) for seed in range(1, 3)]
     expected = [alone("draft model", model, one, monkeypatch) for one in asked]
@@ -256,7 +256,8 @@ def test_a_beginning_of_every_family(family, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "lfm2", "falcon_h1", "mamba2"])
 def test_a_beginning_of_a_hybrid(kind, monkeypatch):
-    """States are kept where a prompt's last whole block ends, and where two texts part. Texts of a batch end there apart."""
+    """Check that states are kept where a prompt's last whole block ends, and where two texts diverge. Texts of a batch end
+    there separately."""
     model, read = hybrids.pair(kind).target, []
     name = "plain" if kind == "mamba2" else "chain"
     asked = [[request(shared(1), 8)], [request(shared(2), 8)], [request(shared(3), 8), request(ids(30, 4), 8)]]
@@ -286,7 +287,7 @@ def test_a_conversation_goes_on_from_its_answer(target, name, monkeypatch):
 
 
 def test_a_prompt_and_a_miss_are_read_together(target, monkeypatch):
-    """The miss is longer than what is left of the hit, and stands behind it."""
+    """Let the miss be longer than what is left of the hit, and follow it."""
     monkeypatch.setattr("foredraft.inference.engine.SMALL_PREFILL_TOKENS", 300)
     asked = [request(shared(1)), request(ids(70, 5)), request(shared(1)[:48]), request(ids(1, 1))]
     expected = [alone("draft model", target, one, monkeypatch) for one in asked]
@@ -320,7 +321,7 @@ def test_memory_is_bounded_and_the_oldest_goes_first(target, monkeypatch):
 
 
 def test_a_text_is_never_that_of_others(target, monkeypatch):
-    """Blocks of the same tokens after others are others; an engine finds what it stored itself."""
+    """Check that blocks of the same tokens after other ones differ; an engine finds what it stored itself."""
     prefixes = PrefixCache(2**22, block=4)
     engine = Engine(target, prefixes=prefixes)
     first, second, third = ids(4, 1), ids(4, 2), ids(4, 3)
@@ -364,7 +365,7 @@ def test_the_lm_head_takes_the_last_position_of_each_prompt_alone(target, packs,
 @pytest.mark.parametrize("chunk", [None, 16])
 @pytest.mark.parametrize("name", ["plain", "draft model"])
 def test_texts_of_one_prompt_prefill_it_once(target, name, chunk, monkeypatch):
-    """With another one that begins alike, and one that does not, which need not wait."""
+    """Add another one with the same prefix, and one without it, which need not wait."""
     common, other = ids(61, 1), ids(30, 2)
     asked = [Request(common, SAMPLED, 6, seed, trace=0) for seed in range(8)]
     asked += [request(common[:40] + other), request(other)]

@@ -1,4 +1,4 @@
-"""The scripts that hand heads on, as they are typed."""
+"""The scripts that publish heads, as a user types them."""
 
 import importlib
 import json
@@ -17,13 +17,13 @@ from tests.support.processes import SMALL, Ended, end, program
 
 @pytest.fixture
 def script(call: Callable[..., Ended]) -> Callable[..., Ended]:
-    """script("export", "key=value", ...) in a folder of its own."""
+    """Return script("export", "key=value", ...), which runs in a separate folder."""
     return lambda name, *arguments: call(importlib.import_module(f"foredraft.scripts.{name}").main, *arguments)
 
 
 @pytest.fixture(scope="module")
 def trained(target, tmp_path_factory) -> Path:
-    """Heads as training leaves them: <kind>/head."""
+    """Save heads as training leaves them: <kind>/head."""
     place = tmp_path_factory.mktemp("trained")
     torch.manual_seed(0)
     save_head(

@@ -42,11 +42,11 @@ def tiny_target(layers: int, gpt_oss: bool = False) -> Target:
 
 
 def load(directory: Path, target: Target) -> tuple[Any, list[str]]:
-    """The head, and what was warned of; it drafts the target's own text."""
+    """Return the head, and its warnings; check that it drafts the target's own text."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         head = load_head(directory, target)
-    said = [str(warning.message) for warning in caught if "is used as its files say" in str(warning.message)]
+    said = [str(warning.message) for warning in caught if "is used with its own settings" in str(warning.message)]
     settings = {"max_new_tokens": 8, "eos_token_id": -1}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -114,9 +114,13 @@ def llama_layer(config: dict[str, Any]) -> dict[str, Tensor]:
 # name -> config, weights (of the shrunken config), what the warning says.
 TAKEN: dict[str, tuple[dict, Any, str]] = {
     "speculators, as RedHatAI publishes it": (SPECULATORS, "layers.0", "max_position_embeddings"),
-    "no rope, 2048 positions": (LLAMA3, "midlayer", "max_position_embeddings: the head says 2048, the target 256"),
-    "another theta": (NAMED | {"rope_theta": 1000000.0}, "midlayer", "rope_parameters: the head says .*1000000"),
-    "40 layers of the target": (LLAMA3 | {"num_hidden_layers": 40}, "midlayer", "num_hidden_layers=40, the weights"),
+    "no rope, 2048 positions": (LLAMA3, "midlayer", "max_position_embeddings: the head has 2048, the target 256"),
+    "another theta": (NAMED | {"rope_theta": 1000000.0}, "midlayer", "rope_parameters: the head has .*1000000"),
+    "40 layers of the target": (
+        LLAMA3 | {"num_hidden_layers": 40},
+        "midlayer",
+        "num_hidden_layers=40, but the weights",
+    ),
     "tied with a pruned vocabulary": (NAMED | {"tie_word_embeddings": True}, "layers.0", "max_position"),
     "AngelSlim's name": (LLAMA3 | {"architectures": ["Eagle3LlamaForCausalLM"]}, "midlayer", "max_position"),
     "token ids outside": (NAMED | {"bos_token_id": 163584, "eos_token_id": 163585}, "midlayer", "max_position"),
@@ -130,8 +134,8 @@ TAKEN: dict[str, tuple[dict, Any, str]] = {
     "full vocabulary": (NAMED | {"draft_vocab_size": 128256}, "midlayer", "max_position"),
     "mrope": (NAMED | MROPE, "midlayer", "rope_parameters"),
     "yarn": (NAMED | {"rope_scaling": YARN, "rope_theta": 50000.0}, "midlayer", "yarn"),
-    "latent attention": (MLA, "midlayer", "rope_parameters: the head says .*yarn"),
-    "its target's latent attention, said along": (MLA, llama_layer, "rope_parameters: the head says .*yarn"),
+    "latent attention": (MLA, "midlayer", "rope_parameters: the head has .*yarn"),
+    "its target's latent attention, said along": (MLA, llama_layer, "rope_parameters: the head has .*yarn"),
     "dynamic rope": (
         NAMED | {"rope_scaling": DYNAMIC, "rope_theta": 1e6},
         "midlayer",
@@ -143,7 +147,7 @@ TAKEN: dict[str, tuple[dict, Any, str]] = {
     "EAGLE-1's max_sequence_length": (
         {k: v for k, v in MIXTRAL.items() if k != "max_position_embeddings"} | {"max_sequence_length": 2048},
         eagle1,
-        "max_position_embeddings: the head says 2048",
+        "max_position_embeddings: the head has 2048",
     ),
 }
 
@@ -179,12 +183,14 @@ def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_
     again, _ = load(tmp_path / "ours", target)
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in head.state_dict().items())
     for engine in (engines.sglang, engines.speculators, engines.eagle):
-        with pytest.raises(ValueError, match="no EAGLE-3 head with multi-head latent attention: vLLM does"):
+        with pytest.raises(
+            ValueError, match="does not support EAGLE-3 heads with multi-head latent attention: use vLLM"
+        ):
             engine(head, target)
 
 
 @pytest.mark.parametrize(
-    "change, message", [({"v_head_dim": 99}, "wider than its keys"), ({"kv_lora_rank": "x"}, "no size")]
+    "change, message", [({"v_head_dim": 99}, "wider than its keys"), ({"kv_lora_rank": "x"}, "not a size")]
 )
 def test_latent_attention_that_no_layer_has_is_refused(tmp_path, change, message):
     config = shrink_head(MLA)
@@ -194,12 +200,12 @@ def test_latent_attention_that_no_layer_has_is_refused(tmp_path, change, message
 
 
 def test_a_head_that_is_saved_here_must_have_the_targets_rope(tmp_path):
-    """The gate is strict with a head that was just written: it copies rope and context from its target."""
+    """Check that the gate is strict with a head that was just written: it copies rope and context from its target."""
     target = tiny_target(8)
     save_head(Eagle3Head.for_target(target, 3), tmp_path, target)
     for key, value, message in (
-        ("max_position_embeddings", 2048, "max_position_embeddings: the head says 2048, the target 256"),
-        ("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}, "rope_parameters: the head says"),
+        ("max_position_embeddings", 2048, "max_position_embeddings: the head has 2048, the target 256"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}, "rope_parameters: the head has"),
         ("num_hidden_layers", 40, "num_hidden_layers=40"),
     ):
         config = json.loads((tmp_path / "config.json").read_text())
@@ -215,16 +221,16 @@ def test_a_head_that_is_saved_here_must_have_the_targets_rope(tmp_path):
 
 # name -> layers of the target, is it a gpt-oss, what config.json says, the hidden states that are read, the warning
 LAYERS: dict[str, tuple[int, bool, dict, list[int], str]] = {
-    "SpecForge": (61, False, ids([1, 29, 57]), [2, 30, 58], "are taken for outputs of layers"),
-    "SpecForge, not the usual three": (24, False, ids([1, 11, 21]), [2, 12, 22], "outputs of layers .* as SGLang"),
+    "SpecForge": (61, False, ids([1, 29, 57]), [2, 30, 58], "are read as outputs of layers"),
+    "SpecForge, not the usual three": (24, False, ids([1, 11, 21]), [2, 12, 22], "outputs of layers .* as in SGLang"),
     "AQ-MedAI's Kimi-K2": (61, False, ids([2, 30, 58]), [2, 30, 58], ""),
-    "starts with 2": (60, False, ids([2, 29, 58]), [2, 29, 58], "ids of hidden_states, as SGLang"),
+    "starts with 2": (60, False, ids([2, 29, 58]), [2, 29, 58], "ids of hidden_states, as in SGLang"),
     "nvidia's v3": (36, True, ids([24, 30, 36], norm_before_fc=True), [24, 30, 36], "since the last one is 36"),
-    "nvidia's long context": (36, True, ids([1, 17, 32]), [2, 18, 33], "are taken for outputs of layers"),
+    "nvidia's long context": (36, True, ids([1, 17, 32]), [2, 18, 33], "are read as outputs of layers"),
     "none said": (36, False, {}, [2, 18, 33], ""),
     "null": (24, True, ids(None), [2, 12, 21], ""),
     "four at the top level": (94, False, {IDS: [2, 46, 91, 93]}, [2, 46, 91, 93], ""),
-    "SpecForge's at the top level": (48, False, {IDS: [1, 23, 44]}, [2, 24, 45], "are taken for outputs of layers"),
+    "SpecForge's at the top level": (48, False, {IDS: [1, 23, 44]}, [2, 24, 45], "are read as outputs of layers"),
     "said by hand": (45, False, ids([4, 20, 40]) | {"foredraft": {"layers": [5, 21, 41]}}, [5, 21, 41], ""),
 }
 
@@ -236,7 +242,7 @@ def test_fused_layers_are_found_by_evidence(tmp_path, name):
     target = tiny_target(layers, gpt_oss)
     head, warned = load(golden.write(tmp_path, config, eagle3(config, "midlayer", len(expected))), target)
     assert head.layers == expected
-    assert re.search(message, warned[0]) if message else "taken for" not in warned[0]
+    assert re.search(message, warned[0]) if message else "are read as" not in warned[0]
 
 
 @pytest.mark.parametrize(
@@ -257,8 +263,8 @@ def test_ambiguous_layers_are_refused_with_the_remedy(tmp_path, layers, gpt_oss,
 @pytest.mark.parametrize("gpt_oss", [False, True])
 @pytest.mark.parametrize("layers", [[2, 12, 21], [4, 12, 24], [3, 5, 9]])
 def test_an_export_names_the_layers_that_both_engines_read(tmp_path, layers, gpt_oss):
-    """vLLM reads the top level, as hidden states. SGLang reads eagle_config, and adds 1 where the first id is 1 and the
-    target is no gpt-oss: computed here from its rule, not by ours."""
+    """Compute the ids by the engines' rules: vLLM reads the top level, as hidden states. SGLang reads eagle_config, and
+    adds 1 if the first id is 1 and the target is not a gpt-oss."""
     target = tiny_target(24, gpt_oss)
     head = Eagle3Head.for_target(target, 3, layers)
     write_export("sglang", head, target, tmp_path)
@@ -290,7 +296,7 @@ def test_norms_that_only_the_weights_show_are_used(tmp_path):
 
 
 def test_a_head_without_an_lm_head_uses_the_targets(tmp_path):
-    """nvidia's first head for gpt-oss."""
+    """Load nvidia's first head for gpt-oss."""
     config, target = shrink_head(NAMED) | {"draft_vocab_size": None}, tiny_target(8)
     weights = {name: tensor for name, tensor in eagle3(config, "midlayer").items() if name != "lm_head.weight"}
     head, said = load(golden.write(tmp_path, config, weights), target)
@@ -309,7 +315,7 @@ REFUSED: dict[str, tuple[dict, str]] = {
         {"architectures": ["LlamaEagleSpeculator"], "model_type": "llama_eagle"},
         "EAGLE-1 in the first",
     ),
-    "a class of its own": ({"auto_map": {"AutoModel": "modeling.Head"}}, "names code of its own"),
+    "its own class": ({"auto_map": {"AutoModel": "modeling.Head"}}, "names its own code"),
 }
 
 
@@ -330,7 +336,7 @@ def test_counts_of_a_hostile_config_are_not_looped_over(tmp_path, key):
 
 
 def test_sizes_of_a_hostile_config_cost_no_memory(tmp_path):
-    """A layer of 2**40 numbers would not fit in this machine; the shapes are compared without it."""
+    """Use a layer of 2**40 numbers, which would not fit in this machine; the shapes are compared without it."""
     config = shrink_head(NAMED) | {"intermediate_size": 2**35, "num_attention_heads": 2**30}
     golden.write(tmp_path, config, eagle3(shrink_head(NAMED), "midlayer"))
     with pytest.raises(
@@ -345,7 +351,8 @@ def test_sizes_of_a_hostile_config_cost_no_memory(tmp_path):
 @pytest.mark.parametrize("shards", ["whole", "1MB"])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
 def test_a_head_fits_its_target_in_every_dtype(tmp_path, stored, shards):
-    """Rows with numbers below float16's range and between bfloat16's steps: a digest of what is in memory would differ."""
+    """Use rows with numbers below float16's range and between bfloat16's steps: a digest of the weights in memory would
+    differ."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config(num_hidden_layers=8, vocab_size=20_000))
     with torch.no_grad():

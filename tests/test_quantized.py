@@ -22,7 +22,7 @@ OUTLIER = 300  # a token with one large feature, which LLM.int8 would take out o
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory) -> Path:
-    """Wider than other tests' target: 4-bit weights are packed in blocks of 64 of a row."""
+    """Save a wider target than other tests': 4-bit weights are packed in blocks of 64 of a row."""
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("wider")
     model = LlamaForCausalLM(tiny_config(hidden_size=64, intermediate_size=128, num_hidden_layers=3))

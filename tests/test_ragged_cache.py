@@ -29,7 +29,7 @@ LENGTHS = (60, 5, 33, 12, 47, 8, 21, 3)
 
 @pytest.fixture(params=["cohorts", "spans"])
 def parted(request, monkeypatch) -> str:
-    """Texts of a few tokens are parted already, and longer than what sliding layers keep."""
+    """Split texts of a few tokens into cohorts, and texts longer than what sliding layers keep."""
     monkeypatch.setattr("foredraft.heads.target.sliding_cache.SLACK", 0)
     monkeypatch.setattr("foredraft.inference.batch.INITIAL_ENTRIES", 3)
     monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
@@ -59,7 +59,7 @@ def asked(new: int = 12) -> list[Request]:
 
 
 def run(engine: Engine, requests: list[Request], note: Callable[[], object]) -> list[list[int]]:
-    """They come in the first steps, two in each; note() is called after every step."""
+    """Run requests that come in the first steps, two in each; note() is called after every step."""
     coming = iter(requests[1:])
 
     def between(step: int) -> None:
@@ -73,7 +73,7 @@ def run(engine: Engine, requests: list[Request], note: Callable[[], object]) -> 
 
 @pytest.mark.parametrize("name", ["random", "medusa", "eagle3", "draft model"])
 def test_texts_are_the_plain_ones(target, name, parted):
-    """Greedy and sampled; they join and leave, and grow."""
+    """Check greedy and sampled texts that join and leave, and grow."""
     expected, engine, counts = alone(target, requests()), Engine(target, drafters(target)[name], max_num_seqs=4), []
     texts = run(engine, requests(), lambda: counts.append(parts(engine)))
     assert texts == expected and max(counts) > 2
@@ -81,7 +81,7 @@ def test_texts_are_the_plain_ones(target, name, parted):
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3_text", "gpt2", "deepseek_v3", "gpt_neox", "gpt_oss"])
 def test_texts_of_every_kind_of_attention(family, parted):
-    """Windows, learned positions, keys of two widths."""
+    """Check windows, learned positions, and keys of two widths."""
     model, counts = pair(family, "eager" if family == "gpt_oss" else "sdpa").target, []
     expected, engine = alone(model, asked()), Engine(model, Random())
     assert run(engine, asked(), lambda: counts.append(parts(engine))) == expected
@@ -90,7 +90,7 @@ def test_texts_of_every_kind_of_attention(family, parted):
 
 
 def test_logits_are_the_same_with_spans_and_without(target, monkeypatch):
-    """Of one new token and of several, every one of which sees itself."""
+    """Check one new token and several, every one of which sees itself."""
     monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
     lengths, tokens = [4, 19, 5, 11], torch.cat([prompt(19, seed) for seed in range(4)])
     first = target.new_cache(4, 40)
@@ -109,7 +109,7 @@ def test_logits_are_the_same_with_spans_and_without(target, monkeypatch):
 
 
 def test_each_part_attends_to_its_own_length(target, parted, monkeypatch):
-    """Nor is memory reserved for more where there are cohorts."""
+    """Check that cohorts reserve no more memory, either."""
     engine, keys, seen = Engine(target, NgramDrafter()), list[tuple[int, int]](), []
     attention = F.scaled_dot_product_attention
 
@@ -141,7 +141,7 @@ def test_what_knows_no_parts_gets_one_tensor():
 
 
 class Peak(TorchDispatchMode):
-    """The most bytes of caches that were there together: nothing else has as many dimensions as a block of layers."""
+    """Record the most bytes of caches that existed together: nothing else has as many dimensions as a block of layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Peak(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", [None, "draft model"])
 def test_a_limit_bounds_all_that_is_ever_reserved(target, name, monkeypatch):
-    """Growth and prompts included. Entries are of 6 layers with 2 heads of 8 numbers, keys and values."""
+    """Count growth and prompts. Entries are of 6 layers with 2 heads of 8 numbers, keys and values."""
     monkeypatch.setattr("foredraft.inference.batch.INITIAL_ENTRIES", 4)
     monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
     monkeypatch.setattr(ragged_cache, "SHORT", 16)

@@ -26,7 +26,7 @@ def blocks(document: Path, language: str) -> list[str]:
 
 
 def commands() -> Iterator[str]:
-    """Each line of a shell block, and each `foredraft ...`, `python ...` and `bash ...` in a sentence."""
+    """Return each line of a shell block, and each `foredraft ...`, `python ...` and `bash ...` in a sentence."""
     for document in DOCUMENTS:
         for text in blocks(document, "bash"):
             yield from (line for line in text.replace("\\\n", " ").splitlines() if line.split("#")[0].strip())
@@ -61,10 +61,10 @@ def test_a_command_is_one_that_the_program_takes(command: str, call) -> None:
 
 
 def program(words: list[str]) -> tuple[str | None, list[str]]:
-    """The module that a command line runs, and its arguments; None where its options are no keys."""
+    """Return the module that a command line runs, and its arguments; None if its options are not keys."""
     first = words[0]
     if first == "foredraft":
-        assert words[1:2] and words[1] in foredraft.PROGRAMS, f"foredraft {words[1:]} is no program"
+        assert words[1:2] and words[1] in foredraft.PROGRAMS, f"foredraft {words[1:]} is not a program"
         told = not words[2:] or "..." in words or "--help" in words or not foredraft.needs_target(words[1], words[2:])
         assert told, f"{' '.join(words)} has to name a target"
         return foredraft.PROGRAMS[words[1]][0], words[2:]

@@ -17,7 +17,7 @@ RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
 
 
 def planned(name: str) -> tuple[float, float, DictConfig]:
-    """GiB and hours that the recipe's comments promise, and the config of the plan that they name."""
+    """Return GiB and hours that the recipe's comments state, and the config of the plan that they name."""
     text = (CONF / "recipe" / f"{name}.yaml").read_text()
     found = re.search(r"tokens: ([\d.]+) GiB.*, ([\d.]+) hours, by\n# +python scripts/plan.py (.+)", text)
     assert found is not None

@@ -31,7 +31,7 @@ SAMPLING = GenerationSettings(1.0, None, 16, 7)
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """32 conversations of one or two questions, and two rows without any."""
+    """Write 32 conversations of one or two questions, and two samples without any."""
     rows: list[dict] = [{"prompt": f"question {i}", "response": "old"} for i in range(16)]
     rows += [
         {"messages": [{"role": r, "content": f"{r} {i} {n}"} for n in (1, 2) for r in ("user", "assistant")]}
@@ -54,7 +54,7 @@ def regenerate(file: Path, output: Path, server: BadServer, timeout: float = 2.0
 
 
 def check(output: Path) -> None:
-    """Every row once, each answer given in the light of the answers before."""
+    """Check that every sample appears once, with each answer given after the answers before."""
     rows = sorted((json.loads(line) for line in output.read_text().splitlines()), key=lambda row: row["number"])
     assert [row["number"] for row in rows] == list(range(32))
     assert [row["seed"] for row in rows] == list(range(7, 39))
@@ -161,7 +161,7 @@ def test_in_process_rows_do_not_depend_on_the_batch(file: Path, tmp_path: Path, 
 
 
 def stubbed(create: Callable[..., Awaitable[dict]], retries: int = 0) -> Server:
-    """A server whose answers `create` gives: the question -> what a choice and a response hold."""
+    """Return a server whose answers `create` gives: the question -> the contents of a choice and a response."""
     server = Server("http://127.0.0.1:9", "tiny", 1.0, retries, SAMPLING, {})
 
     async def answer(messages: list[dict], **request: Any) -> ChatCompletion:
@@ -189,7 +189,8 @@ def rows_of(server: Server, questions: list[str], output: Path, concurrency: int
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_thoughts_are_kept_by_either_name_and_an_answer_without_content_says_so(name: str, tmp_path: Path):
-    """Engines say content: null where all of max_tokens went into thoughts: asked again, they would say the same."""
+    """Use content: null, which engines return if all of max_tokens went into reasoning: asked again, they would do the
+    same."""
     asked: list[str] = []
 
     async def create(question: str, **_: Any) -> dict:
@@ -225,7 +226,7 @@ def test_a_conversation_that_a_server_always_fails_at_does_not_end_the_run(tmp_p
 
 
 def test_a_long_answer_does_not_keep_the_engine_waiting(tmp_path: Path):
-    """As many requests as are allowed are in flight to the end, and what is done is written at once."""
+    """Check that the allowed number of requests is in flight to the end, and results are written at once."""
     answered, flying, most = 0, 0, []
 
     async def create(question: str, **_: Any) -> dict:
@@ -249,7 +250,7 @@ def refusal(kind: type[openai.APIStatusError], status: int, message: str) -> ope
 
 
 def test_a_server_that_takes_fewer_requests_for_a_while_gets_all_of_them_again(tmp_path: Path, monkeypatch):
-    """A quota of no request at a time, even: nobody who was refused stays away."""
+    """Try a quota of no request at a time: no refused request is lost."""
     monkeypatch.setattr(generation_clients, "PAUSE", 0.001)
     flying, answered, refused, most = 0, 0, 0, 0
 

@@ -32,7 +32,7 @@ def test_files_of_another_layout_do_not_stay(first: str, second: str, fresh: Tar
 def test_an_interrupted_write_leaves_the_head_that_was_there(
     call: int, foreign: bool, target: Target, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing but a head lies in its folder. Elsewhere each file is replaced whole, and what is not a head's stays."""
+    """Check a folder with nothing but a head. In others each file is replaced separately, and other files stay."""
     folder = tmp_path / "head"
     old, new = make_head("medusa", target), make_head("eagle3", target)
     save_head(old, folder, target)

@@ -59,7 +59,7 @@ SHOWN = {
     "date": "2025-11-20",
 }
 FLOATS = {key for key, value in METRICS.items() if isinstance(value, float)}
-CHARTED = {"accepted_per_depth", "step_seconds"}  # charts take long: where they are not the question, they are left out
+CHARTED = {"accepted_per_depth", "step_seconds"}  # charts take long: tests of other things leave them out
 PAGE_ONLY = {"command": "python train/run.py seed=0", "versions": "2.13.0"}
 HISTORY = [{"step": s, "loss": 9 / s, "acc_1": 1 - 1 / s, "acc_2": 1 - 2 / s} for s in range(10, 310, 10)]
 EVALS = [{"step": s, "acceptance_length": 1 + s / 100} for s in (100, 200, 300)]
@@ -80,7 +80,7 @@ HEAD = {"kind": "eagle3", "target": "org/target", "parameters": 3_412_000, "dept
 
 
 class Page:
-    """A page, read as XML: it fails where a tag is not closed in order."""
+    """Read a page as XML: it fails if a tag is not closed in order."""
 
     def __init__(self, source: str):
         root = ET.fromstring(re.sub("<meta ([^>]*)>", r"<meta \1/>", source.removeprefix("<!doctype html>")))
@@ -210,7 +210,7 @@ def test_digits_and_units():
 
 
 def parse(chart: str) -> ET.Element:
-    """The chart as XML: named, without colours of its own, every coordinate a finite number inside the picture."""
+    """Return the chart as XML: named, without its own colours, every coordinate a finite number inside the picture."""
     root = ET.fromstring(chart)
     assert root.attrib["role"] == "img" and root.attrib["aria-label"]
     assert not re.search(r"#[0-9a-f]{6}|NaN|nan|inf", chart)
@@ -220,7 +220,7 @@ def parse(chart: str) -> ET.Element:
 
 
 def lines(root: ET.Element, kind: str | None = None) -> list[list[tuple[float, float]]]:
-    """The stretches of the curves, which are drawn without a break. kind: "dot" gives the points."""
+    """Return the stretches of the curves, which are drawn without a break. kind: "dot" returns the points."""
     curves = [node.attrib["d"] for node in root.iter("path") if node.get("class") == kind]
     return [[(float(x), float(y)) for x, y in re.findall(r"[ML] (\S+) (\S+)", one)] for one in curves]
 
@@ -313,7 +313,7 @@ def numbers(text: str) -> set[str]:
 
 
 def body(card: str) -> str:
-    """The card without its front matter and its code: what it says in words."""
+    """Return the text of the card without its front matter and its code."""
     return re.sub(r"```.*?```|^    .*?$", "", card.split("---\n", 2)[2], flags=re.DOTALL | re.MULTILINE)
 
 
@@ -328,7 +328,7 @@ def test_card_is_one_that_the_hub_can_read():
     }
     unlicensed = {**HEAD, "license": None, "target": '/home/somebody/target: "x"'}
     data = ModelCard(model_card(METRICS, unlicensed, None)).data.to_dict()
-    assert "license" not in data and "base_model" not in data  # the Hub refuses a base model that is no Hub id
+    assert "license" not in data and "base_model" not in data  # the Hub refuses a base model that is not a Hub id
 
 
 def test_card_has_the_measured_numbers_and_no_others():

@@ -35,7 +35,7 @@ def test_one_trained_head_is_tracked():
 
 
 def test_the_package_consists_of_links():
-    """A checkout without them (git's core.symlinks=false, a zip file) has an empty package."""
+    """Check that a checkout without them (git's core.symlinks=false, a zip file) has an empty package."""
     links = {path for mode, path in tracked() if mode == "120000"}
     rooms = {"conf", "heads", "inference", "scripts", "train"}
     assert {f"foredraft/{room}" for room in rooms} <= links
@@ -87,7 +87,7 @@ def test_the_hooks_have_the_version_of_constraints():
 
 
 def test_the_changelog_has_the_version_or_says_that_it_is_unreleased():
-    """And its sections are those of Keep a Changelog."""
+    """Check also that its sections are those of Keep a Changelog."""
     text = (ROOT / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[(.+?)\]", text, re.M)
     assert versions[0] == "Unreleased" or versions[0] == __version__

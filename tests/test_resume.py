@@ -26,7 +26,7 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
 
 
 def killed(seed: int, kills: int, *arguments: str, cwd: Path) -> list[int]:
-    """How the runs ended: negative numbers are signals."""
+    """Return how the runs ended: negative numbers are signals."""
     ended = script("tests/support/kill_probe.py", str(seed), str(kills), *arguments, cwd=cwd)
     assert ended.code == 0, ended.err
     return json.loads(ended.out.splitlines()[-1])
@@ -68,7 +68,8 @@ def test_a_finished_run_keeps_no_checkpoints(reference: Path):
 
 
 def test_a_directory_is_written_by_one_run_at_a_time(given: list[str], tmp_path: Path):
-    """Killed, it holds nothing any more: not even by the workers that read its rows, which end a little later."""
+    """Check that a killed run locks nothing any more: not even by the workers that read its samples, which end a little
+    later."""
     endless = [*given, "output_dir=out", "+trainer.dataloader_num_workers=1", "trainer.save_steps=1"]
     first = program(*endless, "trainer.max_steps=100000", cwd=tmp_path)
     while not list(tmp_path.glob("out/checkpoints/checkpoint-*")):
@@ -123,12 +124,12 @@ def test_the_best_weights_are_those_that_drafted_best():
         ),
     ]
     assert checkpoints.best_step(history[:1]) is None
-    # 6 is no worse than 4 as far as one can see; 8 is, and no further from 6.
+    # 6 is not worse than 4 as far as one can see; 8 is, and no further from 6.
     assert [checkpoints.best_step(history[:count]) for count in (2, 3, 4, 5)] == [2, 4, 6, 6]
 
 
 def test_a_run_ships_its_best_weights(given: list[str], here, tmp_path: Path, monkeypatch):
-    """Here the first ones, since measurements are made to fall."""
+    """Expect the first ones here, since measurements are made to fall."""
     lengths = iter([3.0, 2.0, 1.0])
     monkeypatch.setattr("foredraft.train.run.tokens_per_forward", lambda generations: next(lengths))
     ended = here(*given, "output_dir=out", "keep_checkpoints=true")
@@ -140,7 +141,7 @@ def test_a_run_ships_its_best_weights(given: list[str], here, tmp_path: Path, mo
 
 
 def test_a_checkpoint_that_lacks_weights_is_not_resumed(given: list[str], here, tmp_path: Path):
-    """As one of a version whose `fc` had no sizes."""
+    """Use one of a version whose `fc` had no sizes."""
     run = [*given, "output_dir=out", "keep_checkpoints=true"]
     assert here(*run, "trainer.max_steps=3").code == 0
     (tmp_path / "out/metrics.json").unlink()
@@ -160,7 +161,7 @@ main()
 
 
 def test_a_scheduler_that_signals_all_processes_twice_loses_nothing(given: list[str], tmp_path: Path):
-    """The workers that read rows among them."""
+    """Kill the workers that read samples, too."""
     (tmp_path / "leader.py").write_text(LEADER)
     stored = [*given, "output_dir=out", "hidden_states=offline", "trainer.dataloader_num_workers=2"]
     process = start(sys.executable, "leader.py", *stored, "trainer.max_steps=100000", cwd=tmp_path)
@@ -189,7 +190,7 @@ def test_a_sweep_that_is_repeated_passes_over_what_is_done(given: list[str], ref
 
 
 def unfinished(reference: Path, directory: Path, **changes: object) -> Path:
-    """A directory with a checkpoint, whose run had other facts."""
+    """Make a directory with a checkpoint, whose run had other facts."""
     (directory / "checkpoints/checkpoint-3").mkdir(parents=True)
     (directory / "checkpoints/checkpoint-3" / checkpoints.STATE).write_text("{}")
     before = run_state.saved_config(reference) | changes
@@ -223,7 +224,8 @@ def test_zero_checkpoints_are_cut_for_their_processes(reference: Path, tmp_path:
 
 @pytest.mark.parametrize("name", nightly_but(["ddp", "fsdp"], "ddp"))
 def test_two_processes_stop_together_and_one_may_go_on(name: str, given: list[str], reference: Path, tmp_path: Path):
-    """SIGTERM to torchrun, as a scheduler sends it; then the same run in one process, where the engine allows that."""
+    """Send SIGTERM to torchrun, as a scheduler does; then continue the same run in one process, if the engine allows
+    that."""
     arguments = [*given, TWO, f"strategy={name}", "output_dir=out"]
     process = torchrun(str(ROOT / "train/run.py"), *arguments, cwd=tmp_path)
     until(process, "^step 5/")

@@ -31,7 +31,7 @@ def said(row: dict) -> list[dict] | str:
 
 
 def learned(row: dict, words=None) -> list[str]:
-    """Each stretch in the loss."""
+    """Return each stretch in the loss."""
     words = words or form_of("smollm2").tokenizer
     documents, _ = Encoder(words, Source("x")).documents(Row("", row))
     return [text for document in documents for flag, text in runs(words, document) if flag]
@@ -161,7 +161,7 @@ def test_a_label_that_is_a_class_leaves_answers_learned():
 
 
 def test_of_several_calls_that_are_not_learned_none_is():
-    """Llama's template takes one call per message, so that they become several messages."""
+    """Use Llama's template, which takes one call per message, so that they become several messages."""
     calls = [CALL | {"id": "a"}, CALL | {"id": "b"}]
     results = [{"role": "tool", "content": "1", "tool_call_id": call["id"]} for call in calls]
     row = {"messages": [ASKED, answer("", tool_calls=calls, weight=0), *results, answer("done")]}
@@ -171,7 +171,8 @@ def test_of_several_calls_that_are_not_learned_none_is():
 
 
 def test_what_an_arrow_file_adds_to_its_rows_is_not_there(tmp_path: Path):
-    """One column has one type: every object gets the fields of all others, and pandas adds its index."""
+    """Ignore additions: one column has one type, so every object gets the fields of all others, and pandas adds its
+    index."""
     asked = {"role": "user", "content": "q", "weight": None}
     calls = [{"function": {"name": name, "arguments": {key: 1}}} for name, key in (("f", "a"), ("g", "b"))]
     rows = [{"messages": [asked, answer("", tool_calls=[call])], "tools": [call]} for call in calls]
@@ -281,7 +282,7 @@ def test_roles_have_many_names(name: str, role: str):
     ],
 )
 def test_a_call_is_found_however_it_is_written(messages: list[dict]):
-    """As LLaMA-Factory, Glaive and the first function calling of OpenAI have it; a tool may have nothing to say."""
+    """Try the forms of LLaMA-Factory, Glaive and the first function calling of OpenAI; a tool may return nothing."""
     found = said({"conversations": [ASKED, *messages, {"role": "tool", "content": ""}, answer("done")]})
     assert found == [ASKED, answer("", tool_calls=[CALL]), {"role": "tool", "content": ""}, answer("done")]
 
@@ -377,7 +378,7 @@ STRIPPED = CHATML.replace("{{ m.content }}", "{{ (m.content.split('</think>') | 
     ],
 )
 def test_reasoning_that_a_template_takes_out_of_answers_is_learned(messages: dict, text: str):
-    """DeepSeek-R1's first template, whose generation prompt does not open the reasoning."""
+    """Use DeepSeek-R1's first template, whose generation prompt does not open the reasoning."""
     words = tokenizer(STRIPPED, special=SPECIAL)
     row = {"messages": [ASKED, messages, ASKED, messages]}
     assert learned(row, words) == [text, text]
@@ -387,7 +388,7 @@ def test_reasoning_that_a_template_takes_out_of_answers_is_learned(messages: dic
 
 @pytest.mark.parametrize("choice", ["", "{% if p.type == 'text' %}"])
 def test_a_template_that_reads_lists_of_parts_shows_texts(choice: str):
-    """LLaVA's and Idefics' lose a text that is no list, and so would the server's prompt."""
+    """Use LLaVA's and Idefics', which lose a text that is not a list, and so would the server's prompt."""
     parts = "{% for p in m.content %}" + choice + "{{ p.text }}" + ("{% endif %}" if choice else "") + "{% endfor %}"
     words = tokenizer(CHATML.replace("{{ m.content }}", parts), special=SPECIAL)
     assert learned({"messages": [ASKED, answer("a"), ASKED, answer("b")]}, words) == ["a<|im_end|>", "b<|im_end|>"]
@@ -406,7 +407,7 @@ def test_an_end_mark_that_an_answer_has_in_its_text_is_learned_once(end: str):
 
 @pytest.mark.parametrize("name", ["columns.py", "layouts.py", "answer_spans.py", "messages.py"])
 def test_documents_of_older_code_are_not_taken_from_the_cache(name: str, monkeypatch: pytest.MonkeyPatch):
-    """The cache's key has the code that arranges messages too, which serving shares."""
+    """Check that the cache's key includes the code that arranges messages, which serving shares."""
     encoder, read = Encoder(tokenizer(CHATML), Source("x")), Path.read_bytes
     before = encoder.digest()
     monkeypatch.setattr(Path, "read_bytes", lambda file: read(file) + (b"#" if file.name == name else b""))

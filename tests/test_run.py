@@ -1,6 +1,6 @@
 """`python train/run.py` as users run it: what a run leaves behind, how a stopped one goes on, what bad input is told.
 
-Runs that several tests look at are processes of their own, each started once. The others call `main` in this process,
+Runs that several tests look at are separate processes, each started once. The others call `main` in this process,
 which spares them ten seconds of imports.
 """
 
@@ -51,14 +51,14 @@ PROMISED = {  # issue 2, item 7
 
 @pytest.fixture(scope="session")
 def eagle(tiny_path: Path, folder: Path) -> list[str]:
-    """A run of several epochs, so that one may stop in the middle of a later one."""
+    """Return arguments of a run with several epochs, so that one may stop in the middle of a later one."""
     given = [f"target.path={tiny_path}", f"data.path={folder}", f"trainer.max_steps={STEPS}", "eval.steps=20"]
     return [*SMALL, *given, "head=eagle3", "head.draft_vocab_size=128"]
 
 
 @pytest.fixture(scope="session")
 def wide_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with a vocabulary larger than its tokenizer's, as many real ones have."""
+    """Save a target with a vocabulary larger than its tokenizer's, as many real ones have."""
     path = tmp_path_factory.mktemp("wide")
     torch.manual_seed(0)
     LlamaForCausalLM(tiny_config(vocab_size=2304)).save_pretrained(path)
@@ -82,7 +82,7 @@ def sweep(wide_path: Path, folder: Path, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="session")
 def whole(eagle: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """The run that nobody stopped."""
+    """Run without an interruption."""
     cwd = tmp_path_factory.mktemp("whole")
     return cwd / "out", end(program(*eagle, "output_dir=out", cwd=cwd))
 
@@ -95,7 +95,7 @@ class Stopped(NamedTuple):
 
 @pytest.fixture(scope="session")
 def stopped(eagle: list[str], tmp_path_factory: pytest.TempPathFactory) -> Stopped:
-    """The same run, which gets a Ctrl-C in its second epoch."""
+    """Run the same with a Ctrl-C in its second epoch."""
     fcntl = pytest.importorskip("fcntl")
     cwd = tmp_path_factory.mktemp("stopped")
     process = program(*eagle, "output_dir=out", cwd=cwd)
@@ -124,14 +124,14 @@ def resumed(eagle: list[str], stopped: Stopped) -> tuple[Path, Ended]:
 
 
 def entries(directory: Path) -> list[dict]:
-    """What the newest checkpoint remembers of training."""
+    """Return what the newest checkpoint records of training."""
     newest = checkpoints.newest(directory / "checkpoints")
     assert newest is not None
     return json.loads((Path(newest) / "trainer_state.json").read_text())["log_history"]
 
 
 def history(directory: Path) -> list[dict]:
-    """The same without what clocks said: losses, gradients and accuracy in full precision."""
+    """Return the same without measured times: losses, gradients and accuracy in full precision."""
     clocks = ("tokens_per_second", "train_seconds", "memory_gib", *(f"seconds_{part}" for part in callbacks.PARTS))
     return [{name: value for name, value in entry.items() if name not in clocks} for entry in entries(directory)]
 
@@ -211,7 +211,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_resume(stopped: Stopped):
 
 
 def test_every_checkpoint_is_a_head(stopped: Stopped, whole, target: Target):
-    """The best one is what the finished run ships."""
+    """Check that the best one is what the finished run ships."""
     checkpoint = str(checkpoints.newest(stopped.copy / "checkpoints"))
     prompt = torch.tensor([target.text_tokenizer(TEXT)["input_ids"][:20]])
     drafted = generate(target, load_drafter(checkpoint, target), prompt, max_new_tokens=12)
@@ -265,7 +265,7 @@ def test_an_unfinished_run_is_not_gone_on_with_under_another_config(stopped: Sto
 
 
 def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPatch):
-    """Python's streams cannot be entered twice; to print from a handler ends the run with a RuntimeError, now and then."""
+    """Send a signal there: Python's streams are not reentrant, so printing from a handler sometimes raises RuntimeError."""
 
     class Terminal(io.RawIOBase):
         def writable(self) -> bool:
@@ -292,7 +292,7 @@ def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_more_text_is_written_than_the_run_reads(here, tiny_path: Path, folder: Path, tmp_path: Path):
-    """A million tokens are asked for; three steps of four rows of 64 tokens read 768."""
+    """Ask for a million tokens; three steps of four sequences of 64 tokens read 768."""
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
     fast = ["trainer.max_steps=3", "eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]
     ended = here(*given, *fast, "self_generated_tokens=1000000")
@@ -313,7 +313,7 @@ def file(path: Path, content: str | bytes = "") -> Path:
 
 
 def without_fit(tiny_path: Path, path: Path) -> Path:
-    """A target beside a tokenizer that knows more tokens than it."""
+    """Save a target next to a tokenizer with more tokens."""
     shutil.copytree(tiny_path, path)
     tokenizer = AutoTokenizer.from_pretrained(tiny_path)
     tokenizer.add_tokens([f"<{number}>" for number in range(VOCAB)])
@@ -384,7 +384,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         lambda tiny, tmp: ["trainer.max_steps=0"],
         r"max_steps=0 trains nothing: give a number of steps, or -1",
     ),
-    "a folder that holds no target": (lambda tiny, tmp: [f"target.path={tmp}"], r"holds no config\.json"),
+    "a folder without a target": (lambda tiny, tmp: [f"target.path={tmp}"], r"has no config\.json"),
 }
 
 
@@ -448,7 +448,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_fills_up_while_training(small_disk: Path, eagle: list[str], here, monkeypatch: pytest.MonkeyPatch):
-    """Somebody else fills it, after it was found to be large enough."""
+    """Let another program fill it, after it was found to be large enough."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, 2**40))
     file(small_disk / "theirs", bytes(380 * 1024))
     before = signal.getsignal(signal.SIGINT)

@@ -19,7 +19,7 @@ def test_noise_is_standard_gumbel_and_independent():
 
 
 def test_noise_is_finite_and_falls_with_the_bits():
-    """Also where bits or fraction round to 0 or 1, or the sign has no counterpart."""
+    """Check also bits or fractions that round to 0 or 1, and signs without a counterpart."""
     bits = torch.tensor([0, 0, 1, -3, 2**30, 2**31 - 1, -(2**31)], dtype=torch.int32)
     noise = gumbel_of(bits, torch.tensor([2.0**-25, 1 - 2.0**-24, *[0.5] * 5]))
     assert noise.isfinite().all() and (noise.diff() <= 0).all() and noise[0] > 38 and noise[-1] < -2.7
@@ -74,7 +74,7 @@ def test_warpers_are_transformers_own():
 
 
 def kept_by_definition(logits: torch.Tensor, p: float) -> torch.Tensor:
-    """(n, vocab) bool: which tokens top-p keeps, from the whole vocabulary sorted."""
+    """Return (n, vocab) bool: which tokens top-p keeps, from the whole vocabulary sorted."""
     order = logits.sort(dim=-1, descending=True, stable=True).indices
     mass = (logits.softmax(-1).gather(-1, order) * SCALE).long()
     before = mass.cumsum(-1) - mass

@@ -69,7 +69,7 @@ def test_half_of_the_candidates_go_on():
 
 
 def test_rounds_and_winner_spend_the_budget_and_no_more():
-    """Of 1000 steps: what all candidates of all rounds get, and the winner after them."""
+    """Sum the steps of all candidates of all rounds, and of the winner after them, for 1000 steps."""
     sizes, left, trained, goals = [5, 3, 2], 1000.0, 0.0, []
     for number, size in enumerate(sizes):
         share, after = shares(sizes, number, search_share=0.5)
@@ -136,7 +136,7 @@ def test_why_the_slower_ones_are_dropped():
 
 
 def test_a_search_drops_the_slower_ones_and_finishes_the_winner(given: list[str], here, tmp_path: Path, monkeypatch):
-    """One candidate fails, which the others survive."""
+    """Let one candidate fail, which the others survive."""
     monkeypatch.setattr(judge, "judged", lambda table, name, texts: pretended(name, len(texts)))
     ended = here(*given, "output_dir=whole")
     assert ended.code == 0, ended.err
@@ -145,7 +145,8 @@ def test_a_search_drops_the_slower_ones_and_finishes_the_winner(given: list[str]
 
 @pytest.mark.nightly
 def test_a_search_that_is_stopped_twice_is_the_one_that_was_not(given: list[str], here, tmp_path: Path, monkeypatch):
-    """By Ctrl-C in the first candidate and killed in the second: the same weights, round by round, and the same winner."""
+    """Stop it by Ctrl-C in the first candidate, and kill it in the second: the same weights, round by round, and the same
+    winner."""
     monkeypatch.setattr(judge, "judged", lambda table, name, texts: pretended(name, len(texts)))
     ended = here(*given, "output_dir=whole")
     assert ended.code == 0, ended.err
@@ -171,7 +172,7 @@ def test_a_search_that_is_stopped_twice_is_the_one_that_was_not(given: list[str]
 
 
 def interrupt(callback: StopAt, args: Any, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-    """Ctrl-C after the first step."""
+    """Send Ctrl-C after the first step."""
     if state.global_step == 1:
         signal.raise_signal(signal.SIGINT)
 
@@ -181,7 +182,7 @@ def pretended(name: str, texts: int) -> Judged:
 
 
 def check_results(directory: Path) -> None:
-    """What a search leaves: hass is dropped first, eagle3 then, and medusa is finished as any run is."""
+    """Check what a search leaves: hass is dropped first, eagle3 then, and medusa is finished as any run is."""
     found = json.loads((directory / "search.json").read_text())
     assert [sorted(r["found"]) for r in found["rounds"]] == [
         ["eagle3", "hass", "medusa", "baseline"],
@@ -202,7 +203,7 @@ def check_results(directory: Path) -> None:
 
 
 def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
-    """The program, sent a signal when it prints a line that matches."""
+    """Send the program a signal when it prints a line that matches."""
     process = program(*arguments, cwd=cwd)
     seen = until(process, line)
     process.send_signal(number)
@@ -239,6 +240,6 @@ def test_what_is_refused_in_one_sentence(given: list[str], here, change: list[st
 
 
 def test_a_budget_without_auto_is_no_key(given: list[str], tmp_path: Path):
-    """As a process, as a user types it."""
+    """Run a process, as a user types it."""
     wrong = end(program("head=medusa", "budget=2h", cwd=tmp_path))
     assert "budget is not known" in complaint(wrong)

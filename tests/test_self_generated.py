@@ -1,4 +1,4 @@
-"""Text beside a target's weights is used for the very data and weights that it came from, and for nothing else."""
+"""Text next to a target's weights is used for the very data and weights that it came from, and for nothing else."""
 
 import torch
 from transformers import LlamaForCausalLM
@@ -35,7 +35,7 @@ def test_text_beside_the_weights_is_found_for_its_weights_and_data_only(tmp_path
 
 
 def test_long_beginnings_are_continued_a_few_at_a_time(target, tmp_path, monkeypatch):
-    """A batch of them, each padded to the longest, would be a cache of a hundred gigabytes."""
+    """Limit the batch: padded to the longest, its cache would be a hundred gigabytes."""
     monkeypatch.setattr(self_generated, "POSITIONS", 400)
     sizes, ask = [], self_generated.generate
 

@@ -17,13 +17,13 @@ from tests.support.serving import Served, served
 
 MESSAGES = [{"role": "user", "content": "def add(self, other): é"}]
 PROMPT = "def add(self, other):"
-# As DeepSeek-R1's: the prompt begins the thoughts. Qwen3 knows `enable_thinking`.
+# As in DeepSeek-R1's, the prompt opens the reasoning. Qwen3 supports `enable_thinking`.
 THINKING = "{%- if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{# until </think> #}"
 
 
 @pytest.fixture(scope="module")
 def chatty(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny target, with a chat template."""
+    """Save the tiny target with a chat template."""
     path = tmp_path_factory.mktemp("chatty") / "tiny"
     shutil.copytree(tiny_path, path)
     template = (ROOT / "train" / "data" / "plain_chat.jinja").read_text()
@@ -33,7 +33,7 @@ def chatty(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(chatty: Path) -> Iterator[Served]:
-    """It drafts with the target itself, so that drafts are accepted; what they cost on this machine decides nothing."""
+    """Serve with the target itself as drafter, so that drafts are accepted; their cost on this machine decides nothing."""
     facts = [
         f"target={chatty}",
         "target.dtype=float32",
@@ -53,7 +53,7 @@ def client(server: Served) -> openai.OpenAI:
 
 
 def plain(target: Target, text: str, seed: int = 0, tokens: int = 24, **settings) -> str:
-    """What the target writes after a text, decoded by the library."""
+    """Return what the target writes after a text, decoded by the library."""
     ids = target.text_tokenizer(text, return_tensors="pt").input_ids
     new = generate(target, None, ids, seed=seed, max_new_tokens=tokens, **settings).new_tokens[0]
     return target.text_tokenizer.decode(new, skip_special_tokens=True).rstrip("�")
@@ -117,7 +117,7 @@ def test_a_text_is_the_same_with_drafts_and_without_alone_and_among_others(clien
 
 
 def test_what_was_accepted_is_logged(client, target, chatty):
-    """A line per text, in the order in which answers end; nothing of what is decoded plainly."""
+    """Expect a line per text, in the order in which answers end; none for texts without drafts."""
     log = chatty.parent / "accepted.jsonl"
     assert log.stat().st_mode & 0o077 == 0
     before = len(log.read_text().splitlines())
@@ -183,19 +183,19 @@ def test_a_trace_tells_what_was_drafted(client):
 
 @pytest.mark.parametrize("host, status", [("evil.example:8000", 403), ("", 403), ("[::1]:1", 200), ("127.0.0.1", 200)])
 def test_only_names_of_this_machine_are_answered(server, host, status):
-    """Where no key is needed: a page in a browser here may have had its own name point to 127.0.0.1."""
+    """Check servers without a key: a page in a browser here may have had its own name point to 127.0.0.1."""
     assert server.post(json.dumps({"prompt": "a", "max_tokens": 1}).encode(), "/v1/completions", Host=host)[0] == status
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain"])
 def test_a_body_is_json_only_where_its_content_type_says_so(server, kind):
-    """What says otherwise, a page of any origin can send without asking first."""
+    """Refuse other types, which a page of any origin can send without asking first."""
     body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
     assert server.post(body, "/v1/completions", **{"Content-Type": kind})[0] == 415
 
 
 def test_marks_of_the_template_in_a_message_are_text(client, target):
-    """Nobody ends a turn, or speaks as another, by writing special tokens into a message."""
+    """Check that nobody ends a turn, or speaks as another, by writing special tokens into a message."""
     ends = "<|endoftext|>"
     assert len(target.text_tokenizer(ends).input_ids) == 1
     facts = {"model": "tiny", "max_tokens": 1}
@@ -233,7 +233,7 @@ def test_what_cannot_be_done_is_refused_by_name(client, settings, message):
 
 
 def test_fields_that_do_no_harm_are_ignored(client, chatty):
-    """And `store` keeps an answer out of the log."""
+    """Check also that `store` keeps an answer out of the log."""
     before = (chatty.parent / "accepted.jsonl").read_text()
     harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "response_format": {"type": "text"}, "n": None}
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, "service_tier": "auto"}
@@ -294,7 +294,7 @@ def test_token_ids_are_told_to_who_asks(client, target):
 
 
 def test_an_echo_is_the_prompt_with_its_log_probabilities(client, target):
-    """As evaluation harnesses ask: a prompt's entries, the first without, and the new token's."""
+    """Ask like evaluation harnesses: a prompt's entries, the first without a value, and the new token's."""
     ids = target.text_tokenizer("def add(self, other):\n    return self" * 3).input_ids[:70]
     facts = {"model": "tiny", "max_tokens": 1, "echo": True, "seed": 1}
     plain, *scored = (
@@ -314,7 +314,7 @@ def test_an_echo_is_the_prompt_with_its_log_probabilities(client, target):
 
 
 def test_a_text_has_its_least_tokens_and_ends_at_tokens_of_its_own(client, target):
-    """The same text until then, whatever is drafted."""
+    """Check that the text is the same until then, whatever is drafted."""
     facts = {"model": "tiny", "prompt": PROMPT, "seed": 3, "max_tokens": 24}
     ids = client.completions.create(**facts, extra_body={"return_token_ids": True}).choices[0].token_ids
     cut = client.completions.create(**facts, extra_body={"stop_token_ids": ids[5:6], "return_token_ids": True}).choices[
@@ -336,7 +336,7 @@ def test_pages_of_named_origins_may_ask(server):
 
 
 def test_what_open_webui_sends_is_answered(client):
-    """Its chat, with the settings that it has, and its request for a title (backend/open_webui/routers/openai.py)."""
+    """Send its chat, with its settings, and its request for a title (backend/open_webui/routers/openai.py)."""
     asked = {"model": "tiny", "messages": [{"role": "system", "content": "Be brief."}, *MESSAGES], "stream": True}
     settings = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 8, "seed": 1, "stop": ["###"], "logit_bias": {"5": 1}}
     settings |= {"frequency_penalty": 0.1, "presence_penalty": 0.1, "reasoning_effort": "low"}

@@ -37,7 +37,7 @@ QUESTION = {"role": "user", "content": "Which is heavier?"}
 
 @pytest.fixture(scope="module")
 def serve(tiny_path: Path) -> Callable:
-    """The served application for the tiny target with this chat template, and a client."""
+    """Return the served application for the tiny target with this chat template, and a client."""
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     target._context = 8192
 
@@ -98,7 +98,7 @@ def test_an_agent_calls_three_tools_and_answers(serve, name):
 
 
 def test_earlier_calls_are_replayed_to_a_template_that_shows_no_tools(serve):
-    """DeepSeek-R1's, whose tools are described by whoever uses it; to ask for calls is refused by name."""
+    """Use DeepSeek-R1's, whose tools are described by the user; asking for calls is refused by name."""
     call = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": '{"kind": "alpha"}'}}
     message = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "audio": None}
     turns = [message, {"role": "tool", "tool_call_id": "call_1", "content": "result"}] * 3

@@ -22,7 +22,7 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 @pytest.fixture
 def endless(monkeypatch) -> list[int]:
-    """Scoring that goes on for as long as it is asked for; the lengths of the texts."""
+    """Make scoring continue until it is stopped; return the lengths of the texts."""
     asked: list[int] = []
 
     def score(target, tokens, top) -> Iterator[list]:
@@ -34,7 +34,7 @@ def endless(monkeypatch) -> list[int]:
 
 
 def call(app, receive: Receive, path: str = "/v1/completions", **headers: str) -> list[dict[str, Any]]:
-    """What the application sends to one request."""
+    """Return what the application sends to one request."""
     headers = {"host": "localhost", "content-type": "application/json"} | headers
     named = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
@@ -49,7 +49,7 @@ def call(app, receive: Receive, path: str = "/v1/completions", **headers: str) -
 
 
 def body_then(wait: Callable[[], Awaitable[None]], asked: dict[str, Any]) -> Receive:
-    """A client that sends this, waits, and goes."""
+    """Make a client that sends this, waits, and leaves."""
     parts = iter([{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}])
 
     async def receive() -> dict[str, Any]:
@@ -66,7 +66,7 @@ async def forever() -> None:
 
 
 def ended(thread: Worker) -> None:
-    """Nothing of a request is left, and the next one is answered."""
+    """Check that nothing of a request is left, and the next one is answered."""
     answer = call(
         create_app(thread, ["tiny"] * len(thread.engines)), body_then(forever, {"prompt": "def", "max_tokens": 2})
     )
@@ -81,7 +81,7 @@ def test_scoring_that_takes_too_long_is_ended(target: Target, endless):
     thread.start()
     answer = call(create_app(thread, ["tiny"]), body_then(forever, ECHO))
     assert answer[0]["status"] == 504 and b"longer than 0.3 seconds" in answer[1]["body"]
-    assert len(endless) == 1  # the second prompt is not begun
+    assert len(endless) == 1  # the second prompt is not started
     thread.timeout = 60
     ended(thread)
 
@@ -137,14 +137,14 @@ def test_a_body_that_does_not_come_is_given_up(target: Target, monkeypatch):
     "kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
 )
 def test_a_page_of_another_site_cannot_post_blindly(target: Target, kind: str):
-    """These kinds a browser sends without asking; a Blob has none."""
+    """Use the content types that a browser sends without asking; a Blob has none."""
     app = create_app(Worker(target, None), ["tiny"])
     answer = call(app, body_then(forever, {"prompt": "def"}), **{"content-type": kind})
     assert answer[0]["status"] == 415 and b"application/json" in answer[1]["body"]
 
 
 def test_each_tenant_is_told_its_own_context(target: Target):
-    """Larger trees leave less room for text."""
+    """Check that larger trees leave less room for text."""
     small, large = NgramDrafter(depth=2), NgramDrafter(depth=60)
     thread = Worker(target, small, cache_gib=6e-4, prefix_cache_gib=0, others=[large])
     most, less = (thread.context(tenant=number) for number in (0, 1))

@@ -22,14 +22,15 @@ printf '%s' "$VLLM_API_KEY$LLAMA_API_KEY" >> "$RECORD.key"
 
 
 def serve(cwd: Path, *arguments: str, path: Path | None = None, **environment: str) -> Ended:
-    """Serve the test model, unless the arguments name another target, with only the commands in `path`."""
+    """Serve with only the commands in `path`."""
     named = [] if any(argument.startswith("target=") for argument in arguments) else ["target=test_model"]
     return script("scripts/serve.py", *named, *arguments, cwd=cwd, PATH=str(path or cwd), **environment)
 
 
 @pytest.fixture
 def handed_over(tmp_path) -> Callable[..., list[str]]:
-    """handed_over("vllm", ...): serves by a stand-in for this command; the words that it is started with."""
+    """Return handed_over("vllm", ...), which serves by a stand-in for this command and returns the words that it is started
+    with."""
 
     def run(command: str, *arguments: str) -> list[str]:
         fake = tmp_path / "bin" / command
@@ -58,7 +59,7 @@ def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path,
     assert rest["--dtype"] == "float32"
     assert json.loads((Path(config["model"]) / "config.json").read_text())["architectures"]
     with safe_open(Path(config["model"]) / "model.safetensors", "pt") as weights:
-        assert any("midlayer" in name for name in weights.keys())  # noqa: SIM118  (it is no dict)
+        assert any("midlayer" in name for name in weights.keys())  # noqa: SIM118  (not a dict)
 
 
 def test_llamacpp_gets_the_targets_file_and_the_exported_head(tmp_path, handed_over):

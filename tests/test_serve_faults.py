@@ -61,7 +61,7 @@ BAD = {
     "negative max_tokens": b'{"prompt": "a", "max_tokens": -5}',
     "an empty prompt": b'{"prompt": ""}',
     "an unknown token": b'{"prompt": [3, 320]}',
-    "a token that is no number": b'{"prompt": [3, "a"]}',
+    "a token that is not a number": b'{"prompt": [3, "a"]}',
     "a giant prompt": json.dumps({"prompt": "word " * 10_000}).encode(),
     "more texts than the server takes": b'{"prompt": "a", "n": 100}',
     "more texts than anybody encodes": json.dumps({"prompt": ["word"] * 12_000, "n": 128}).encode(),
@@ -155,7 +155,7 @@ def read_all_until_done(connection: socket.socket) -> bytes:
 
 
 def test_nothing_that_the_schema_allows_or_forbids_breaks_the_server(server, client, short, tmp_path):
-    """A bounded number of schemathesis's requests; `-n 500` beside a server of one's own is the long run."""
+    """Send a bounded number of schemathesis's requests; `-n 500` against a separate server is the long run."""
     checks = ["--checks", "not_a_server_error", "--phases", "examples,coverage,fuzzing", "-n", "10", "--max-time", "8"]
     checks += ["--no-shrink", "--seed", "1", "--generation-database", "none"]
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", *checks]
@@ -173,7 +173,8 @@ def test_texts_are_in_no_log_unless_asked_for(server, client):
 
 
 def test_a_broken_engine_ends_the_process(tiny_path, tmp_path):
-    """A request that meets a bug fails alone; where the engine's thread ends, everybody is told and the process too."""
+    """Check that a request that meets a bug fails alone; if the engine's thread ends, all clients are told and the process
+    ends too."""
     facts = [
         f"target={tiny_path}",
         "target.dtype=float32",
@@ -201,7 +202,7 @@ def test_a_broken_engine_ends_the_process(tiny_path, tmp_path):
 
 
 def test_sigterm_lets_running_requests_end(server, client):
-    """The last test here: it ends the server."""
+    """End the server in the last test here."""
     answers: list[str] = []
     ask = threading.Thread(
         target=lambda: answers.append(client.completions.create(model="tiny", **LONG).choices[0].finish_reason)

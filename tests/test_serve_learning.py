@@ -28,7 +28,7 @@ from tests.support.processes import script
 from tests.support.serving import Served, served, wait_until
 
 PROMPT = "def add(self, other):"
-# A trainer: it copies the head that it begins with, and is killed so often as the file `kills` says.
+# A trainer: it copies the head that it starts with, and is killed as often as the file `kills` says.
 TRAIN = """
 import os, pathlib, shutil, sys
 given = dict(word.split("=", 1) for word in sys.argv[1:])
@@ -44,7 +44,7 @@ BETTER, SAME, WORSE = ([[emitted + i % 2, 10] for i in range(40)] for emitted in
 
 
 def answer(number: int, prompt: list[int], emitted: int = 3, speculative: bool = True) -> Any:
-    """As Service has it at its end, of a text of one step that accepted two drafts."""
+    """Return an answer as Service has it at its end, of a text of one step that accepted two drafts."""
     params = SimpleNamespace(temperature=0.0)
     job = SimpleNamespace(request=SimpleNamespace(prompt=prompt, seed=number, params=params))
     choice = SimpleNamespace(index=0, job=job, ids=[1, 2, 3, 4], accepted=[2], drafted=[4], emitted=emitted, forwards=1)
@@ -122,7 +122,7 @@ def test_the_judge_writes_the_texts_that_were_served(target: Target):
 
 @pytest.fixture
 def start(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Learning]]:
-    """A server's two threads with TRAIN and JUDGE in the place of the processes."""
+    """Start a server's two threads with TRAIN and JUDGE in the place of the processes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(background_module, "IDLE", 0.0)
     monkeypatch.setattr(

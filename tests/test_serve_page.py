@@ -20,7 +20,7 @@ OBSERVER = """() => { window.changes = 0
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """The system's Chromium, or the one that `playwright install chromium` brings."""
+    """Return the system's Chromium, or the one that `playwright install chromium` brings."""
     with sync_api.sync_playwright() as playwright:
         found = next(filter(None, map(shutil.which, BROWSERS)), playwright.chromium.executable_path)
         if not Path(found).exists():
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="module", params=["light", "dark"])
 def page(request: pytest.FixtureRequest, browser: Any, server: Served) -> Iterator[Any]:
-    """With one answer in it; the dark one as wide as a phone."""
+    """Load a page with one answer in it; the dark one as wide as a phone."""
     width = 1100 if request.param == "light" else 390
     context = browser.new_context(color_scheme=request.param, viewport={"width": width, "height": 800})
     page = context.new_page()
@@ -116,7 +116,7 @@ def test_acceptance_over_time_is_drawn(page):
 
 
 def test_a_chat_is_begun_anew_while_an_answer_streams(page):
-    """The old answer comes into neither the new conversation nor its buttons."""
+    """Check that the old answer appears neither in the new conversation nor in its buttons."""
     page.fill("#tokens", "400")
     page.fill("#message", "class Pair:")
     page.press("#message", "Enter")

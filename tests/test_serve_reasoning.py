@@ -1,4 +1,4 @@
-"""Thoughts out of texts as they come, and marks in messages, with the chat templates of real models."""
+"""Reasoning parsed out of texts as they arrive, and marks in messages, with the chat templates of real models."""
 
 import copy
 import json
@@ -84,7 +84,7 @@ def test_other_templates_know_no_thoughts():
 
 @pytest.fixture(scope="module")
 def encoder(tiny_path: Path) -> PromptEncoder:
-    """The tiny target's tokenizer with Qwen3's marks and template."""
+    """Return the tiny target's tokenizer with Qwen3's special tokens and template."""
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     target._context, tokenizer = 1024, target.text_tokenizer
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
@@ -132,7 +132,7 @@ def test_a_text_that_is_far_too_long_costs_no_more_than_the_context(encoder, mon
 
 
 def test_thoughts_of_earlier_answers_go_by_the_template_s_name(encoder):
-    """And those that another server left in the text are found by the template."""
+    """Check also that the template finds those that another server left in the text."""
     question, call = (
         {"role": "user", "content": "a"},
         {"type": "function", "function": {"name": "f", "arguments": "{}"}},

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from foredraft.inference.serve.responses_protocol import ResponsesRequest
 from tests.support.serving import Served, served
 
-# It shows all that a conversation holds; the prompt begins the thoughts where these are asked for.
+# It shows all of a conversation; the prompt opens the reasoning if it is asked for.
 TEMPLATE = """!{%- if tools %}{{ 'Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>' }}
 {%- for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
 {%- for message in messages %}{{ message.role + ": " }}
@@ -58,14 +58,14 @@ def client(server: Served) -> openai.OpenAI:
 
 
 def ask(client: openai.OpenAI, seed: int = 1, **facts) -> Response:
-    """A response whose fields are all as the openai package has them: it does not check by itself."""
+    """Return a response whose fields are all as the openai package has them: it does not check by itself."""
     extra = {"seed": seed, **facts.pop("extra_body", {})}
     raw = client.responses.with_raw_response.create(model="tiny", **{"input": [QUESTION]} | facts, extra_body=extra)
     return Response.model_validate_json(raw.text)
 
 
 def stream(server: Served, **facts) -> list[dict]:
-    """The events of a response, checked too."""
+    """Return the events of a response, checked too."""
     asked = {"model": "tiny", "input": [QUESTION], "stream": True, "seed": 1} | facts
     status, _, body = server.post(json.dumps(asked).encode(), "/v1/responses")
     blocks = [block.splitlines() for block in body.decode().strip().split("\n\n")]
@@ -83,7 +83,7 @@ def without_ids(response: dict) -> dict:
 
 
 def same(server: Served, client: openai.OpenAI, **facts) -> list[dict]:
-    """Events, of which the last one has the response that is given without a stream."""
+    """Check the events, of which the last one has the response that is given without a stream."""
     events, whole = stream(server, **facts), client.post("/responses", body=asked_whole(facts), cast_to=object)
     assert without_ids(events[-1]["response"]) == without_ids(whole)
     return events
@@ -142,7 +142,7 @@ def test_the_openai_package_parses_and_streams_a_model_of_pydantic(client):
 
 
 def test_an_agent_calls_a_tool_and_goes_on_with_its_result(server, client):
-    """As an agent does: with all items of the answers before. The prompts are those of the same chat."""
+    """Send all items of the answers before, as an agent does. The prompts are those of the same chat."""
     facts = {"tools": [PICK], "tool_choice": {"type": "function", "name": "pick"}, "parallel_tool_calls": False}
     items, messages = [QUESTION], [QUESTION]
     for turn in range(3):
@@ -171,7 +171,7 @@ def test_an_agent_calls_a_tool_and_goes_on_with_its_result(server, client):
 
 
 def test_items_of_one_answer_are_one_message(client):
-    """Thoughts, text and several calls; an answer after them is the next message."""
+    """Send reasoning, text and several calls; an answer after them is the next message."""
     calls = [{"type": "function_call", "call_id": key, "name": "pick", "arguments": "{}"} for key in "ab"]
     results = [
         {"type": "function_call_output", "call_id": "a", "output": "1"},
@@ -200,7 +200,7 @@ def test_items_of_one_answer_are_one_message(client):
 
 
 def test_items_are_taken_as_clients_replay_them():
-    """With null fields, the reasoning of another server, refusals, and whatever a tool returned."""
+    """Send null fields, the reasoning of another server, refusals, and any result of a tool."""
     call = {"type": "function_call", "call_id": "1", "name": "pick", "arguments": None, "id": None, "status": None}
     outputs = [(None, ""), ({"é": 1}, '{"é": 1}'), ([1], "[1]"), ([{"type": "input_text", "text": "a"}], "a"), (3, "3")]
     items = [
@@ -262,7 +262,7 @@ def test_what_needs_stored_state_or_is_not_done_is_refused_by_name(client, setti
 
 
 def test_fields_that_change_nothing_are_taken(client, model):
-    """And `store: false` keeps a response out of the log, which none of them would be in otherwise."""
+    """Check also that `store: false` keeps a response out of the log, and that none of them is in it otherwise."""
     log = model.parent / "accepted.jsonl"
     harmless = {
         "truncation": "disabled",
@@ -280,7 +280,7 @@ def test_fields_that_change_nothing_are_taken(client, model):
 
 
 def test_a_failure_is_the_last_event(model, tmp_path):
-    """Of an engine that meets a bug with prompts that begin as this template's do."""
+    """Use an engine that meets a bug with prompts that start as this template's do."""
     facts = [f"target={model}", "target.dtype=float32", "target.device=cpu", "drafter=none"]
     with served(tmp_path, *facts, program="tests/support/broken_server.py") as running:
         events = stream(running)

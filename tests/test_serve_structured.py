@@ -103,7 +103,7 @@ def client(server: Served) -> openai.OpenAI:
 
 
 def ended(client: openai.OpenAI, **settings) -> list:
-    """Choices that their grammar ended; others are cut by max_tokens."""
+    """Return choices that their grammar ended; others are cut by max_tokens."""
     answer = client.chat.completions.create(**ASKED, n=4, seed=1, **settings)
     found = [choice for choice in answer.choices if choice.finish_reason != "length"]
     assert found, [choice.message for choice in answer.choices]
@@ -149,7 +149,7 @@ def test_a_forced_tool_is_called(client, choice, names):
 
 
 def test_a_schema_may_stand_beside_tools(client):
-    """Which the model may call instead; where it must, the schema is of no answer."""
+    """Let the model call them instead; if it must call, the schema does not apply."""
     for choice in ended(client, tools=TOOLS, response_format=FORMAT):
         assert choice.message.tool_calls or json.loads(choice.message.content).keys() == {"kind", "many"}
     forced = {"type": "function", "function": {"name": "pair"}}
@@ -381,8 +381,8 @@ def test_formats_are_known_by_their_templates(template, style):
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("name", [name for name, style in STYLES.items() if style not in (None, HARMONY, MISTRAL)])
 def test_a_forced_call_is_what_the_template_writes(name, many):
-    """The grammar takes the template's own text of calls, which is read as the same calls. (gpt-oss has a second order of its
-    header, and the ids in Mistral-Nemo's list are not for the model to write.)"""
+    """Check that the grammar accepts the template's own text of calls, which is read as the same calls. (gpt-oss has a
+    second order of its header, and the ids in Mistral-Nemo's list are not for the model to write.)"""
     template, style = (TEMPLATES / f"{name}.jinja").read_text(), STYLES[name]
     many = many and not template_needs(template).one_call
     plain = {key: value for key, value in VALUES.items() if key not in ("maybe", "flag")}  # some are written in Python
@@ -412,7 +412,7 @@ def test_special_tokens_are_not_spelled_in_a_forced_call():
 
 
 def choice_of(text: str, template: str, finish_reason: str = "stop", **facts) -> Choice:
-    """The answer that a target wrote in these tokens, some of which are special."""
+    """Return the answer that a target wrote in these tokens, some of which are special."""
     marks = ["<s>", "</s>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|start|>"]
     words = tokenizer((TEMPLATES / f"{template}.jinja").read_text(), special=marks)
     tool = {"type": "function", "function": {"name": "f"}}

@@ -31,7 +31,7 @@ GREEDY = {"model": "tiny", "temperature": 0}
 
 @pytest.fixture(scope="module")
 def path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its generation config ends texts at token 0, its tokenizer at 2."""
+    """Save a target whose generation config ends texts at token 0, and its tokenizer at 2."""
     path = tmp_path_factory.mktemp("spelled") / "tiny"
     shutil.copytree(tiny_path, path)
     tokenizer = sentencepiece()
@@ -58,7 +58,7 @@ def client(server: Served) -> openai.OpenAI:
 
 
 def says(token: int, **more) -> dict:
-    """Settings by which each token is this one."""
+    """Return settings by which each token is this one."""
     return {**GREEDY, "logit_bias": {str(token): 100}, "max_tokens": 3, **more}
 
 
@@ -100,7 +100,7 @@ def test_a_text_is_what_decoding_adds_to_the_prompt(client, spelled):
 
 
 def test_log_probabilities_name_every_token_apart(client, spelled):
-    """Of a model without sense, whose likeliest tokens are bytes."""
+    """Use a random model, whose likeliest tokens are bytes."""
     asked = {"model": "tiny", "prompt": "The sky", "max_tokens": 20, "seed": 1, "logprobs": 20}
     for more in ({}, {"echo": True}):
         (choice,) = client.completions.create(**asked, **more).choices
@@ -148,7 +148,7 @@ def test_a_benchmark_may_go_on_after_the_end(client):
 
 
 def test_an_end_is_shown_to_who_asks(client):
-    """As vLLM does: a token that ends a text is not part of it, and neither are its log-probabilities."""
+    """Check that a token that ends a text is not part of it, as in vLLM, and neither are its log-probabilities."""
     asked = says(DEF, prompt="The", logprobs=1)
     for more, text in (({}, ""), ({"include_stop_str_in_output": True}, " def")):
         body = {"stop_token_ids": [DEF], **more}
@@ -187,7 +187,7 @@ def test_a_prompt_has_one_bos_token(client):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_is_scored_without_an_answer(client, spelled, stream):
-    """As older harnesses ask. Also one that fills the context."""
+    """Ask like older harnesses, also with a prompt that fills the context."""
     ids = spelled.text_tokenizer("The sky is blue").input_ids
     own = spelled.forward(torch.tensor([ids])).logits[0].log_softmax(-1)
     expected = own[:-1].gather(-1, torch.tensor(ids)[1:, None])[:, 0].tolist()
@@ -212,7 +212,7 @@ def test_a_prompt_is_scored_without_an_answer(client, spelled, stream):
 
 
 def test_usage_is_told_with_every_chunk(client):
-    """To whom asks for both, as load generators do."""
+    """Ask for both, as load generators do."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     for ask, asked in (
         (client.completions.create, says(BLUE, prompt="The")),
@@ -304,7 +304,7 @@ def test_what_would_change_an_answer_is_refused_by_name(server, route, more, mes
 
 
 def test_a_stream_that_is_silent_for_long_sends_comments(monkeypatch):
-    """While a call is held back, say: proxies would end it."""
+    """Hold a call back, for example: proxies would end the stream."""
     monkeypatch.setattr(service, "PING", 0.05)
 
     async def sent() -> AsyncIterator[str]:
@@ -323,7 +323,7 @@ def test_a_stream_that_is_silent_for_long_sends_comments(monkeypatch):
 
 @pytest.mark.parametrize("chat, expected", [(False, " blue blue"), (True, "blue blue")])
 def test_the_program_writes_the_same_text(spelled, path, tmp_path, call, monkeypatch, chat, expected):
-    """To the terminal as it comes, and into a file; in a chat, an answer starts after its mark."""
+    """Write to the terminal as it comes, and into a file; in a chat, an answer starts after its mark."""
     prompts = []
 
     def written(target, drafter, ids, mask, streamer, **settings):

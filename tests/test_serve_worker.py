@@ -28,7 +28,7 @@ def requests(count: int = 5) -> list[Request]:
 
 
 def ask(worker: Worker, asked: list[Request]) -> list[list[int] | Failed]:
-    """What became of each of them, submitted at once."""
+    """Return what became of each of them, submitted at once."""
 
     async def read() -> dict[Job, list[int] | Failed]:
         found: dict[Job, list[int] | Failed] = {}
@@ -59,7 +59,7 @@ def plain(target: Target) -> list:
 
 
 def test_out_of_memory_is_survived(target, plain, monkeypatch):
-    """More than two rows do not fit."""
+    """Let memory suffice for two sequences."""
     step = Engine.step
 
     def small(engine: Engine):
@@ -85,7 +85,7 @@ def test_out_of_memory_is_survived(target, plain, monkeypatch):
 
 
 def test_memory_that_prompts_lack_loses_no_request(target, plain, monkeypatch):
-    """For several, or for one beside another that is decoded."""
+    """Check several prompts, and one next to a sequence that is decoded."""
     room = Batch.new_prompt_cache
 
     def small(batch: Batch, sequences: list, most: int):
@@ -116,7 +116,7 @@ def test_a_request_that_breaks_the_step_fails_alone(target, plain, monkeypatch):
 
 @pytest.mark.parametrize("what", ["one out-of-memory", "a poison request"])
 def test_the_batch_grows_again_while_others_wait(target, what, monkeypatch):
-    """A full server always has a queue."""
+    """Keep a queue, as a full server always has."""
     monkeypatch.setattr("foredraft.inference.serve.worker.GOOD_STEPS", 2)
     asked = [Request(prompt(5, i)[0].tolist(), max_new_tokens=8, seed=i) for i in range(24)]
     step, sizes, failed = Engine.step, list[tuple[int, int]](), list[int]()
@@ -169,7 +169,7 @@ def test_a_drafter_of_larger_trees_takes_over_only_where_it_fits(target):
 
 
 def ask_unchecked(worker: Worker, request: Request) -> list[list[int] | Failed]:
-    """As if the drafter had changed after the request was checked."""
+    """Submit a request as if the drafter had changed after the request was checked."""
     checked = Engine.check
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "check", lambda *_: None)
@@ -197,8 +197,8 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing(target):
 
 
 def test_memory_of_both_caches_is_counted(target):
-    """6 layers of 2 heads of 8 numbers, keys and values; a draft model of the same size beside it; a plain engine. A fourth
-    of each target's is kept for growth, and twice the draft model's."""
+    """Count 6 layers of 2 heads of 8 numbers, keys and values; a draft model of the same size in addition; an engine
+    without drafts. A quarter of each target's is kept for growth, and twice the draft model's."""
     whole = 2 * 6 * 2 * 8 * 4
     model = DraftModel(target, target)
     workers = [Worker(target, drafter, cache_gib=1100 * whole / 2**30, prefix_cache_gib=0) for drafter in (None, model)]
@@ -259,7 +259,7 @@ TEXTS = ["", "plain", "häß 日本語 🧪🧪 \u200d👩", " spaces  and\n\nli
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_comes_in_whole_characters(target, text):
-    """The tiny tokenizer has bytes only: most characters are several tokens."""
+    """Use the tiny tokenizer, which only has bytes: most characters are several tokens."""
     tokens = target.text_tokenizer(text).input_ids
     detokenizer = Detokenizer(target.text_tokenizer)
     parts = [detokenizer.push(token) for token in tokens]
@@ -277,7 +277,7 @@ def test_bytes_that_are_no_text_come_as_they_are_decoded_at_once(target):
 
 
 def test_the_detokenizer_is_linear(target):
-    """Also of a text that is no text, and of end tokens, which are nothing: each is decoded a bounded number of times."""
+    """Check also bytes that are not text, and end tokens, which are empty: each is decoded a bounded number of times."""
     for tokens in ([131] * 2000, [target.eos_token_ids[0]] * 2000):
         detokenizer, decoded = Detokenizer(target.text_tokenizer), []
         decode = detokenizer.decode
@@ -288,7 +288,7 @@ def test_the_detokenizer_is_linear(target):
 
 
 def test_characters_of_byte_tokens_in_a_row_are_shown(target):
-    """A run of bytes that is not whole decodes to as many signs as it has bytes (SentencePiece's byte fallback)."""
+    """Check incomplete bytes, which decode to as many signs as they have bytes (SentencePiece's byte fallback)."""
     text = "🧪👩" * 9
     vocab = {"<unk>": 0, **{f"<0x{byte:02X}>": byte + 1 for byte in range(256)}}
     tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
@@ -319,7 +319,7 @@ def test_nothing_of_a_stop_string_is_shown(size):
 
 
 def test_a_stop_string_before_the_last_token_ends_nothing():
-    """The engine passed over it: too few tokens came before."""
+    """Check that the engine passed over it: too few tokens came before."""
     held = StopStrings(["ab", "xyz"])
     assert held.push("0ab") + held.end("1ab2", "x") == "0ab1ab2x"
     assert held.push("0ab") + held.end("1ab2", "ab!") == "0ab1ab2"

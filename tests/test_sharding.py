@@ -24,7 +24,7 @@ from tests.support.tiny import tiny_config
 
 
 def test_layers_may_lie_on_several_devices(target: Target, tiny_path: Path, tmp_path: Path):
-    """Here these are the host and its disk."""
+    """Use the host and its disk as devices."""
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     places |= {f"model.layers.{i}": "disk" if i > 2 else "cpu" for i in range(target.num_layers)}
     tokens = torch.arange(12)[None]
@@ -40,7 +40,7 @@ def test_layers_may_lie_on_several_devices(target: Target, tiny_path: Path, tmp_
     ("sharding", "quantization", "message"),
     [
         ("layer", None, "sharding=layer is not one of layers, fsdp, tensor"),
-        *((name, None, f"sharding={name} works in processes that torchrun starts") for name in COLLECTIVE),
+        *((name, None, f"sharding={name} needs processes that torchrun starts") for name in COLLECTIVE),
         ("fsdp", "8bit", "sharding=fsdp cuts weights that quantization=8bit has packed"),
     ],
 )
@@ -65,7 +65,7 @@ def test_experts_that_processes_cannot_share_equally_are_named_too(experts: str)
 
 
 def test_each_device_holds_the_cache_of_its_own_layers_alone(target: Target):
-    """Two devices, of which one holds no numbers: together they reserve what one would."""
+    """Use two devices, one of which has no numbers: together they reserve what one would."""
     cache = KVCache(2, 1, KEY_BLOCK, "cpu", one_device=False)
     for layer, device in enumerate(("cpu", "meta")):
         cache.update(torch.zeros(1, 2, 3, 8, device=device), torch.zeros(1, 2, 3, 8, device=device), layer)
@@ -74,7 +74,7 @@ def test_each_device_holds_the_cache_of_its_own_layers_alone(target: Target):
 
 
 def test_processes_that_share_a_target_must_be_given_the_same(target: Target, monkeypatch):
-    """Else one would wait for ever for another that has ended. Here the second of two has another prompt, or the same."""
+    """Give the second of two another prompt, or the same: otherwise one would wait for ever for another that has ended."""
     shared, others = Target(target.model, target.tokenizer, "shared"), [[6]]
     shared.sharding = "fsdp"
 
@@ -94,7 +94,7 @@ def test_processes_that_share_a_target_must_be_given_the_same(target: Target, mo
 
 
 def test_logits_of_a_last_device_come_back_to_the_first():
-    """Shapes without numbers, but on the devices that they would be on, where mixing two is an error."""
+    """Use shapes without numbers, but on the devices that they would be on, where mixing two is an error."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         target = Target(LlamaForCausalLM(tiny_config()))
         head = target.model.get_output_embeddings()
@@ -105,7 +105,7 @@ def test_logits_of_a_last_device_come_back_to_the_first():
 
 @pytest.fixture
 def experts(tmp_path: Path) -> str:
-    """A target of experts, of which transformers has no plan for slices."""
+    """Make a target of experts, for which transformers has no plan for slices."""
     torch.manual_seed(0)
     model = GptOssForCausalLM(copy.deepcopy(FAMILIES["gpt_oss"]))
     model.resize_token_embeddings(300)

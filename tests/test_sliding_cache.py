@@ -25,7 +25,7 @@ def text(length: int, seed: int) -> list[int]:
 
 
 def test_a_long_text_keeps_a_window_of_sliding_layers(monkeypatch):
-    """Eight windows, in chunks, and then trees: what transformers writes."""
+    """Decode eight windows, in chunks, and then trees, and compare with what transformers writes."""
     monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
     config = hf.Gemma3TextConfig(**SIZES | {"num_hidden_layers": 6, "head_dim": 8}, sliding_window=64)
     assert config.layer_types.count("sliding_attention") == 5
@@ -48,14 +48,14 @@ def test_a_long_text_keeps_a_window_of_sliding_layers(monkeypatch):
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """Sliding layers keep no more than they must."""
+    """Make sliding layers keep no more than they need."""
     monkeypatch.setattr(sliding_cache, "SLACK", 0)
     monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rejected_drafts_that_are_erased_hide_nothing(family, narrow):
-    """Text, then a tree over what its window has left, erased; then another."""
+    """Write text, then a tree over what its window has left, erase it, and write another."""
     target, ids = pair(family, "eager").target, torch.tensor([text(30, 1)])
     cache, mask = target.new_cache(1, 60, nodes=8), torch.ones(1, 8, 8).tril().bool()
     target.prefill(ids, [30], cache)
@@ -76,7 +76,7 @@ def test_rejected_drafts_that_are_erased_hide_nothing(family, narrow):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_shared_beginning_beyond_the_window_is_taken_where_a_chunk_ended(family, narrow):
-    """What comes next begins alike for 40 tokens, of which a chunk ended at 32; and then they go on from each other."""
+    """Use texts that share 40 tokens, of which a chunk ended at 32; then they continue from each other."""
     target, read = pair(family, "eager").target, []
     asked = [Request(text(40, 0) + text(9, seed), max_new_tokens=8) for seed in (1, 2)]
     expected = alone(target, asked)
@@ -107,7 +107,7 @@ def test_chunks_of_a_prompt_that_ends_in_nan_are_not_kept(narrow, monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_short_rest_beside_a_long_prompt(family, monkeypatch):
-    """Its padding stands where nothing of its text may be lost."""
+    """Check that its padding is at places where nothing of its text may be lost."""
     monkeypatch.setattr(sliding_cache, "SLACK", 8)
     target = pair(family, "eager").target
     asked = [Request(text(48, 0)[:length] + text(more, 1), max_new_tokens=8) for length, more in ((48, 1), (0, 70))]
@@ -129,7 +129,7 @@ def test_texts_go_on_after_they_were_interrupted(family, what, narrow):
 
 
 def test_a_limit_counts_what_is_kept(narrow, monkeypatch):
-    """Two of four layers slide, with rings of 6 entries and of 20."""
+    """Let two of four layers slide, with rings of 6 entries and of 20."""
     monkeypatch.setattr("foredraft.inference.batch.INITIAL_ENTRIES", 4)
     monkeypatch.setattr(ragged_cache, "SHORT", 16)
     target, size = pair("gemma3_text", "eager").target, 100 * 4 * ENTRY

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target
 from foredraft.heads.target.gguf_tokenizer import SPLITTINGS, build_tokenizer
-from foredraft.heads.target.locating import gguf_of
+from foredraft.heads.target.resolve_path import gguf_of
 from foredraft.inference import generate, load_drafter
 from foredraft.train.data import magpie
 from foredraft.train.data.chat_template import ChatFormat
@@ -27,7 +27,7 @@ CASED = ("gpt-4o", "llama4", "kanana2", "tekken")
 
 @pytest.fixture(scope="module", autouse=True)
 def cache_of_the_user():
-    """The model stays where a user's own runs find it."""
+    """Keep the model where a user's own runs find it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FOREDRAFT_CACHE", raising=False)
         yield
@@ -39,7 +39,8 @@ def smollm2() -> Target:
 
 
 def strings(count: int, plain: bool = False) -> list[str]:
-    """Texts with all that tokenizers split at: words, numbers, signs, spaces, other scripts, marks of a template."""
+    """Return texts with all that tokenizers split at: words, numbers, signs, spaces, other scripts, special tokens of a
+    template."""
     draw = random.Random(0)
     words = """the The don't WE'LL x1 3.14 10000 2,5 foo_bar isn't naïve (see) -- ... "so" a/b #tag C++ e.g. I'm $5 50% été"""
     others = "Привет 東京 שלום नमस्ते ½ ² Ⅷ ١٢٣ 👍🏽 한국어 Ünïcode ﬁ"
@@ -65,7 +66,7 @@ def test_its_ids_are_llama_cpps(smollm2):
 
 @pytest.mark.parametrize("pre", sorted(SPLITTINGS))
 def test_every_way_to_split_words_is_llama_cpps(pre, smollm2, tmp_path):
-    """With one vocabulary: what differs is where words are cut."""
+    """Use one vocabulary: only the splitting of words differs."""
     words = smollm2.text_tokenizer
     config = tiny_config(vocab_size=len(words), num_hidden_layers=1)
     write_gguf(

@@ -1,4 +1,4 @@
-"""Where a run begins and with what it may go on: a head that was trained before, other settings, too little memory."""
+"""Where a run starts and how it may continue: a head that was trained before, other settings, too little memory."""
 
 import fcntl
 import os
@@ -126,7 +126,7 @@ def test_a_loss_of_what_is_not_stored_is_refused_before_anything_is_written(here
 
 
 def test_the_c_library_keeps_what_is_freed_on_a_cpu_only(monkeypatch):
-    """The host of a GPU reads rows of megabytes and shards, which would never be given back."""
+    """Leave out the host of a GPU, which reads sequences of megabytes and shards that would never be freed."""
     called = []
     monkeypatch.setattr("ctypes.CDLL", lambda name: SimpleNamespace(mallopt=lambda *given: called.append(given)))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

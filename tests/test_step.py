@@ -82,8 +82,8 @@ def test_a_compiler_that_is_none(here, tiny_path: Path, folder: Path):
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle3_1", "eagle", "hydra", "medusa", "mtp"])
 def test_a_batch_is_learned_without_asking_its_device(fresh: Target, kind: str, monkeypatch):
-    """On one that holds no numbers, where `item`, `tolist`, `bool` and `nonzero` have no answer."""
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # knows no such device
+    """Use a device without numbers, on which `item`, `tolist`, `bool` and `nonzero` fail."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # does not support such a device
     monkeypatch.setattr(Target, "check_logits", lambda *_: None)
     head, text = make_head(kind, fresh).train(), batch(40, 25)
     made = criterion(kind, head, fresh)
@@ -100,7 +100,7 @@ def test_a_batch_is_learned_without_asking_its_device(fresh: Target, kind: str, 
 
 
 class Reads(TorchDispatchMode):
-    """Counts the numbers that Python asks a tensor for."""
+    """Count the numbers that Python asks a tensor for."""
 
     count = 0
 
@@ -110,8 +110,8 @@ class Reads(TorchDispatchMode):
 
 
 def test_a_batch_more_asks_for_no_more(target: Target, tmp_path: Path, monkeypatch):
-    """What the trainer itself asks for, once a step and when it logs, whatever the batches of a step; what is asked of the
-    host's own copy of a batch stands apart."""
+    """Count what the trainer itself reads, once a step and when it logs, for any number of batches in a step; reads of the
+    host's own copy of a batch are counted separately."""
     monkeypatch.setattr(DistillationModel, "prepare", lambda self, text, step: {"multiple_documents": True})
     counts = []
     for batches in (1, 3):

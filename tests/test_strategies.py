@@ -53,7 +53,7 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process: by AdamW, by Muon, and by AdamW with a step cut in two."""
+    """Train in one process: by AdamW, by Muon, and by AdamW with a step split in two."""
     cwd = tmp_path_factory.mktemp("alone")
     ended = end(program("-m", *given, ONE, "trainer.optim=adamw,muon", cwd=cwd))
     assert ended.code == 0, ended.err
@@ -93,7 +93,7 @@ def alone_in_bfloat16(given: list[str], alone: Path) -> Path:
 
 @pytest.mark.parametrize("name", nightly_but(HALVES))
 def test_two_processes_learn_in_bfloat16_what_one_does(alone: Path, alone_in_bfloat16: Path, together: Path, name: str):
-    """Products alone are rounded, which moves losses by up to 2 %; here they are the same to 1.4e-4."""
+    """Round only products, which moves losses by up to 2 %; here they are the same to 1.4e-4."""
     directory = of(together, name, "true")
     ours, theirs = losses(directory), losses(alone_in_bfloat16)
     assert len(ours) == STEPS and theirs != losses(alone / "outputs/eagle3/optimizer-adamw")
@@ -181,7 +181,7 @@ def test_the_order_of_rows_knows_no_batches():
     rows = [{"row": torch.tensor(number)} for number in range(5)]
     order = [int(row["row"]) for row in (EpochStream(rows, 12, seed=3)[i] for i in range(12))]
     assert sorted(order[:5]) == sorted(order[5:10]) == [0, 1, 2, 3, 4] and order[:5] != order[5:10]
-    assert int(EpochStream(rows, 12, seed=3)[11]["row"]) == order[11]  # where a resumed run begins
+    assert int(EpochStream(rows, 12, seed=3)[11]["row"]) == order[11]  # where a resumed run starts
 
 
 # Bad input
@@ -221,7 +221,7 @@ def test_a_strategy_that_accelerate_was_told_otherwise_says_so():
 
 
 def test_more_processes_than_rows(given: list[str], tmp_path: Path):
-    """And, since it is bad input: every process ends by itself, with code 2."""
+    """Check that every process ends by itself, with code 2, since it is bad input."""
     (tmp_path / "few.py").write_text("value = 1\n" * 40)
     little = [TWO, "strategy=ddp", "data.path=few.py", "max_length=256"]
     ended = end(torchrun(str(ROOT / "train/run.py"), *given, *little, cwd=tmp_path))

@@ -13,7 +13,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target import loading
 from foredraft.heads.target import model as model_module
 from foredraft.heads.target.loading import read_config
-from foredraft.heads.target.sharding import left_whole
+from foredraft.heads.target.sharding import replicated_params
 from foredraft.inference import drafter_for, generate
 from foredraft.inference.drafters import NgramDrafter
 from tests.support.architectures import FAMILIES
@@ -81,7 +81,7 @@ def test_attention_that_takes_no_mask_of_ours_is_refused(named):
 
 @torch.no_grad()
 def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path):
-    """Its files name a kind that transformers has not, and code of their own, of which nothing is run or asked."""
+    """Load files that name a kind which transformers does not have, and their own code, of which nothing is run or asked."""
     model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["deepseek_v3"]), dtype=torch.float32).eval()
     model.save_pretrained(tmp_path)
     own = {
@@ -95,14 +95,14 @@ def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path):
     assert type(target.model) is type(model) and target.tokenizer is None
     assert read_config(tmp_path / "config.json").kv_lora_rank == model.config.kv_lora_rank  # a file alone, for a plan
     torch.testing.assert_close(target.forward(tokens).logits, model(tokens).logits)
-    assert set(left_whole(str(tmp_path))) == {"model.embed_tokens", "lm_head"}
+    assert set(replicated_params(str(tmp_path))) == {"model.embed_tokens", "lm_head"}
 
 
 @pytest.mark.parametrize(
     "error", [ImportError("You need to install sacremoses"), TypeError("expected str, not NoneType")]
 )
 def test_a_tokenizer_that_cannot_be_loaded_is_missed_where_text_is_read(tmp_path, monkeypatch, error):
-    """transformers asks for packages, or fails on files that are not there, each kind of tokenizer in its own way."""
+    """Try the errors of transformers: missing packages or files, different for each kind of tokenizer."""
 
     def fail(*args: object, **kwargs: object) -> None:
         raise error
@@ -126,7 +126,7 @@ def test_a_model_that_needs_another_package_is_refused_by_its_name(tmp_path, mon
 
 @torch.no_grad()
 def test_a_target_may_read_tokens_that_it_never_writes(tmp_path):
-    """Llama-3.2-Vision: its embedding has rows for images beyond those of its lm_head."""
+    """Use Llama-3.2-Vision, whose embedding has rows for images beyond those of its lm_head."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config(initializer_range=0.3)).eval()
     written = model.config.vocab_size
@@ -145,7 +145,7 @@ def test_a_target_may_read_tokens_that_it_never_writes(tmp_path):
 
 
 def test_a_special_token_without_an_embedding_is_refused_where_it_occurs(tiny_path, tmp_path):
-    """Gemma 3's text models come with the tokenizer of those that take images."""
+    """Use Gemma 3's text models, which come with the tokenizer of those that support images."""
     shutil.copytree(tiny_path, tmp_path, dirs_exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(tiny_path)
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<image {n}>" for n in range(64)]})
@@ -154,14 +154,14 @@ def test_a_special_token_without_an_embedding_is_refused_where_it_occurs(tiny_pa
     known, unknown = (torch.tensor([tokenizer.encode(text)]) for text in ("def add(self)", "def <image 63>(self)"))
     rows = target.vocab_size
     assert unknown.max() >= rows and target.forward(known).logits.isfinite().all()
-    with pytest.raises(ValueError, match=r"the text holds '<image 63>' \(token \d+\), .*leave it out"):
+    with pytest.raises(ValueError, match=r"the text contains '<image 63>' \(token \d+\), .*leave the token out"):
         target.forward(unknown)
     with pytest.raises(ValueError, match=r"the prompt contains token \d+, .*check the tokenizer"):
         generate(target, None, unknown, max_new_tokens=2)
 
 
 def quantised(model, together: bool):
-    """Activations in 8 bits, with a scale for each row or one for all of a forward."""
+    """Quantize activations to 8 bits, with a scale for each row or one for all of a forward."""
 
     def rounded(module, inputs):
         (x,) = inputs

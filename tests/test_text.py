@@ -35,7 +35,7 @@ def pieces(detokenizer: Detokenizer, tokens: list[int]) -> list[str]:
 @settings(max_examples=60, deadline=None)
 @given(prompt=TEXTS, text=TEXTS, data=st.data())
 def test_pieces_are_what_decoding_at_once_adds_to_the_prompt(kind, prompt, text, data):
-    """Special tokens, which are not shown, stand anywhere."""
+    """Insert special tokens, which are not shown, anywhere."""
     tokenizer = KINDS[kind]
     tokens = ids(tokenizer, f"{prompt} {text}")
     cut = data.draw(st.integers(0, len(tokens)))
@@ -47,7 +47,7 @@ def test_pieces_are_what_decoding_at_once_adds_to_the_prompt(kind, prompt, text,
         return tokenizer.decode(tokens, skip_special_tokens=True)
 
     shown = decode(before)
-    if not shown.endswith("�"):  # else a character may begin there
+    if not shown.endswith("�"):  # otherwise a character may start there
         assert continuation(tokenizer, before, new) == decode(before + new)[len(shown) :]
         assert "".join(pieces(Detokenizer(tokenizer, prompt=before), new)) == decode(before + new)[len(shown) :]
     whole = pieces(Detokenizer(tokenizer, prompt=()), before + new)
@@ -112,7 +112,7 @@ def test_a_prompt_has_one_bos_token():
 
 
 def test_what_is_shown_of_a_text_in_parts_has_its_spaces():
-    """A sample of a report, and the stretches of a document."""
+    """Check a sample of a report, and the stretches of a document."""
     tokenizer = sentencepiece()
     prompt, new = [1, *ids(tokenizer, "The sky")], ids(tokenizer, "is 🧪 blue")
     sample = Sample.of(tokenizer, prompt, new, [1] * (len(new) // 2), [2] * (len(new) // 2))
@@ -132,7 +132,7 @@ def test_a_chat_in_the_terminal_has_its_spaces():
 
 
 def test_log_probabilities_never_name_two_tokens_alike():
-    """A byte and a letter of one text, and two halves of characters."""
+    """Use a byte and a letter of one text, and two halves of characters."""
     tokenizer = sentencepiece()
     letter, byte, half, other = tokenizer.convert_tokens_to_ids(["T", "<0x54>", "<0xF0>", "<0x9F>"])
     place = TokenLogprob(byte, -1.0, [(letter, -0.5), (half, -2.0), (other, -2.0)], 0, False)

@@ -86,7 +86,7 @@ def test_what_the_trainer_would_do_to_another_model_is_refused(tmp_path, name: s
 
 
 def test_other_processes_wait_for_hours_while_one_writes_text(tmp_path: Path):
-    """gloo's own half an hour ended runs on eight GPUs whose first process was still writing."""
+    """Check the timeout: gloo's default of half an hour ended runs on eight GPUs whose first process was still writing."""
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
         backend = distributed.host_group()._get_backend(torch.device("cpu"))
@@ -163,7 +163,7 @@ def test_the_gate_in_half_precision_passes_heads_and_sees_faults(half: Target, t
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "dflash", "p_eagle", "mtp"])
 def test_the_gate_sees_a_small_fault_of_a_head_for_a_target_in_half_precision(half: Target, tmp_path: Path, kind: str):
-    """Frequencies 5 % higher than the files say: less than what eight roundings of the largest logit hide."""
+    """Use frequencies 5 % higher than in the files: less than what eight roundings of the largest logit hide."""
     head = make_head(kind, half).to(torch.bfloat16)
     save_head(head, tmp_path, half)
     head = head.float()
@@ -175,7 +175,7 @@ def test_the_gate_sees_a_small_fault_of_a_head_for_a_target_in_half_precision(ha
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(target: Target, tmp_path: Path):
-    """Before a checkpoint holds it, with the step and the rows that gave it."""
+    """Check that it ends before a checkpoint is written, with the step and the samples in the error."""
     trainer = make_trainer(target, tmp_path, max_steps=40, logging_steps=100, save_steps=5)
     plain, stream = trainer.distillation.loss, trainer.train_dataset
     trainer.distillation.loss = lambda *given: plain(*given) * (torch.nan if trainer.state.global_step == 12 else 1)
@@ -219,7 +219,7 @@ def test_a_step_says_how_long_its_parts_take_and_what_share_of_the_device_it_use
 
 
 class Clock:
-    """Of a machine on which a step takes so many seconds."""
+    """Imitate a machine on which a step takes this many seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds, self.now = seconds, 0.0
@@ -234,7 +234,7 @@ def rates(trainer: HeadTrainer) -> list[float]:
 
 
 def test_a_limit_of_time_shortens_the_training_and_its_schedule(target: Target, tmp_path: Path, monkeypatch, capsys):
-    """Eight steps in 4 s, and 10 s in all: some 20 steps in place of 200, with the learning rates that 20 steps have."""
+    """Take eight steps in 4 s, and 10 s in all: some 20 steps instead of 200, with the learning rates of 20 steps."""
     settings = {"warmup_steps": 4, "logging_steps": 5, "save_strategy": "no"}
     monkeypatch.setattr(callbacks, "time", Clock(8.0))
     limited = make_trainer(target, tmp_path / "limited", max_steps=200, max_minutes=1 / 6, **settings)
@@ -260,7 +260,8 @@ def test_a_machine_that_is_fast_enough_trains_all_steps(target: Target, tmp_path
 
 
 def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
-    """torch's rounds to bfloat16, so to a hundredth; in the same state, which a resumed run may take over."""
+    """Compare with torch's to a hundredth, since it rounds to bfloat16; the state is the same, so a resumed run may use
+    it."""
     torch.manual_seed(0)
     ours, theirs = (nn.ModuleList([nn.Linear(24, 8), nn.Linear(8, 40)]) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
@@ -300,7 +301,8 @@ def test_muon_takes_heads_of_matrices_alone_and_of_none(module, kind, monkeypatc
 
 
 def test_muon_knows_what_has_a_row_per_token_by_its_role(fresh, head_kind):
-    """Not by its number of rows, which may be a hidden size's as well (`draft_vocab_size` of 4,096 with an 8B model)."""
+    """Check that it does not depend on the number of rows, which may be a hidden size too (`draft_vocab_size` of 4,096 with
+    an 8B model)."""
     head = make_head(head_kind, fresh)
     sizes = {fresh.vocab_size, len(head.d2t) if head.pruned else fresh.vocab_size}
     by_role = {id(parameter) for parameter in head.vocabulary_parameters if parameter.ndim == 2}

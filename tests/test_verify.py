@@ -12,8 +12,8 @@ from foredraft.inference.verify import Coupled, TypicalAcceptance, Verification,
 
 
 class Cases(NamedTuple):
-    """Every tree of a shape with tokens -1 (padding), 0 and 1, beside every table of what a target of two tokens writes after
-    each of the texts (), 0, 1, 00, 01, 10, 11: text i's successors are the texts 2 * i + 1 and 2 * i + 2."""
+    """List every tree of a shape with tokens -1 (padding), 0 and 1, together with every table of what a target of two tokens
+    writes after each of the texts (), 0, 1, 00, 01, 10, 11: text i's successors are the texts 2 * i + 1 and 2 * i + 2."""
 
     tree: TokenTree
     choices: Tensor  # (cases, nodes): the table's token after each node
@@ -43,7 +43,7 @@ def written(verifier: Verifier, cases: Cases, sampled: bool) -> Verification:
 
 
 def differs(found: Verification, cases: Cases) -> Tensor:
-    """(cases,): does the new text, as far as it goes, differ from the plain one?"""
+    """Return (cases,): does the new text, as far as it goes, differ from the baseline's?"""
     new = torch.arange(3) < found.counts[:, None]
     return ((found.tokens != cases.plain) & new).any(1)
 
@@ -61,8 +61,9 @@ def test_whatever_is_drafted_the_text_is_the_targets_and_all_that_fits_is_accept
 
 
 def typical(tokens: list[int], parents: list[int], p: Tensor, eps: float, delta: float) -> tuple[list[int], int]:
-    """Medusa's own rule, arXiv:2401.10774, section 2.3.1, over one tree: accepted nodes and the next token. Every child with
-    p(x) > min(eps, delta * exp(-entropy(p))) is accepted; the deepest accepted node wins, of several the likelier path."""
+    """Apply Medusa's own rule, arXiv:2401.10774, section 2.3.1, to one tree: accepted nodes and the next token. Every child
+    with p(x) > min(eps, delta * exp(-entropy(p))) is accepted; the deepest accepted node wins, of several the likelier
+    path."""
     threshold = (delta * torch.exp(-torch.special.entr(p).sum(-1))).clamp(max=eps)
     rank = {0: (0, 0.0)}  # accepted node: (its depth, log-likelihood of its path)
     for node, (token, parent) in enumerate(zip(tokens, parents)):
@@ -76,7 +77,7 @@ def typical(tokens: list[int], parents: list[int], p: Tensor, eps: float, delta:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_typical_acceptance_is_medusas(seed):
-    """Over random trees with padding; greedy sequences beside sampled ones are the coupled verifier's."""
+    """Compare on random trees with padding; greedy sequences next to sampled ones are the coupled verifier's."""
     draw = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(4, 9, 5, generator=draw)
     parents = torch.tensor([[0, *(int(torch.randint(0, n, (), generator=draw)) for n in range(1, 9))]] * 4)
@@ -95,7 +96,7 @@ def test_typical_acceptance_is_medusas(seed):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_argmax_is_that_of_the_numbers_as_they_are(dtype: torch.dtype):
-    """The first of equal ones; of nearly equal ones, the larger in their own precision; a NaN before all."""
+    """Expect the first of equal ones; of nearly equal ones, the larger in their own precision; a NaN before all."""
     above = torch.tensor(1.0, dtype=dtype).nextafter(torch.tensor(2.0, dtype=dtype)).item()
     rows = [[1.0, above, above, 0.0], [above, 1.0, 1.0, above], [2.0, 1.0, float("nan"), 3.0]]
     assert argmax(torch.tensor(rows, dtype=dtype)).tolist() == [1, 0, 2]

@@ -30,7 +30,7 @@ class Output(ModelOutput):
 
 
 def renamed(model: LlamaForCausalLM, name: str) -> LlamaForCausalLM:
-    """The model with `name` in the place of what its forward calls the cache."""
+    """Rename the cache argument of the model's forward to `name`."""
     forward, own = model.forward, cache_name(model)
     assert own is not None
 
@@ -66,7 +66,7 @@ def test_a_cache_of_either_name_is_used(name: str, trees: bool) -> None:
 
 @pytest.mark.parametrize("layers", [[0], [2, 6], [1, 3, 5]])
 def test_hidden_states_are_those_of_the_layers_however_a_list_is_numbered(layers: list[int]) -> None:
-    """Before 5.23 the numbers of a list start at the first layer's output."""
+    """Check versions before 5.23, whose numbers of a list start at the first layer's output."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(tiny_config()).eval()
     states, forward = model(PROMPT, output_hidden_states=True).hidden_states, model.forward
@@ -96,7 +96,7 @@ def test_a_cache_is_cropped_only_if_that_leaves_no_trace(kind: str, monkeypatch:
 
 
 def test_a_model_that_runs_its_layers_in_loops_drafts_no_trees() -> None:
-    """Dory, of 5.24, appends a copy of every layer of the cache for each loop."""
+    """Use Dory, of 5.24, which appends a copy of every layer of the cache for each loop."""
     config = tiny_config(n_recurrent_loops=2)
     assert re.search(
         "model_type llama runs its layers several times", Target(LlamaForCausalLM(config)).why_no_trees or ""

@@ -55,13 +55,13 @@ def finalize(
         distillation.head = head
     metrics: dict[str, Any] = {}
     samples: list[Sample] = []
-    if not target.ends_only:
+    if not target.embeddings_only:
         apart = held_out.agreement(trainer.criterion.with_head(head.eval()), rows)
         metrics = apart.final_figures
     with tempfile.TemporaryDirectory() as scratch:
         saved = (directory if distributed.rank() == 0 else Path(scratch)) / "head"
         save_final(distillation, saved, data, cfg.max_length)
-        if not target.ends_only and has_prompts(data.test):
+        if not target.embeddings_only and has_prompts(data.test):
             decoded, shown = measure(target, saved, data, cfg.eval)
             metrics, samples = decoded | metrics, [shown]
     if distributed.rank() > 0:
@@ -77,7 +77,7 @@ def finalize(
     (directory / "history.json").write_text(json.dumps(history, indent=1) + "\n")
     record = RunRecord(f"{head.kind} for {target.name}", metrics, history, samples, config)
     write_results(directory, head, target, data, record)
-    if target.ends_only:
+    if target.embeddings_only:
         print(
             "nothing was measured, because only the target's ends are loaded here: foredraft evaluate "
             f"target={target.name} drafter={directory / 'head'}",
@@ -131,7 +131,7 @@ def save_final(distillation: DistillationModel, directory: Path, data: Corpus, l
     lora.merge(head)
     head.on_train_end()
     facts: dict[str, Any] = {}
-    if isinstance(head, ParallelHead) and not target.ends_only:
+    if isinstance(head, ParallelHead) and not target.embeddings_only:
         head.to(published_dtype(target))
         facts["accuracies"] = rank_accuracies(distillation, data.validation, length)
     difference = save_checked(head, target, directory, data.train, **facts)

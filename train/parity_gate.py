@@ -65,7 +65,7 @@ def tolerance(head: DraftHead, target: Target, exact: bool, logits: Tensor) -> f
 def read(target: Target, tokens: Tensor, layers: Sequence[int]) -> Tensor:
     """Return the aux hidden states of a text (1, length). If the target's layers are not loaded, return a substitute: what
     is compared must be the same whatever a head takes."""
-    if not target.ends_only:
+    if not target.embeddings_only:
         return target.forward(tokens, layers=layers, keep_logits=1).aux_hidden_states
     embeddings = target.embed(tokens)
     return torch.cat([embeddings[..., :0], *(embeddings.roll(layer, -1) for layer in layers)], dim=-1)

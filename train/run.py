@@ -273,7 +273,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
         fresh = "after each time the target writes others"
         print(f"the {len(dataset):,} rows are read {times:.1f} times: {fresh if run.later else note}", flush=True)
 
-    decodes = cfg.eval.steps and not target.ends_only and has_prompts(run.data.validation)
+    decodes = cfg.eval.steps and not target.embeddings_only and has_prompts(run.data.validation)
     settings = cfg.eval.num_prompts, cfg.eval.prompt_tokens
     validation = prompts(target.text_tokenizer, run.data.validation, *settings) if decodes else []
 

@@ -1,4 +1,4 @@
-"""Layouts of heads on disk: one class per published layout, and how they are distinguished."""
+"""Layouts of heads on disk: one class per published layout, and their detection."""
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles, build
@@ -21,7 +21,7 @@ from foredraft.heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
 from foredraft.heads.formats.speculators import SpeculatorsFormat
 from foredraft.heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark, SpeculatorsXPress
 
-# The first that matches is taken, so the more specific ones come first.
+# The first match is used, so the more specific ones come first.
 FORMATS: tuple[type[Format], ...] = (
     NativeFormat,
     MTPFormat,
@@ -45,22 +45,22 @@ FORMATS: tuple[type[Format], ...] = (
 
 
 def detect(files: HeadFiles) -> Format:
-    """The layout of these files; ValueError where it is none that is known here."""
+    """Return the layout of these files. Raises ValueError if it is not supported."""
     for layout in FORMATS:
         match = layout.match(files)
         if match is not None:
             return match
     keys = ", ".join(sorted(files.weights)[:3])
     raise ValueError(
-        f"{files.directory} holds no head in a layout that is known here (architectures "
-        f"{files.config.get('architectures')}, weights {keys} ...). Known: {'; '.join(f.title for f in FORMATS)}"
+        f"{files.directory} contains no head in a supported layout (architectures {files.config.get('architectures')}, "
+        f"weights {keys} ...). Supported: {'; '.join(f.title for f in FORMATS)}"
     )
 
 
 def default_format(head: DraftHead) -> Format:
-    """The layout that training saves this head in."""
-    found = next((layout for layout in FORMATS if layout.is_default and layout.kind is type(head)), None)
-    return NativeFormat(type(head)) if found is None else found()
+    """Return the layout in which training saves this head."""
+    default = next((layout for layout in FORMATS if layout.is_default and layout.kind is type(head)), None)
+    return NativeFormat(type(head)) if default is None else default()
 
 
 __all__ = ["FORMATS", "Format", "HeadFiles", "build", "default_format", "detect", "read"]

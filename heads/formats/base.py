@@ -1,8 +1,8 @@
-"""A published layout of a head's files, and the strict way from such files to a head.
+"""A published layout of a head's files, and the strict conversion of such files to a head.
 
-Engines that skip a key they do not know draft garbage silently (acceptance 0.000), so here every key is accounted for: a
-head is built from the config, and the files must hold exactly its tensors, under the names of its layout. What is the
-head's own (rope, context length) is taken as the files say, with one warning where it is not what a reader would expect.
+Engines that ignore an unknown key draft garbage silently (acceptance 0.000), so here every key is accounted for. A head is
+built from the config, and the files must contain exactly its tensors, with the names of its layout. Settings of the head
+itself (rope, context length) are read from the files, with one warning for unexpected ones.
 """
 
 import re
@@ -19,109 +19,109 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.sharding import full_tensor
 
-LARGEST_DEPTH = 512  # of drafts, and of positions in a block: a config that says more is damaged
+LARGEST_DEPTH = 512  # of drafts, and of positions in a block: a config with more is damaged
 
 
 class HeadFiles(NamedTuple):
-    """The contents of a head's directory, as they are written there."""
+    """Hold the unmodified contents of a head's directory."""
 
     config: dict[str, Any]
     weights: dict[str, Tensor]
     directory: Path
-    notes: list[str]  # what is taken from the files although a reader would not expect it
+    notes: list[str]  # unexpected settings of the files that are used
 
     @property
     def trained_here(self) -> bool:
-        """Did this project train the head, for the target that its config records?"""
-        own = self.config.get("foredraft", {})
-        return "target" in own and not own.get("imported", False)
+        """Return whether foredraft trained the head, for the target that its config records."""
+        record = self.config.get("foredraft", {})
+        return "target" in record and not record.get("imported", False)
 
     def error(self, message: str) -> ValueError:
         return ValueError(f"the head in {self.directory}: {message}")
 
     def count(self, name: str) -> int:
-        """The number `name` of the config; ValueError unless so many parts can be in these weights. Raises KeyError."""
+        """Return the number `name` of the config. Raises ValueError unless these weights can have that many parts, KeyError
+        if it is missing."""
         return self.check_count(name, self.config[name])
 
     def check_count(self, name: str, value: Any) -> int:
-        """`value`, of the setting `name`, as `count` checks it."""
+        """Return `value` of the setting `name`, checked as `count` does."""
         if type(value) is not int or not 0 <= value <= len(self.weights):
-            raise self.error(f"config.json says {name}={value!r}, and the weights are {len(self.weights)} tensors")
+            raise self.error(f"config.json has {name}={value!r}, and the weights are {len(self.weights)} tensors")
         return value
 
     def check_depth(self, name: str, value: Any) -> int:
-        """`value` of the setting `name`, a number of drafts; ValueError for one that no head has."""
+        """Return `value` of the setting `name`, a number of drafts. Raises ValueError for an impossible one."""
         if type(value) is not int or not 1 <= value <= LARGEST_DEPTH:
-            raise self.error(f"config.json says {name}={value!r}; a number from 1 to {LARGEST_DEPTH} is needed")
+            raise self.error(f"config.json has {name}={value!r}; a number from 1 to {LARGEST_DEPTH} is needed")
         return value
 
 
 class Format(ABC):
-    """One layout. An instance also knows which of a layout's spellings the files use."""
+    """Convert heads to one layout and back. An instance also knows which variant of a layout the files use."""
 
-    title: ClassVar[str]  # for people
+    title: ClassVar[str]  # for messages
     kind: type[DraftHead]
     is_default: ClassVar[bool] = False  # does training save heads of this kind in it?
-    # Names of the weights' files; a .pt only where an engine insists on it.
+    # Names of the weight files; .pt only if an engine requires it.
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
-    own_file: ClassVar[str] = "model.safetensors"  # that training writes
+    own_file: ClassVar[str] = "model.safetensors"  # written by training
 
     @classmethod
     @abstractmethod
     def match(cls, files: HeadFiles) -> Self | None:
-        """This layout, if the files are in it."""
+        """Return this layout if the files are in it."""
 
     @abstractmethod
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
-        """What `kind.from_config` reads. Raises ValueError for settings that no head here has."""
+        """Return the config for `kind.from_config`. Raises ValueError for unsupported settings."""
 
     def disk_name(self, name: str) -> str:
-        """The name in these files of the head's weight `name`."""
+        """Return the name in these files of the head's weight `name`."""
         here, there = next((pair for pair in self.kind.disk_prefixes.items() if name.startswith(pair[0])), ("", ""))
         return there + name.removeprefix(here)
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        """The files' tensors, plus those that follow from others or from the target, minus those that only repeat them.
-        Raises ValueError where a repeated one differs."""
+        """Return the files' tensors, plus those that follow from others or from the target, minus duplicates. Raises
+        ValueError if a duplicate differs."""
         return files.weights
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
-        """The config.json to write. Raises ValueError for a head that this layout cannot express."""
+        """Return the config.json to write. Raises ValueError for a head that this layout cannot express."""
         return head.to_config()
 
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        """The tensors to write, on the CPU, none sharing memory with another."""
+        """Return the tensors to write, on the CPU and without shared memory."""
         state = head.state_dict().items()
         return {self.disk_name(name): tensor.detach().cpu().clone().contiguous() for name, tensor in state}
 
     def stored(self, head: DraftHead, target: Target) -> DraftHead:
-        """The head as files in this layout keep it: itself, unless they round its weights."""
+        """Return the head as files in this layout store it: unchanged, unless they round its weights."""
         return head
 
     def write_weights(self, weights: dict[str, Tensor], path: Path, head: DraftHead, target: Target) -> None:
-        """Write `weights`, as `export_weights` gave them, to one of `weight_files`."""
+        """Write the result of `export_weights` to one of `weight_files`."""
         if path.suffix == ".safetensors":
             save_file(weights, path, metadata={"format": "pt"})
         else:
             torch.save(weights, path)
 
-    def complete_files(self, directory: Path, target: Target) -> None:  # noqa: B027 -- most write a head alone
-        """Add to the files that were written for this layout what else it holds."""
+    def complete_files(self, directory: Path, target: Target) -> None:  # noqa: B027 -- most only write the head
+        """Add the other files of this layout."""
 
 
 def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
-    """The head in these files, on the CPU and in the dtype it was stored in. Raises ValueError that names every key that is
-    missing, left over, of another shape or of another kind of number.
-
-    Shapes are compared on the meta device first, so that a config of absurd sizes costs no memory."""
+    """Build the head in these files, on the CPU and in its stored dtype. Raises ValueError with every key that is missing or
+    unexpected, or has another shape or another kind of number. Shapes are compared on the meta device first, so a config
+    with absurd sizes costs no memory."""
     try:
         config = layout.head_config(files, target)
         with torch.device("meta"):
             head = layout.kind.from_config(config)
     except KeyError as error:
         raise files.error(
-            f"config.json has no {error}, which a head of kind {layout.kind.kind} needs: add it as the head was trained "
-            "(a trainer's recipe is not a head's config.json)"
+            f"config.json has no {error}, which a head of kind {layout.kind.kind} needs: add the value it was trained with "
+            "(a trainer's own config is not a head's config.json)"
         ) from None
     expected = {layout.disk_name(name): tensor for name, tensor in head.state_dict().items()}
     weights = complete_vocabulary(files, layout.complete_weights(files, head, target), head, target.vocab_size)
@@ -133,7 +133,9 @@ def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
     for number, other in enumerate(floats):
         dtype = torch.promote_types(dtype, other) if number else other
     if any(buffer.is_meta for name, buffer in head.named_buffers() if name not in head.state_dict()):
-        head = layout.kind.from_config(config)  # buffers that no file holds; its sizes are those of the weights by now
+        head = layout.kind.from_config(
+            config
+        )  # for buffers that are not in files; its sizes are those of the weights by now
     state = {name: weights[layout.disk_name(name)] for name in head.state_dict()}
     state = {name: t.to(dtype if t.is_floating_point() else t.dtype, copy=True) for name, t in state.items()}
     head.load_state_dict(state, assign=True)
@@ -141,7 +143,7 @@ def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
 
 
 def weight_problems(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """What differs between the tensors of the files and those of the head, in words."""
+    """Return descriptions of how the files' tensors differ from the head's."""
     problems = [f"{name} is missing" for name in sorted(expected.keys() - weights.keys())]
     problems += [f"{name} belongs to no layer of this head" for name in sorted(weights.keys() - expected.keys())]
     for name in sorted(expected.keys() & weights.keys()):
@@ -157,34 +159,37 @@ def weight_problems(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 
 def check_settings(files: HeadFiles, settings: dict[str, Any], supported: dict[str, Any]) -> None:
-    """Raise ValueError if one of `settings` is set to what our layers do not do. supported: name -> the only value."""
+    """Raise ValueError if one of `settings` has a value that our layers do not support. supported: name -> the only
+    value."""
     for name, value in supported.items():
         if settings.get(name, value) not in (value, None):
-            raise files.error(f"config.json says {name}={settings[name]}; only {value} can be drafted with here")
+            raise files.error(f"config.json has {name}={settings[name]}; only {value} is supported")
 
 
 def check_one_layer(files: HeadFiles) -> None:
     """Raise ValueError for weights of several decoder layers. The config's num_hidden_layers is often the target's."""
     other = sorted(name for name in files.weights if re.match(r"layers\.[1-9]", name))
     if other:
-        raise files.error(f"{other[0]} is of a second decoder layer; heads here have one")
+        raise files.error(f"{other[0]} belongs to a second decoder layer; only heads with one are supported")
 
 
 def drop_embeddings(files: HeadFiles, name: str, target: Target) -> dict[str, Tensor]:
-    """The weights without the frozen copy `name` of the target's embedding; ValueError where it is not a copy."""
+    """Return the weights without `name`, the frozen copy of the target's embedding. Raises ValueError if it is not a
+    copy."""
     return drop_copy(files.weights, name, target.model.get_input_embeddings(), files, target)
 
 
 def drop_copy(
     weights: dict[str, Tensor], name: str, module: Any, files: HeadFiles, target: Target
 ) -> dict[str, Tensor]:
-    """`weights` without the frozen copy `name` of this module of the target; ValueError where it is not a copy."""
+    """Return `weights` without `name`, the frozen copy of this module of the target. Raises ValueError if it is not a
+    copy."""
     weights, stored, ours = dict(weights), weights.get(name), full_tensor(module.weight)
-    if stored is None or not ours.is_floating_point():  # a quantized lm_head shows nothing
+    if stored is None or not ours.is_floating_point():  # a quantized lm_head cannot be compared
         weights.pop(name, None)
         return weights
     rows = target.vocab_size
-    if stored.ndim == 2 and min(len(stored), len(ours)) >= rows:  # either may have padding, or rows of images
+    if stored.ndim == 2 and min(len(stored), len(ours)) >= rows:  # either may have padding, or rows for image tokens
         stored, ours = stored[:rows], ours[:rows]
     if stored.shape != ours.shape:
         raise files.error(
@@ -199,7 +204,7 @@ def drop_copy(
 
 
 def draft_vocabulary(files: HeadFiles, target: Target) -> int:
-    """The size of the draft vocabulary: absent or null means all of it, unless the weights are of less."""
+    """Return the size of the draft vocabulary: absent or null means the whole one, unless the weights are smaller."""
     size = files.config.get("draft_vocab_size")
     if size is None:
         return len(files.weights["d2t"]) if "d2t" in files.weights else target.vocab_size
@@ -209,22 +214,22 @@ def draft_vocabulary(files: HeadFiles, target: Target) -> int:
 def complete_vocabulary(
     files: HeadFiles, weights: dict[str, Tensor], head: DraftHead, vocab_size: int
 ) -> dict[str, Tensor]:
-    """`weights` with t2d added where a layout leaves it out; ValueError where d2t and t2d make no sense."""
+    """Return `weights` with t2d, which some layouts omit. Raises ValueError if d2t and t2d are inconsistent."""
     d2t, t2d = weights.get("d2t"), weights.get("t2d")
     if d2t is None:
-        return weights  # named as missing later, if the head needs it
+        return weights  # reported as missing later, if the head needs it
     if d2t.dtype != torch.int64 or d2t.dim() != 1:
         raise files.error(f"d2t is {d2t.dtype} of shape {tuple(d2t.shape)}; it should be int64 of one dimension")
     ids = vocab.from_offsets(d2t)
     if len(ids) and not (ids[0] >= 0 and ids[-1] < vocab_size and bool((ids.diff() > 0).all())):
         raise files.error(
-            f"d2t names target ids from {ids.min()} to {ids.max()}; d2t holds offsets (id = i + d2t[i]), which must ascend "
-            f"within the target's {vocab_size}"
+            f"d2t names target ids from {ids.min()} to {ids.max()}; d2t contains offsets (id = i + d2t[i]), which must "
+            f"ascend within the target's {vocab_size}"
         )
     if t2d is not None and (t2d.shape != (vocab_size,) or not torch.equal(t2d, vocab.to_offsets(ids, vocab_size)[1])):
         raise files.error(f"t2d ({t2d.dtype}, {tuple(t2d.shape)}) does not mark the tokens that d2t names")
     if not head.pruned:
         if len(ids) != vocab_size:
-            raise files.error(f"d2t has {len(ids)} entries, config.json says a draft vocabulary of {vocab_size}")
+            raise files.error(f"d2t has {len(ids)} entries, config.json a draft vocabulary of {vocab_size}")
         return {name: tensor for name, tensor in weights.items() if name not in ("d2t", "t2d")}
     return weights | {"t2d": vocab.to_offsets(ids, vocab_size)[1]}

@@ -1,8 +1,8 @@
-"""DFlash and what builds on it as z-lab, DeepSpec, SpecForge, JetSpec, NVIDIA and xPress's authors write them: one backbone,
-whose settings stand in `dflash_config`, or flat beside the others (DeepSpec, xPress).
+"""DFlash and its successors as z-lab, DeepSpec, SpecForge, JetSpec, NVIDIA and xPress's authors write them. They share one
+backbone, whose settings are in `dflash_config`, or at the top level (DeepSpec, xPress).
 
-Layers are numbered by their outputs, from 0. Which position drafts what (heads/dflash.py) is a setting that most files leave
-out, and with the wrong one every draft is off by one: their architecture says it then.
+Layers are numbered by their outputs, from 0. Which position drafts what (heads/dflash.py) is a setting that most files
+omit, and with the wrong one every draft is off by one: then the architecture determines it.
 """
 
 import re
@@ -21,7 +21,7 @@ from foredraft.heads.lilicorr import LiLiCorrHead
 from foredraft.heads.target import Target
 from foredraft.heads.xpress import XPressHead
 
-# Architectures, and whether the anchor drafts in files that do not say so.
+# Architectures, and whether the anchor drafts in files that do not specify it.
 ARCHITECTURES = {
     "DFlashDraftModel": False,
     "QwenDFlashDraftModel": False,
@@ -33,13 +33,13 @@ ARCHITECTURES = {
     "Qwen3DSparkModel": True,
 }
 PROJECTORS = ("dflash", "dflash2", "dspark", "domino", "lilicorr", "xpress")
-SHOWN_BY = {  # settings of kinds that files may not name
+SHOWN_BY = {  # settings that reveal a kind which files may omit
     "markov_rank": "dspark",
     "selector_rank": "dflash2",
     "lilicorr_candidate_topk": "lilicorr",
     "xpress_rank": "xpress",
 }
-# Of ModelOpt's exporter, which keeps the numbers of layers in a row; SGLang and vLLM demand the names.
+# Names of ModelOpt's exporter, which numbers layers; SGLang and vLLM require the names.
 NUMBERED = {
     r"(lilicorr\.feature)_mlp\.0\.": r"\1_norm.",
     r"(lilicorr\.feature_mlp)\.1\.": r"\1.up_proj.",
@@ -48,7 +48,7 @@ NUMBERED = {
     r"(lilicorr\.layers\.\d+\.mlp)\.2\.": r"\1.down_proj.",
 }
 LAYOUT = ("sample_from_anchor", "shift_label")  # names of the setting, here and in SpecForge's Domino
-CAUSAL = ("causal", "causal_head", "is_causal")  # of the same setting, in vLLM's, JetSpec's and others' files
+CAUSAL = ("causal", "causal_head", "is_causal")  # names of one setting, in vLLM's, JetSpec's and others' files
 
 
 class DFlashFormat(Format):
@@ -64,26 +64,26 @@ class DFlashFormat(Format):
         return cls() if projector(files, settings_of(files)) == cls.kind.projector else None
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
-        own = settings_of(files)
-        ids = layer_ids(files, own["target_layer_ids"], target, counted_from=0)
-        return self.shared_config(files, files.config, own | {"target_layer_ids": ids}, target)
+        block = settings_of(files)
+        ids = layer_ids(files, block["target_layer_ids"], target, counted_from=0)
+        return self.shared_config(files, files.config, block | {"target_layer_ids": ids}, target)
 
     def shared_config(
-        self, files: HeadFiles, layer: dict[str, Any], own: dict[str, Any], target: Target
+        self, files: HeadFiles, layer: dict[str, Any], block: dict[str, Any], target: Target
     ) -> dict[str, Any]:
-        """What `from_config` reads. layer: settings of the decoder layers; own: those of the block."""
+        """Return the config for `from_config`. layer: settings of the decoder layers; block: those of the block."""
         check_settings(files, layer, {"attention_bias": False})
-        check_settings(files, own, {"attention_mode": "gqa"})
+        check_settings(files, block, {"attention_mode": "gqa"})
         settings = layer_settings(files, layer, target, count=layer["num_hidden_layers"])
-        anchor_drafts = next((bool(own[name]) for name in LAYOUT if own.get(name) is not None), None)
-        if type(own["mask_token_id"]) is not int or not 0 <= own["mask_token_id"] < target.vocab_size:
+        anchor_drafts = next((bool(block[name]) for name in LAYOUT if block.get(name) is not None), None)
+        if type(block["mask_token_id"]) is not int or not 0 <= block["mask_token_id"] < target.vocab_size:
             raise files.error(
-                f"mask_token_id={own['mask_token_id']} is no row of the target's {target.vocab_size} embeddings"
+                f"mask_token_id={block['mask_token_id']} must lie between 0 and {target.vocab_size - 1}, the target's tokens"
             )
-        causal = {bool(own[name]) for name in CAUSAL if own.get(name) is not None}
+        causal = {bool(block[name]) for name in CAUSAL if block.get(name) is not None}
         if len(causal) > 1:
-            raise files.error(f"config.json says both yes and no under {', '.join(CAUSAL)}")
-        own = own | {
+            raise files.error(f"config.json has both true and false among {', '.join(CAUSAL)}")
+        block = block | {
             "sample_from_anchor": self.usual_layout(files) if anchor_drafts is None else anchor_drafts,
             "causal": True in causal,
         }
@@ -91,25 +91,25 @@ class DFlashFormat(Format):
         types = layer.get("layer_types") or [FULL] * layer["num_hidden_layers"]
         if len(types) != layer["num_hidden_layers"] or not set(types) <= {FULL, SLIDING}:
             raise files.error(
-                f"config.json says layer_types={types}: {layer['num_hidden_layers']} of {FULL} and {SLIDING}"
+                f"config.json has layer_types={types}: {layer['num_hidden_layers']} of {FULL} and {SLIDING} are needed"
             )
         if SLIDING in types and not window:
-            raise files.error(f"config.json says layer_types={types} and no sliding_window that is used")
+            raise files.error(f"config.json has layer_types={types} without an active sliding_window")
         return settings | {
             "num_hidden_layers": layer["num_hidden_layers"],
             "draft_vocab_size": draft_vocabulary(files, target),
-            "block_size": files.check_depth("block_size", own["block_size"]),
+            "block_size": files.check_depth("block_size", block["block_size"]),
             "sliding_window": window if SLIDING in types else None,
             "layer_types": types,
-            "dflash_config": self.kind_settings(files, own),
+            "dflash_config": self.kind_settings(files, block),
         }
 
-    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
-        """The block's settings with those of this kind, which files may leave out."""
-        return own
+    def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
+        """Return the block's settings with those of this kind, which files may omit."""
+        return block
 
     def usual_layout(self, files: HeadFiles) -> bool:
-        """`sample_from_anchor` of files that do not say it."""
+        """Return `sample_from_anchor` of files that do not specify it."""
         names = files.config.get("architectures") or []
         return next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), False)
 
@@ -124,8 +124,8 @@ class DSparkFormat(DFlashFormat):
     title = "DSpark as DeepSpec and SpecForge write it (Qwen3DSparkModel, DSparkDraftModel)"
     kind = DSparkHead
 
-    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
-        return markov_settings(files, own)
+    def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
+        return markov_settings(files, block)
 
 
 class DominoFormat(DFlashFormat):
@@ -137,20 +137,20 @@ class DFlash2Format(DFlashFormat):
     title = "DFlash-2 as z-lab writes it (DFlash2DraftModel)"
     kind = DFlash2Head
 
-    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
-        check_settings(files, own, {"input_embedding_scale": 1.0, "output_multiplier": 1.0})
-        return own
+    def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
+        check_settings(files, block, {"input_embedding_scale": 1.0, "output_multiplier": 1.0})
+        return block
 
 
 class LiLiCorrFormat(DFlashFormat):
     title = "LiLiCorr as SGLang and vLLM read it, and as ModelOpt writes it (LiLiCorrDraftModel)"
     kind = LiLiCorrHead
 
-    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
-        check_settings(files, own, {"lilicorr_enabled": True})
-        files.check_count("lilicorr_num_layers", own["lilicorr_num_layers"])
-        check_sizes(files, own, "lilicorr_candidate_topk", "lilicorr_num_heads", "lilicorr_factor_dim")
-        return own
+    def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
+        check_settings(files, block, {"lilicorr_enabled": True})
+        files.check_count("lilicorr_num_layers", block["lilicorr_num_layers"])
+        check_sizes(files, block, "lilicorr_candidate_topk", "lilicorr_num_heads", "lilicorr_factor_dim")
+        return block
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         weights = super().complete_weights(files, head, target)
@@ -163,48 +163,48 @@ class XPressFormat(DFlashFormat):
     title = "xPress as its authors write it for vLLM (Qwen3XPressModel)"
     kind = XPressHead
 
-    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
-        check_settings(files, own, {"xpress_block_size": own["block_size"]})
-        check_sizes(files, own, "xpress_rank", "xpress_mlp_hidden")
-        return {"xpress_num_passes": 6} | own
+    def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
+        check_settings(files, block, {"xpress_block_size": block["block_size"]})
+        check_sizes(files, block, "xpress_rank", "xpress_mlp_hidden")
+        return {"xpress_num_passes": 6} | block
 
 
-def check_sizes(files: HeadFiles, own: dict[str, Any], *names: str) -> None:
+def check_sizes(files: HeadFiles, block: dict[str, Any], *names: str) -> None:
     for name in names:
-        if type(own[name]) is not int or own[name] < 1:
-            raise files.error(f"config.json says {name}={own[name]!r}, which is no size")
+        if type(block[name]) is not int or block[name] < 1:
+            raise files.error(f"config.json has {name}={block[name]!r}, which is not a size")
 
 
-def markov_settings(files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
-    """DSpark's settings, where what is left out is what the weights show."""
+def markov_settings(files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
+    """Return DSpark's settings; the weights determine omitted ones."""
     rated = "confidence_head.proj.weight" in files.weights
-    if own.get("enable_confidence_head", rated):
-        check_settings(files, own, {"confidence_head_with_markov": True})
-    return {"markov_head_type": "vanilla", "enable_confidence_head": rated} | own
+    if block.get("enable_confidence_head", rated):
+        check_settings(files, block, {"confidence_head_with_markov": True})
+    return {"markov_head_type": "vanilla", "enable_confidence_head": rated} | block
 
 
 def settings_of(files: HeadFiles) -> dict[str, Any]:
-    """The block's settings: those in `dflash_config`, else those beside everything else."""
+    """Return the block's settings: those in `dflash_config`, otherwise those at the top level."""
     inside = files.config.get("dflash_config") or {}
     if not isinstance(inside, dict):
-        raise files.error(f"config.json says dflash_config={inside!r}, which holds no settings")
+        raise files.error(f"config.json has dflash_config={inside!r}, which contains no settings")
     return files.config | inside
 
 
-def projector(files: HeadFiles, own: dict[str, Any]) -> str:
-    """Which kind these files hold; ValueError for one that is not known."""
-    shown = next((kind for name, kind in SHOWN_BY.items() if own.get(name)), "dflash")
-    named = own.get("projector_type") or shown
+def projector(files: HeadFiles, block: dict[str, Any]) -> str:
+    """Return the kind of these files. Raises ValueError for an unsupported one."""
+    shown = next((kind for name, kind in SHOWN_BY.items() if block.get(name)), "dflash")
+    named = block.get("projector_type") or shown
     if named not in PROJECTORS:
-        raise files.error(f"config.json says projector_type={named!r}, which is not one of {', '.join(PROJECTORS)}")
+        raise files.error(f"config.json has projector_type={named!r}, which is not one of {', '.join(PROJECTORS)}")
     return named
 
 
 def layer_ids(files: HeadFiles, ids: Any, target: Target, counted_from: int) -> list[int]:
-    """Outputs of layers, counted from 0 as here; ValueError where they do not ascend within the target's."""
+    """Return outputs of layers, counted from 0. Raises ValueError unless they ascend within the target's."""
     outputs = [layer - counted_from for layer in ids]
     if sorted(set(outputs)) != outputs or not outputs or not all(-1 <= k < target.num_layers for k in outputs):
         raise files.error(
-            f"config.json names layers {ids}, which must ascend within the {target.num_layers} layers of {target.name}"
+            f"config.json has layers {ids}, which must ascend within the {target.num_layers} layers of {target.name}"
         )
     return outputs

@@ -1,7 +1,7 @@
-"""EAGLE-1 and EAGLE-2, which share their weights: SafeAILab's files, and how vLLM and SGLang vary them.
+"""EAGLE-1 and EAGLE-2, which share their weights: SafeAILab's files, and the variants of vLLM and SGLang.
 
-They differ in `fc.bias` (present when config.json does not say, in the authors' code; vLLM has none, SGLang requires one),
-in the name of the architecture, and in whether the target's embeddings are stored along.
+They differ in `fc.bias` (in the authors' code it exists unless config.json denies it; vLLM has none, SGLang requires one),
+in the name of the architecture, and in whether the target's embeddings are stored too.
 """
 
 from typing import Any, Self
@@ -24,14 +24,14 @@ class EagleFormat(Format):
     kind, is_default = EagleHead, True
 
     def __init__(self, architecture: str = "LlamaForCausalLMEagle", bias: bool = False, embeddings: bool = False):
-        """For writing. bias: always write one, of zeros where the head has none. embeddings: write the target's."""
+        """Set how to write. bias: always write one, of zeros if the head has none. embeddings: write the target's."""
         self.architecture, self.bias, self.embeddings = architecture, bias, embeddings
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
         named = ARCHITECTURES & set(files.config.get("architectures") or [])
-        # SafeAILab's own files say LlamaForCausalLM, with any model_type, and vLLM's first ones nothing. No target's weights
-        # have these names, and no EAGLE-1 an lm_head.
+        # SafeAILab's own files have LlamaForCausalLM, with any model_type, and vLLM's first ones no name. No target's weights
+        # have these names, and no EAGLE-1 has an lm_head.
         by_weights = any(name.startswith(("fc.", "layers.0.")) for name in files.weights)
         by_weights = by_weights and "lm_head.weight" not in files.weights
         return cls() if named or by_weights else None
@@ -39,7 +39,9 @@ class EagleFormat(Format):
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         config = files.config.get("model") if files.config.get("model_type") == "eagle" else files.config
         if not isinstance(config, dict):
-            raise files.error("config.json says model_type=eagle, whose settings stand under model: there are none")
+            raise files.error(
+                "config.json has model_type=eagle, which needs its settings under model, but there are none"
+            )
         check_settings(files, config, {"draft_vocab_size": target.vocab_size})
         return layer_settings(files, config, target)
 

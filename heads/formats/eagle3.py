@@ -15,12 +15,12 @@ from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.target import Target
 
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "CosyVoice3Eagle3LlamaForCausalLM"}
-ARCHITECTURES |= {"Eagle3Qwen3ForCausalLM"}  # with norms on queries and keys
+ARCHITECTURES |= {"Eagle3Qwen3ForCausalLM"}  # has norms on queries and keys
 LATENT_ARCHITECTURES = {"Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"}
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
-# Flags that the weights show where config.json is silent.
+# Flags that the weights reveal if config.json omits them.
 SHOWN_BY = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
-# ModelOpt and TensorRT-LLM write their options into eagle_config: the only values that our layer has, and flags of ours.
+# ModelOpt and TensorRT-LLM write their options into eagle_config: the only values that our layer supports, and our flags.
 OPTIONS = {
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
@@ -46,9 +46,11 @@ class Eagle3Format(Format):
         named = (ARCHITECTURES | LATENT_ARCHITECTURES) & set(files.config.get("architectures") or [])
         prefixes = (name for name in ("midlayer", "layers.0") if any(k.startswith(f"{name}.") for k in files.weights))
         layer = next(prefixes, "")
-        # SafeAILab's own files say LlamaForCausalLM; these are what tells them from EAGLE-1.
-        own = layer == "midlayer" or f"{layer}.hidden_norm.weight" in files.weights
-        return cls(layer or "midlayer") if named or own or (layer and "draft_vocab_size" in files.config) else None
+        # SafeAILab's own files have LlamaForCausalLM; these conditions distinguish them from EAGLE-1.
+        is_eagle3 = layer == "midlayer" or f"{layer}.hidden_norm.weight" in files.weights
+        return (
+            cls(layer or "midlayer") if named or is_eagle3 or (layer and "draft_vocab_size" in files.config) else None
+        )
 
     def disk_name(self, name: str) -> str:
         return f"{self.layer}.{name[len('layer.') :]}" if name.startswith("layer.") else name
@@ -65,15 +67,15 @@ class Eagle3Format(Format):
     def shared_config(
         self, files: HeadFiles, flags: dict[str, Any], target: Target, layers: list[int] | None = None
     ) -> dict[str, Any]:
-        """What both layouts of EAGLE-3 say in their own places: the draft vocabulary, the fused layers (unless `layers` are
-        the head's), the flags."""
-        said = {name: on for name, on in flags.items() if on is not None}
+        """Return what both layouts of EAGLE-3 store in different places: the draft vocabulary, the fused layers (unless
+        `layers` are given) and the flags."""
+        declared = {name: on for name, on in flags.items() if on is not None}
         shown = {name: True for name, weight in SHOWN_BY.items() if weight in files.weights}
         shown |= {"qk_norm": True} if has_qk_norms(files) else {}
         return (
             {"draft_vocab_size": draft_vocabulary(files, target), IDS: layers or resolve_layer_ids(files, target)}
             | shown
-            | said
+            | declared
         )
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
@@ -97,15 +99,15 @@ def has_qk_norms(files: HeadFiles) -> bool:
 
 
 def eagle_flags(files: HeadFiles) -> dict[str, bool]:
-    """The flags in eagle_config under our names; ValueError for a setting that is not known, or not what our layer does."""
+    """Return the flags in eagle_config with our names. Raises ValueError for a setting that is unknown or not supported."""
     eagle = files.config.get("eagle_config") or {}
     if not isinstance(eagle, dict):
-        raise files.error(f"config.json says eagle_config={eagle!r}, which holds no settings")
+        raise files.error(f"config.json has eagle_config={eagle!r}, which contains no settings")
     check_settings(files, eagle, OPTIONS)
     unknown = sorted(eagle.keys() - OPTIONS.keys() - ALIASES.keys() - {IDS, AUX})
     if unknown:
         raise files.error(
-            f"eagle_config says {unknown[0]}={eagle[unknown[0]]!r}, which is not known here and may change what the layer "
+            f"eagle_config has {unknown[0]}={eagle[unknown[0]]!r}, which is not supported and may change what the layer "
             "computes: remove it if it does not"
         )
     flags: dict[str, bool] = {}
@@ -113,6 +115,6 @@ def eagle_flags(files: HeadFiles) -> dict[str, bool]:
         top = files.config.get(flag)
         if eagle.get(name) is not None:
             if top is not None and bool(top) != bool(eagle[name]):
-                raise files.error(f"config.json says {flag}={top} and eagle_config.{name}={eagle[name]}")
+                raise files.error(f"config.json has {flag}={top} and eagle_config.{name}={eagle[name]}")
             flags[flag] = flags.get(flag, False) or bool(eagle[name])
     return flags

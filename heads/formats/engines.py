@@ -1,7 +1,7 @@
-"""What each engine reads, and the command that loads it: the formats of `foredraft export format=...`.
+"""The layouts that engines read, and the commands that load them: the choices of `foredraft export format=...`.
 
-Each function takes a head and its target and returns the layout for one engine, or raises ValueError where the engine
-would not load the head, or would draft with it wrongly.
+Each function takes a head and its target and returns the layout for one engine. It raises ValueError if the engine would
+not load the head, or would draft with it incorrectly.
 """
 
 from collections.abc import Callable
@@ -47,16 +47,16 @@ VLLM = """vllm serve {target} --speculative-config '{{"method": "{method}", "mod
 VLLM_P_EAGLE = """vllm serve {target} --speculative-config '{{"method": "eagle3", "model": "{head}", \
 "parallel_drafting": true, "num_speculative_tokens": {depth}}}'"""
 VLLM_MTP = """vllm serve {head} --speculative-config '{{"method": "mtp", "num_speculative_tokens": {depth}}}'"""
-# Of a family of drafters there is one method, whatever the head's architecture.
+# One method covers a family of drafters, whatever the head's architecture.
 VLLM_DFLASH = VLLM.replace("{method}", "dflash")
-# SGLang takes its algorithms in capitals. Of a block it finds the size in config.json: `--speculative-num-draft-tokens`
-# would count the anchor too.
+# SGLang's algorithms are in capitals. It reads the size of a block from config.json: `--speculative-num-draft-tokens` would
+# also count the anchor.
 SGLANG_BLOCK = """python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \
 --speculative-draft-model-path {head}"""
 SGLANG = f"""{SGLANG_BLOCK} --speculative-num-steps {{depth}} --speculative-eagle-topk 4 \
 --speculative-num-draft-tokens 16"""
 
-XPRESS = "vLLM 0.32 has no xPress; its pull request 54448 and the authors' branch have. It drafts a chain, no tree."
+XPRESS = "vLLM 0.32 does not support xPress; its pull request 54448 and the authors' branch do. It drafts a chain."
 
 LLAMACPP = """llama-server -m TARGET.gguf -md {head}/head.gguf --spec-type draft-{method} --spec-draft-n-max {depth}"""
 LLAMACPP_TARGET = "python convert_hf_to_gguf.py {target} --outfile TARGET.gguf"
@@ -66,16 +66,16 @@ EA_MODEL = "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{
 
 class Export(NamedTuple):
     layout: Format
-    use: str  # the command that loads it, with places; see `command`
-    note: str = ""  # what the engine does not do, or no longer does
+    use: str  # the command that loads it, a template for `command`
+    note: str = ""  # what the engine does not support
 
     def command(self, head: DraftHead, target: str, directory: str) -> str:
-        """The command for this head, which has been written to this directory, and the target of this name."""
+        """Return the command for this head, which was written to this directory, and the target of this name."""
         names = {"method": head.kind, "algorithm": head.kind.upper()}
         return self.use.format(target=target, head=directory, depth=head.depth, **names)
 
 
-CHAIN = "vLLM drafts a chain, no tree."
+CHAIN = "vLLM drafts a chain, not a tree."
 VLLM_EXPORTS: dict[type[DraftHead], Export] = {
     Eagle3Head: Export(formats.Eagle3Format(), VLLM, CHAIN),
     EagleHead: Export(formats.EagleFormat("EagleLlamaForCausalLM"), VLLM, CHAIN),
@@ -106,69 +106,71 @@ def sglang(head: DraftHead, target: Target) -> Export:
         return Export(
             formats.EagleFormat(bias=True),
             SGLANG,
-            "SGLang's fc has a bias; one of zeros is written where there is none.",
+            "SGLang's fc has a bias; if the head has none, one of zeros is written.",
         )
     if isinstance(head, DFlashHead):
         check_full_vocabulary("SGLang's block drafting", head)
     if isinstance(head, DSparkHead | DominoHead):
         if isinstance(head, DominoHead) and head.pure != 1:
-            raise ValueError(f"SGLang's Domino has head.pure_draft_prefix_len=1, and this head {head.pure}")
+            raise ValueError(f"SGLang's Domino has head.pure_draft_prefix_len=1, and this head has {head.pure}")
         layout = formats.DSparkFormat() if isinstance(head, DSparkHead) else formats.DominoFormat()
-        return Export(layout, SGLANG_BLOCK, "SGLang drafts a chain, no tree.")
+        return Export(layout, SGLANG_BLOCK, "SGLang drafts a chain, not a tree.")
     if isinstance(head, LiLiCorrHead):
         return Export(
-            formats.LiLiCorrFormat(), SGLANG_BLOCK.replace("{algorithm}", "DFLASH"), "SGLang drafts a chain, no tree."
+            formats.LiLiCorrFormat(),
+            SGLANG_BLOCK.replace("{algorithm}", "DFLASH"),
+            "SGLang drafts a chain, not a tree.",
         )
     if type(head) is DFlashHead:
-        return Export(formats.DFlashFormat(), SGLANG_BLOCK, "SGLang drafts a chain, no tree.")
+        return Export(formats.DFlashFormat(), SGLANG_BLOCK, "SGLang drafts a chain, not a tree.")
     if not isinstance(head, Eagle3Head):
         raise unsupported("SGLang", head)
     if len(head.layers) != 3:
         raise ValueError(f"SGLang fuses three layers, and this head takes hidden states {head.layers}")
     if head.layers[0] == 0:
         raise ValueError(
-            "SGLang hands out outputs of decoder layers, and this head takes the embedding (hidden state 0)"
+            "SGLang provides outputs of decoder layers, and this head takes the embedding (hidden state 0)"
         )
     if as_sglang_reads(for_sglang(head.layers, target), target) != head.layers:
         raise ValueError(
-            f"SGLang takes layer ids that start with 1 for one less than they are, and this head takes hidden states "
-            f"{head.layers}: vLLM reads it"
+            "SGLang reads layer ids that start with 1 as one less, and this head takes hidden states "
+            f"{head.layers}: use vLLM"
         )
-    check_layer_flags("SGLang", head, known=("norm_before_fc", "fc_norm", "norm_output"))
+    check_layer_flags("SGLang", head, supported=("norm_before_fc", "fc_norm", "norm_output"))
     extras = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if head.to_config()[name]]
-    note = f"{', '.join(extras)}: SGLang reads it since its pull requests 24663 and 32334 (2026)." if extras else ""
+    note = f"{', '.join(extras)}: supported by SGLang since its pull requests 24663 and 32334 (2026)." if extras else ""
     return Export(formats.Eagle3Format(), SGLANG, note)
 
 
 def speculators(head: DraftHead, target: Target) -> Export:
     if isinstance(head, DFlashHead) and head.window is not None and not head.causal:
         raise ValueError(
-            f"vLLM reads heads of the speculators package as causal in all layers or in none, and this one is in its sliding "
-            f"layers alone (head.window={head.window}): format=vllm"
+            "vLLM reads heads of the speculators package as causal in all layers or in none, and this one only in its "
+            f"sliding layers (head.window={head.window}): use format=vllm"
         )
     if isinstance(head, DSparkHead):
         check_vanilla("vLLM", head)
         return Export(
-            formats.SpeculatorsDSpark(), "vllm serve {head}", "vLLM finds the target by the name in config.json."
+            formats.SpeculatorsDSpark(), "vllm serve {head}", "vLLM finds the target by its name in config.json."
         )
     if isinstance(head, XPressHead):
         if head.inner % head.correction:
             raise ValueError(
-                f"the speculators package wants head.xpress_mlp_hidden={head.inner} to be a multiple of head.xpress_rank="
-                f"{head.correction}: format=vllm"
+                f"the speculators package needs head.xpress_mlp_hidden={head.inner} to be a multiple of head.xpress_rank="
+                f"{head.correction}: use format=vllm"
             )
         return Export(formats.SpeculatorsXPress(), "vllm serve {head}", XPRESS)
     if type(head) is DFlashHead:
         return Export(
-            formats.SpeculatorsDFlash(), "vllm serve {head}", "vLLM finds the target by the name in config.json."
+            formats.SpeculatorsDFlash(), "vllm serve {head}", "vLLM finds the target by its name in config.json."
         )
     if isinstance(head, PEagleHead):
-        note = "vLLM finds the target by the name in config.json, and P-EAGLE's files by method=eagle3."
+        note = "vLLM finds the target by its name in config.json, and P-EAGLE's files by method=eagle3."
         return Export(formats.SpeculatorsPEagle(), VLLM_P_EAGLE, note)
     if not isinstance(head, Eagle3Head):
         raise unsupported("the speculators package", head)
     check_llama_layer("the speculators package", head)
-    return Export(formats.SpeculatorsFormat(), "vllm serve {head}", "vLLM finds the target by the name in config.json.")
+    return Export(formats.SpeculatorsFormat(), "vllm serve {head}", "vLLM finds the target by its name in config.json.")
 
 
 def eagle(head: DraftHead, target: Target) -> Export:
@@ -179,8 +181,8 @@ def eagle(head: DraftHead, target: Target) -> Export:
     n = target.num_layers
     if head.layers != [2, n // 2, n - 3]:
         raise ValueError(
-            f"SafeAILab's code takes hidden states {[2, n // 2, n - 3]} of a target of {n} layers, whatever config.json "
-            f"says, and this head takes {head.layers}"
+            f"SafeAILab's code takes hidden states {[2, n // 2, n - 3]} of a target of {n} layers, regardless of config.json,"
+            f" and this head takes {head.layers}"
         )
     check_layer_flags("SafeAILab's code", head)
     return Export(formats.Eagle3Format(), EA_MODEL)
@@ -190,7 +192,7 @@ def medusa(head: DraftHead, target: Target) -> Export:
     if type(head) is not MedusaHead:
         raise unsupported("FasterDecoding's code", head)
     check_full_vocabulary("FasterDecoding's code", head)
-    note = "medusa_lm_head.pt is for FasterDecoding's code, which opens nothing else; TGI takes the safetensors."
+    note = "medusa_lm_head.pt is for FasterDecoding's code, which reads nothing else; TGI reads the safetensors."
     return Export(formats.MedusaFormat(), "text-generation-launcher --model-id {head}", note)
 
 
@@ -200,7 +202,9 @@ def hydra(head: DraftHead, target: Target) -> Export:
     check_full_vocabulary("zankner's code", head)
     check_tied(head)
     return Export(
-        formats.HydraFormat(), "HydraModel.from_pretrained('{head}')", "hydra_lm_head.pt is what zankner's code opens."
+        formats.HydraFormat(),
+        "HydraModel.from_pretrained('{head}')",
+        "hydra_lm_head.pt is the file for zankner's code.",
     )
 
 
@@ -208,16 +212,15 @@ def mtp(head: DraftHead, target: Target) -> Export:
     if not isinstance(head, MTPHead):
         raise unsupported("a target's own file", head)
     if not weight_map(target):
-        raise ValueError(f"{target.name} has no checkpoint in safetensors here, which the layer could be written into")
+        raise ValueError(f"{target.name} has no local checkpoint in safetensors, into which the layer could be written")
     shipped = any(name.startswith(PREFIX) for name in weight_map(target))
-    note = (
-        "" if shipped else "Engines look for an MTP layer where config.json tells of one, and this target's does not."
-    )
+    note = "" if shipped else "Engines look for an MTP layer if config.json announces one, and this target's does not."
     return Export(formats.MTPFormat(), VLLM_MTP, note)
 
 
 def llamacpp(head: DraftHead, target: Target, dtype: str = "float16", target_gguf: str | None = None) -> Export:
-    """dtype: one of DTYPES. target_gguf: a GGUF of the target, whose tokenizer is copied."""
+    """Export for llama.cpp. dtype: one of heads/formats/gguf's DTYPES. target_gguf: a GGUF of the target, whose tokenizer
+    is copied."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} is not one of {', '.join(DTYPES)}")
     if isinstance(head, MTPHead):
@@ -235,10 +238,10 @@ def llamacpp(head: DraftHead, target: Target, dtype: str = "float16", target_ggu
     method = "dflash" if isinstance(head, DFlash2Head) else head.kind
     convert = LLAMACPP_TARGET.format(target=target.name)
     note = (
-        f"llama.cpp drafts a chain, no tree. Its own converter writes the target: {convert}\n"
-        f"The way from the start: foredraft train target={target.name} head={head.kind} output_dir=outputs/mine; foredraft "
-        "export checkpoint=outputs/mine/head format=gguf output_dir=exported; llama-server as below.\n"
-        "Its cache of keys and values is in half precision, where ties may fall otherwise than here, unless it is started "
+        f"llama.cpp drafts a chain, not a tree. Its own converter writes the target: {convert}\n"
+        f"From the start: foredraft train target={target.name} head={head.kind} output_dir=outputs/mine; foredraft "
+        "export checkpoint=outputs/mine/head format=gguf output_dir=exported; then llama-server as below.\n"
+        "Its cache of keys and values is in half precision, where ties may be decided differently, unless it is started "
         "with -fa off -ctk f32 -ctv f32."
     )
     layout = formats.default_format(head)
@@ -246,19 +249,19 @@ def llamacpp(head: DraftHead, target: Target, dtype: str = "float16", target_ggu
 
 
 def llamacpp_mtp(head: MTPHead, target: Target, dtype: str, target_gguf: str | None) -> Export:
-    mtp(head, target)  # what it refuses
+    mtp(head, target)  # for its checks
     attention = head.layer.self_attn
     if not target.config.model_type.startswith("qwen3_5") or not (attention.gated and attention.normed):
         raise ValueError(
-            "of MTP layers without experts llama.cpp loads those of Qwen3.5 alone, with a gate and q/k norms, "
-            f"and this one is of a target of type {target.config.model_type}"
+            "llama.cpp only loads MTP layers without experts of Qwen3.5, with a gate and q/k norms, and this one "
+            f"belongs to a target of type {target.config.model_type}"
             f"{'' if attention.gated and attention.normed else ', without these'}: train head=eagle3 for llama.cpp, or "
             "export this with format=mtp for vLLM"
         )
     convert = LLAMACPP_TARGET.format(target=target.name)
     note = (
-        f"llama.cpp drafts a chain, no tree. Its own converter writes the target: {convert} --no-mtp\n"
-        "One file of both: export with format=mtp, convert that folder without --no-mtp, and leave out -md."
+        f"llama.cpp drafts a chain, not a tree. Its own converter writes the target: {convert} --no-mtp\n"
+        "For one file with both: export with format=mtp, convert that directory without --no-mtp, and omit -md."
     )
     return Export(NextnFormat(dtype, target_gguf), LLAMACPP, note)
 
@@ -273,7 +276,7 @@ FORMATS = {  # each with the description that --help shows
     "mtp": ("The target's own files with this MTP layer in place of theirs.", mtp),
     "gguf": ("GGUF, which llama.cpp loads; dtype= and target_gguf= are for this format.", llamacpp),
 }
-# Engines, and the formats that they read: a card names the first that takes the head.
+# Engines, and the formats that they read: a card names the first that supports the head.
 ENGINES = {
     "vLLM": ("vllm", "speculators", "mtp"),
     "SGLang": ("sglang",),
@@ -294,9 +297,9 @@ def exporter_for(name: str, **options: str | None) -> Callable[[DraftHead, Targe
 
 
 def engines(head: DraftHead, target: Target, name: str) -> list[dict[str, Any]]:
-    """For the model card: each engine that loads the head, from which `format` of export (None: the files that training
-    writes), by what `command`, in which {head} is still to be filled in. name: of the target, for the commands."""
-    trained, found = formats.default_format(head), []
+    """Return, for the model card, each engine that loads the head, the `format` of export (None for the files that training
+    writes), and the `command`, with {head} still to be filled in. name: of the target, for the commands."""
+    trained, supported = formats.default_format(head), []
     for engine, names in ENGINES.items():
         for layout in names:
             try:
@@ -305,6 +308,6 @@ def engines(head: DraftHead, target: Target, name: str) -> list[dict[str, Any]]:
                 continue
             same = type(export.layout) is type(trained) and vars(export.layout) == vars(trained)
             command = export.command(head, name, "{head}")
-            found.append({"engine": engine, "format": None if same else layout, "command": command})
+            supported.append({"engine": engine, "format": None if same else layout, "command": command})
             break
-    return found
+    return supported

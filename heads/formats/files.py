@@ -1,8 +1,8 @@
-"""Files of a head that somebody else wrote: they are data, and nothing in them is ever executed.
+"""Read files of a head that somebody else wrote. They are data, and nothing in them is executed.
 
-A `.pt` or `.bin` is a zip of raw tensors and a pickle. The zip is looked at before it is opened (torch stores members
-uncompressed, so one that is compressed, or larger than the file, is a bomb and not a head), and the pickle is read by
-torch's weights-only unpickler, which knows tensors and containers and refuses every other name.
+A `.pt` or `.bin` is a zip of raw tensors and a pickle. The zip is inspected before it is opened: torch stores members
+uncompressed, so a compressed one, or one larger than the file, is a bomb and not a head. The pickle is read by torch's
+weights-only unpickler, which supports tensors and containers and refuses every other name.
 """
 
 import json
@@ -21,20 +21,20 @@ from foredraft.heads.formats.unsupported import check_supported_drafter
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-# In this order: where a directory has both, pickles are never read.
+# In this order: if a directory has both, pickles are never read.
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
 SAFE = ("model.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors", ADAPTER)
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
-LARGEST_JSON = 2**24  # bytes; configs have some thousand
+LARGEST_JSON = 2**24  # bytes; a config has a few thousand
 
 
 def read(directory: Path) -> HeadFiles:
-    """The config and the weights in `directory`; ValueError that names the file and what is wrong with it."""
+    """Read the config and the weights in `directory`. Raises ValueError with the file and what is wrong with it."""
     config = read_config(directory)
     known = (*SAFE, FILE, *PICKLED)
     weights = next((directory / name for name in known if (directory / name).is_file()), None)
     if weights is None:
-        raise ValueError(f"{directory} holds no weights: none of {', '.join(known)}")
+        raise ValueError(f"{directory} contains no weights: none of {', '.join(known)}")
     if weights.name == INDEX:
         tensors = read_shards(weights)
     elif weights.suffix == ".safetensors":
@@ -47,27 +47,27 @@ def read(directory: Path) -> HeadFiles:
 
 
 def read_config(directory: Path, name: str = "") -> dict:
-    """config.json, refused where it is of a drafter that is not known here, or names code. name: for errors."""
+    """Read config.json. Raises ValueError if its drafter is not supported, or if it names code. name: for errors."""
     path = directory / CONFIG
     if not path.is_file():
-        raise ValueError(f"{directory} holds no {CONFIG}: give the directory that training wrote (<output_dir>/head)")
+        raise ValueError(f"{directory} has no {CONFIG}: give the directory that training wrote (<output_dir>/head)")
     config = read_json(path)
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds no settings, but {type(config).__name__}")
-    own = config.get("foredraft")
-    if not isinstance(own, dict | None):
-        raise ValueError(f"{path} says foredraft={own!r}, which holds no settings")
-    if own is None:
-        config.pop("foredraft", None)  # null says no more than nothing
+        raise ValueError(f"{path} contains no settings, but {type(config).__name__}")
+    record = config.get("foredraft")
+    if not isinstance(record, dict | None):
+        raise ValueError(f"{path} has foredraft={record!r}, which contains no settings")
+    if record is None:
+        config.pop("foredraft", None)  # null means absent
     check_supported_drafter(config, name or directory)
     code = [key for key in ("auto_map", "custom_pipelines", "trust_remote_code") if config.get(key)]
     if isinstance(config.get("auto_map"), dict) and config["auto_map"].keys() == {""}:
-        code.remove("auto_map")  # speculators writes it so: nothing would load a class under no name
+        code.remove("auto_map")  # speculators writes this: nothing would load a class without a name
     elif "auto_map" in code and "dflash_config" in config:
         code.remove("auto_map")  # z-lab and SpecForge name the class that they train, which is not needed here
     if code:
         raise ValueError(
-            f"{path} names code of its own ({', '.join(code)}): a head is data here, and nothing that comes with it is "
+            f"{path} names its own code ({', '.join(code)}): a head is data here, and nothing that comes with it is "
             "executed; remove the entry if the weights are in a published layout"
         )
     return config
@@ -75,7 +75,7 @@ def read_config(directory: Path, name: str = "") -> dict:
 
 def read_json(path: Path) -> object:
     if path.stat().st_size > LARGEST_JSON:
-        raise ValueError(f"{path} is {path.stat().st_size:,} bytes, which no config is")
+        raise ValueError(f"{path} is {path.stat().st_size:,} bytes, which is too large for a config")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -86,11 +86,11 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from error
+        raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
 
 
 def read_shards(index: Path) -> dict[str, Tensor]:
-    """The tensors of a model that was saved in parts; each part must lie beside the index."""
+    """Read the tensors of a model that was saved in parts. Each part must be next to the index."""
     entries = read_json(index)
     parts = entries.get("weight_map") if isinstance(entries, dict) else None
     if not isinstance(parts, dict):
@@ -100,7 +100,7 @@ def read_shards(index: Path) -> dict[str, Tensor]:
         if name != PurePosixPath(name).name or not name.endswith(".safetensors"):
             raise ValueError(f"{index} names {name!r}: a part must be a .safetensors file in the same directory")
         if not (index.parent / name).is_file():
-            raise ValueError(f"{index} names {name}, which is not there")
+            raise ValueError(f"{index} names {name}, which is missing")
         tensors |= read_safetensors(index.parent / name)
     return tensors
 
@@ -111,20 +111,22 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).split("WeightsUnpickler error: ")[-1].split("\n")[0].strip()
-        raise ValueError(f"{path} holds more than tensors, and was not executed: {reason}") from None
+        raise ValueError(f"{path} contains more than tensors, and was not executed: {reason}") from None
     except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, MemoryError) as error:
         raise ValueError(f"{path} is damaged: {str(error).splitlines()[0] if str(error) else error!r}") from None
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()
     ):
-        raise ValueError(f"{path} holds no tensors by name, which is what a head is")
+        raise ValueError(f"{path} is not a dict of tensors by name, which a head is")
     return dict(tensors)
 
 
 def check_zip(path: Path) -> None:
     """Raise ValueError unless `path` is a zip as torch.save writes it."""
     if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is no zip file, as torch.save writes since 1.6: save it again, best as safetensors")
+        raise ValueError(
+            f"{path} is not a zip file, as torch.save writes since 1.6: save it again, best as safetensors"
+        )
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
@@ -133,10 +135,10 @@ def check_zip(path: Path) -> None:
     for member in members:
         place = PurePosixPath(member.filename)
         if place.is_absolute() or ".." in place.parts or "\\" in member.filename:
-            raise ValueError(f"{path} has a member that points out of it, {member.filename!r}: it was not opened")
+            raise ValueError(f"{path} has a member that points outside, {member.filename!r}: it was not opened")
         if member.compress_type != zipfile.ZIP_STORED:
             raise ValueError(
-                f"{path} has a compressed member, {member.filename!r}: torch writes none; it was not opened"
+                f"{path} has a compressed member, {member.filename!r}, which torch never writes: it was not opened"
             )
     total = sum(member.file_size for member in members)
     if total > path.stat().st_size:

@@ -1,4 +1,4 @@
-"""Hydra and Hydra++ as zankner/Hydra lays them out: `hydra_mlp`, `hydra_lm_head`, and `prefix_embeding_layer` (spelt so)."""
+"""Hydra and Hydra++ in zankner/Hydra's layout: `hydra_mlp`, `hydra_lm_head`, and `prefix_embeding_layer` (spelled so)."""
 
 from typing import Any, Self
 
@@ -17,20 +17,20 @@ PREFIX = "prefix_embeding_layer."
 class HydraFormat(Format):
     title = "Hydra as zankner/Hydra reads it"
     kind, is_default = HydraHead, True
-    weight_files = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")  # its code opens only the second
+    weight_files = ("hydra_lm_head.safetensors", "hydra_lm_head.pt")  # its code only reads the second
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
         return cls() if "hydra_num_heads" in files.config else None
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
-        """Sizes and the prefix layer's shape are the target's: the published configs do not tell them."""
+        """Return a config with the target's sizes and shape of the prefix layer, which published configs omit."""
         check_settings(files, files.config, {"quantization_config": None})
         files.count("hydra_num_heads"), files.count("hydra_num_layers")
-        own: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
+        record: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         if files.config["hydra_head_arch"] == "prefix-mlp":
-            own["prefix"] = llama_config.to_json(llama_config.config_like(target))
-        return files.config | {"foredraft": own | files.config.get("foredraft", {})}
+            record["prefix"] = llama_config.to_json(llama_config.config_like(target))
+        return files.config | {"foredraft": record | files.config.get("foredraft", {})}
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         weights = dict(files.weights)
@@ -42,7 +42,7 @@ class HydraFormat(Format):
             ours = head.prefix_embeding_layer.rotary.rope.inv_freq
             if frequencies.shape != ours.shape or not torch.allclose(frequencies.float(), ours, rtol=1e-2):
                 raise files.error(
-                    f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq is of another rope than {target.name}'s"
+                    f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq belongs to another rope than {target.name}'s"
                 )
         return weights
 
@@ -51,7 +51,7 @@ class HydraFormat(Format):
 
 
 def check_tied(head: HydraHead) -> None:
-    """Raise ValueError where zankner's code would load other weights than these: it repeats one block."""
+    """Raise ValueError if zankner's code would load other weights than these: it repeats one block."""
     if not head.cache_layers:
         return
     for number, stack in enumerate(head.hydra_mlp):
@@ -60,5 +60,5 @@ def check_tied(head: HydraHead) -> None:
         if any(not torch.equal(tensor, block[name]) for block in blocks[1:] for name, tensor in blocks[0].items()):
             raise ValueError(
                 f"zankner's code has one block in place of layers 3, 5, 7 of hydra_mlp.{number}, and this head has "
-                "learned one for each: it would draft with the last of them; train with head.mlp_layers=2 for that code"
+                "trained each: it would draft with the last of them; train with head.mlp_layers=2 for that code"
             )

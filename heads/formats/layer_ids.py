@@ -1,11 +1,11 @@
-"""Which hidden states an EAGLE-3 head fuses. Two numberings of them are in use, under one name:
+"""The hidden states that an EAGLE-3 head fuses. Two numberings are in use, under one name:
 
     hidden states   0 is the embedding, k the output of the k-th layer: vLLM, speculators, ours; [2, n/2, n-3] by default
     layer outputs   counted from 0, one less than the above: SpecForge, ModelOpt, AngelSlim; [1, n/2-1, n-4] by default
 
-An off-by-one costs a tenth to several tokens of acceptance and nobody sees it, so it is resolved by evidence and reported.
-SGLang takes ids in eagle_config for layer outputs where the first is 1 (its #25454), for hidden states otherwise, and always
-for hidden states where the target is a GPT-OSS (its #32334).
+An off-by-one costs a tenth to several tokens of acceptance length and nobody notices, so it is inferred from evidence and
+reported. SGLang reads ids in eagle_config as layer outputs if the first is 1 (its #25454), otherwise as hidden states, and
+always as hidden states if the target is a GPT-OSS (its #32334).
 """
 
 from foredraft.heads.formats.base import HeadFiles
@@ -15,12 +15,13 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def resolve_layer_ids(files: HeadFiles, target: Target) -> list[int]:
-    """The fused layers as ids of `hidden_states`, ascending; ValueError where they are ambiguous or do not fit the target."""
+    """Return the fused layers as ids of `hidden_states`, ascending. Raises ValueError if they are ambiguous or do not fit
+    the target."""
     n, inside = target.num_layers, files.config.get("eagle_config") or {}
     top, eagle = read_ids(files, IDS, files.config.get(IDS)), read_ids(files, f"eagle_config.{IDS}", inside.get(IDS))
-    own = read_ids(files, "foredraft.layers", files.config.get("foredraft", {}).get("layers"))
-    if own is not None:
-        ids = own
+    recorded = read_ids(files, "foredraft.layers", files.config.get("foredraft", {}).get("layers"))
+    if recorded is not None:
+        ids = recorded
     elif top is not None and eagle is not None:
         if top not in (as_sglang_reads(eagle, target), [k + 1 for k in eagle]):
             raise files.error(
@@ -31,7 +32,7 @@ def resolve_layer_ids(files: HeadFiles, target: Target) -> list[int]:
     elif top is None and eagle is None:
         ids = default_ids(files, n)
     else:
-        ids = by_evidence(files, target, top if top is not None else eagle or [], in_eagle_config=top is None)
+        ids = infer_layer_ids(files, target, top if top is not None else eagle or [], in_eagle_config=top is None)
     if sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] <= n:
         raise files.error(
             f"it takes hidden states {ids} (0 is the embedding); they must ascend within the target's 0..{n}"
@@ -42,52 +43,51 @@ def resolve_layer_ids(files: HeadFiles, target: Target) -> list[int]:
 def read_ids(files: HeadFiles, name: str, value: object) -> list[int] | None:
     if value is None or (isinstance(value, list) and value and all(type(k) is int for k in value)):
         return value
-    raise files.error(f"config.json says {name}={value!r}, which is no list of layers")
+    raise files.error(f"config.json has {name}={value!r}, which is not a list of layers")
 
 
 def default_ids(files: HeadFiles, n: int) -> list[int]:
     rule = [2, n // 2, n - 3]
     if sorted(set(rule)) != rule:
-        raise files.error(
-            f"config.json names no {IDS}, and a target of {n} layers is too shallow for the paper's three"
-        )
+        raise files.error(f"config.json has no {IDS}, and a target of {n} layers is too shallow for the paper's three")
     return rule
 
 
-def by_evidence(files: HeadFiles, target: Target, ids: list[int], in_eagle_config: bool) -> list[int]:
-    """Ids that stand in one place, as ids of hidden_states; ValueError where the evidence is mixed, with the remedy."""
+def infer_layer_ids(files: HeadFiles, target: Target, ids: list[int], in_eagle_config: bool) -> list[int]:
+    """Return ids that are in one place as ids of hidden_states. Raises ValueError with the remedy if the evidence is
+    mixed."""
     n, gpt_oss = target.num_layers, target.config.model_type == "gpt_oss"
     outputs, states = [k + 1 for k in ids], ids
     if ids == [1, n // 2 - 1, n - 4]:
-        files.notes.append(f"{IDS}={ids} are taken for outputs of layers counted from 0, the usual three of {n} layers")
+        files.notes.append(f"{IDS}={ids} are read as outputs of layers counted from 0, the usual three of {n} layers")
         return outputs
     if ids == [2, n // 2, n - 3] or not in_eagle_config:
         return states  # at the top level of config.json, vLLM and speculators define them so
     if ids[-1] == n and ids[0] != 1:
-        files.notes.append(f"eagle_config.{IDS}={ids} are taken for ids of hidden_states, since the last one is {n}")
+        files.notes.append(f"eagle_config.{IDS}={ids} are read as ids of hidden_states, since the last one is {n}")
         return states
     if ids[0] == 1 and ids[-1] < n and not gpt_oss:
-        files.notes.append(f"eagle_config.{IDS}={ids} are taken for outputs of layers counted from 0, as SGLang does")
+        files.notes.append(f"eagle_config.{IDS}={ids} are read as outputs of layers counted from 0, as in SGLang")
         return outputs
     if ids[0] == 2 and ids[-1] <= n:
-        files.notes.append(f"eagle_config.{IDS}={ids} are taken for ids of hidden_states, as SGLang does")
+        files.notes.append(f"eagle_config.{IDS}={ids} are read as ids of hidden_states, as in SGLang")
         return states
     raise files.error(
         f"eagle_config.{IDS}={ids} may count outputs of layers from 0 or hidden_states, where 0 is the embedding: add "
         f'"foredraft": {{"layers": {outputs}}} to its config.json for the first, {{"layers": {states}}} for the second '
-        "(the one with more accepted tokens is right)"
+        "(the one with the higher acceptance length is right)"
     )
 
 
 def as_sglang_reads(ids: list[int], target: Target) -> list[int]:
-    """The hidden states that SGLang takes for these ids in eagle_config."""
+    """Return the hidden states that SGLang reads for these ids in eagle_config."""
     shifted = ids[0] == 1 and target.config.model_type != "gpt_oss"
     return [k + 1 for k in ids] if shifted else ids
 
 
 def for_sglang(layers: list[int], target: Target) -> list[int]:
-    """The ids in eagle_config for which SGLang takes hidden states `layers`. Outputs of layers where both would do, since
-    earlier versions knew nothing else, and where neither does: `layers` that start with 1."""
+    """Return the ids in eagle_config for which SGLang reads hidden states `layers`. These are outputs of layers if both
+    would work, since earlier versions support nothing else, and if neither does (`layers` that start with 1)."""
     outputs = [k - 1 for k in layers]
     fits = as_sglang_reads(layers, target) == layers and as_sglang_reads(outputs, target) != layers
     return layers if fits else outputs

@@ -1,4 +1,4 @@
-"""The decoder layer of an imported EAGLE head: which of its settings are taken as they are, and which are refused."""
+"""The decoder layer of an imported EAGLE head: which of its settings are supported, and which are refused."""
 
 from typing import Any
 
@@ -6,20 +6,18 @@ from foredraft.heads import llama_config
 from foredraft.heads.formats.base import HeadFiles, check_one_layer, check_settings
 from foredraft.heads.target import Target
 
-# What our decoder layer does, and no other.
+# The only values that our decoder layer supports.
 LAYER = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
-LATENT_WEIGHT = "self_attn.kv_a_proj_with_mqa.weight"  # shows such a layer; config.json may only repeat its target's
+LATENT_WEIGHT = "self_attn.kv_a_proj_with_mqa.weight"  # reveals such a layer; config.json may only repeat its target's
 SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def layer_settings(
     files: HeadFiles, settings: dict[str, Any], target: Target, count: int | None = None, latent: bool = False
 ) -> dict[str, Any]:
-    """`settings` with what is missing filled in. What is odd and taken as it is goes to `files.notes`: the weights decide
-    how many layers there are and whether projections have biases, and rope and context length are the head's own.
-    latent: may it have multi-head latent attention?
-
-    Raises ValueError for a layer that cannot be drafted with here."""
+    """Return `settings` with missing ones filled in. Unusual ones that are used go to `files.notes`: the weights determine
+    the number of layers and biases, and rope and context length are the head's own. latent: may it have multi-head latent
+    attention? Raises ValueError for an unsupported layer."""
     if count is None:
         check_one_layer(files)
     else:
@@ -29,7 +27,7 @@ def layer_settings(
     settings = {name: value for name, value in settings.items() if shown or name not in llama_config.LATENT}
     for name in (*SIZES, *llama_config.LATENT):
         if settings.get(name) is not None and (type(settings[name]) is not int or settings[name] < 1):
-            raise files.error(f"config.json says {name}={settings[name]!r}, which is no size")
+            raise files.error(f"config.json has {name}={settings[name]!r}, which is not a size")
     if shown:
         settings["head_dim"] = rotated_dim(files, settings, latent)
     heads = settings["num_attention_heads"]
@@ -37,26 +35,26 @@ def layer_settings(
         raise files.error(f"{heads} attention heads cannot share {settings['num_key_value_heads']} key/value heads")
     if count is None and settings.get("num_hidden_layers", 1) != 1:
         files.notes.append(
-            f"config.json says num_hidden_layers={settings['num_hidden_layers']}, the weights are of one"
+            f"config.json has num_hidden_layers={settings['num_hidden_layers']}, but the weights are of one layer"
         )
     if count is None and settings.get("use_sliding_window") and settings.get("sliding_window"):
-        files.notes.append(f"sliding_window={settings['sliding_window']} is not applied, it drafts over the whole text")
+        files.notes.append(f"sliding_window={settings['sliding_window']} is not applied, drafts see the whole text")
     new = settings.get("rope_parameters") or {}
     if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:
-        raise files.error(f"config.json says rope_theta={settings['rope_theta']} and rope_parameters={new}")
+        raise files.error(f"config.json has rope_theta={settings['rope_theta']} and rope_parameters={new}")
     rope = llama_config.rope_parameters(settings)
     if rope["rope_type"] == "dynamic":
         files.notes.append(
-            f"a dynamic rope is the default one up to max_position_embeddings, and so it is taken: {rope}"
+            f"a dynamic rope equals the default one up to max_position_embeddings, which is used: {rope}"
         )
         default = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
         settings["rope_parameters"] = {"rope_type": "default"} | default
     elif rope["rope_type"] not in llama_config.ROPES:
         raise files.error(
-            f"config.json says a rope of type {rope['rope_type']}, which no layer here has: one of "
-            f"{', '.join(llama_config.ROPES)}; choose a head with one of these"
+            f"config.json has a rope of type {rope['rope_type']}, which is not supported: one of "
+            f"{', '.join(llama_config.ROPES)} is; choose a head with one of these"
         )
-    if not settings.get("max_position_embeddings"):  # the first EAGLE called it max_sequence_length
+    if not settings.get("max_position_embeddings"):  # max_sequence_length in the first EAGLE
         settings["max_position_embeddings"] = settings.get("max_sequence_length") or target.max_positions or 2048
     if any(name.endswith("self_attn.q_proj.bias") for name in files.weights):
         settings.setdefault("attention_bias", True)
@@ -65,15 +63,13 @@ def layer_settings(
 
 
 def rotated_dim(files: HeadFiles, settings: dict[str, Any], latent: bool) -> int:
-    """The rotated part of a key of multi-head latent attention; ValueError where the layer cannot be drafted with. latent:
-    can the head have such a layer?"""
+    """Return the size of the rotated part of a key in multi-head latent attention. Raises ValueError if the layer is not
+    supported. latent: can the head have such a layer?"""
     if not latent:
         raise files.error(
-            "its layer has multi-head latent attention, which only EAGLE-3 heads have here: choose another"
+            "its layer has multi-head latent attention, which is only supported in EAGLE-3 heads: choose another"
         )
     values, keys = settings["v_head_dim"], settings["qk_nope_head_dim"] + settings["qk_rope_head_dim"]
     if values > keys:
-        raise files.error(
-            f"config.json says v_head_dim={values}, wider than its keys of {keys}: no layer here has that"
-        )
+        raise files.error(f"config.json has v_head_dim={values}, wider than its keys of {keys}, which is not supported")
     return settings["qk_rope_head_dim"]

@@ -1,4 +1,4 @@
-"""Medusa-1 as FasterDecoding and TGI lay it out, in both versions."""
+"""Medusa-1 in FasterDecoding's and TGI's layout, in both versions."""
 
 import re
 from typing import Any, Self
@@ -12,33 +12,33 @@ from foredraft.heads.target import Target
 
 
 def medusa_config(files: HeadFiles, target: Target, depth: int, blocks: int) -> dict[str, Any]:
-    """A Medusa config of ours. Sizes are the target's: the published configs name none."""
+    """Return a Medusa config with the target's sizes, which published configs omit."""
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layers": [target.num_layers]}
-    own = sizes | files.config.get("foredraft", {})
-    if own["layers"] != sizes["layers"]:
+    record = sizes | files.config.get("foredraft", {})
+    if record["layers"] != sizes["layers"]:
         raise files.error(
-            f"it takes hidden states {own['layers']}, a Medusa head the target's last, {target.num_layers}"
+            f"it takes hidden states {record['layers']}, but a Medusa head takes the target's last, {target.num_layers}"
         )
     return {
         "base_model_name_or_path": files.config.get("base_model_name_or_path", target.name),
         "medusa_num_heads": depth,
         "medusa_num_layers": blocks,
-        "foredraft": own,
+        "foredraft": record,
     }
 
 
 def count_heads(files: HeadFiles, pattern: str) -> int:
-    """How many heads the weights are of: those numbered from 0 without a gap."""
+    """Return the number of heads in the weights: those numbered from 0 without a gap."""
     numbers = {int(match[1]) for key in files.weights if (match := re.match(pattern, key))}
     return next(i for i in range(len(numbers) + 1) if i not in numbers)
 
 
 class MedusaFormat(Format):
-    """`{i}.{j}.linear.{weight,bias}` and, in version 1, each head's own projection `{i}.{blocks}.weight`."""
+    """Convert `{i}.{j}.linear.{weight,bias}` and, in version 1, each head's own projection `{i}.{blocks}.weight`."""
 
     title = "Medusa-1 as FasterDecoding and TGI read it"
     kind, is_default = MedusaHead, True
-    # TGI insists on the one, FasterDecoding on the other.
+    # TGI requires the first, FasterDecoding the second.
     weight_files = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
     @classmethod
@@ -47,11 +47,11 @@ class MedusaFormat(Format):
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         declared, stored = files.config["medusa_num_heads"], count_heads(files, r"(\d+)\.")
-        # Published configs say 2 where 5 are stored (medusa-vicuna-7b-v1.3); fewer than declared is a broken file.
+        # Published configs have 2 with 5 stored heads (medusa-vicuna-7b-v1.3); fewer than declared is a broken file.
         if stored < declared or (files.trained_here and stored != declared):
-            raise files.error(f"config.json says medusa_num_heads={declared}, the weights are of {stored}")
+            raise files.error(f"config.json has medusa_num_heads={declared}, but the weights are of {stored} heads")
         if stored != declared:
-            files.notes.append(f"config.json says medusa_num_heads={declared}, the weights are of {stored}")
+            files.notes.append(f"config.json has medusa_num_heads={declared}, but the weights are of {stored} heads")
         check_settings(files, files.config, {"version": "2", "quantization_config": None})
         return medusa_config(files, target, stored, files.count("medusa_num_layers"))
 
@@ -60,10 +60,10 @@ class MedusaFormat(Format):
             return files.weights
         assert isinstance(head, MedusaHead)
         names = [f"{i}.{head.blocks}.weight" for i in range(head.depth)]
-        own = [name for name in names if name in files.weights]
-        if own:
+        stored = [name for name in names if name in files.weights]
+        if stored:
             raise files.error(
-                f"config.json says version 2, whose heads share the target's lm_head, but {own[0]} is stored"
+                f"config.json has version 2, whose heads share the target's lm_head, but {stored[0]} is stored"
             )
         rows = target.lm_head_rows
         if rows is None:

@@ -1,7 +1,7 @@
-"""A target's own files, with its multi-token-prediction layer in them (`mtp.*`): in, and stitched back out.
+"""A target's own files with its multi-token-prediction layer (`mtp.*`): read, and merged back into them.
 
-Files that hold nothing of the layer are copied: what is done to an export must not reach the target's own. All that an engine
-takes of them comes along: config.json, the tokenizer, the index.
+Files without tensors of the layer are copied, because changes of an export must not reach the target's own files.
+Everything else that an engine reads comes along: config.json, the tokenizer, the index.
 """
 
 import json
@@ -15,7 +15,7 @@ from torch import Tensor
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.mtp import PREFIX, MTPHead, holds, norm_offset
+from foredraft.heads.mtp import PREFIX, MTPHead, has_weights, norm_offset
 from foredraft.heads.target import Target
 from foredraft.heads.target.files import INDEX, checkpoint_file, weight_map
 
@@ -26,7 +26,7 @@ COPIED = (".json", ".jinja", ".model", ".txt")
 class MTPFormat(Format):
     title = "the target's own files, with its MTP layer (mtp.*)"
     kind = MTPHead
-    weight_files = ("mtp.safetensors",)  # `complete_files` puts its tensors where they belong
+    weight_files = ("mtp.safetensors",)  # `complete_files` moves its tensors to the target's files
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
@@ -38,45 +38,47 @@ class MTPFormat(Format):
         settings = layer_settings(files, config, target, count=1)
         rows = len(files.weights[f"{LAYER}q_proj.weight"])
         dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-        own = {"depth": 3} | files.config.get("foredraft", {})
+        record = {"depth": 3} | files.config.get("foredraft", {})
         gated = rows == 2 * dim * settings["num_attention_heads"]
         shown = {"attn_output_gate": gated, "qk_norm": f"{LAYER}q_norm.weight" in files.weights}
-        return settings | shown | {"foredraft": own}
+        return settings | shown | {"foredraft": record}
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        own = {name: tensor for name, tensor in files.weights.items() if name.startswith(PREFIX)}
-        return shift_norms(own, norm_offset(target))
+        weights = {name: tensor for name, tensor in files.weights.items() if name.startswith(PREFIX)}
+        return shift_norms(weights, norm_offset(target))
 
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        other = next((p for p in ("model.mtp_layers.", f"model.layers.{target.num_layers}.") if holds(target, p)), None)
+        other = next(
+            (p for p in ("model.mtp_layers.", f"model.layers.{target.num_layers}.") if has_weights(target, p)), None
+        )
         if other is not None:
             raise ValueError(
-                f"{target.name} names its MTP layer {other}*, and {self.title} is what this writes: no engine would read it"
+                f"{target.name} names its MTP layer {other}*, but this writes {self.title}, which no engine would read"
             )
         return shift_norms(super().export_weights(head, target), -norm_offset(target))
 
     def complete_files(self, directory: Path, target: Target) -> None:
         written = directory / self.weight_files[0]
-        stitch(load_file(written), directory, target)
+        merge_into_target(load_file(written), directory, target)
         written.unlink()
         source = checkpoint_file(target, "config.json")
         assert source is not None
         config = directory / "config.json"
-        own = json.loads(config.read_text())["foredraft"]
-        config.write_text(json.dumps(json.loads(source.read_text()) | {"foredraft": own}, indent=2) + "\n")
+        record = json.loads(config.read_text())["foredraft"]
+        config.write_text(json.dumps(json.loads(source.read_text()) | {"foredraft": record}, indent=2) + "\n")
         for file in source.parent.iterdir():
             if file.suffix in COPIED and file.name not in (config.name, INDEX):
                 shutil.copy(file, directory)
 
 
 def shift_norms(weights: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
-    """The weights of norms and `offset` more; in float32, since a small difference to 1 is lost in half precision."""
+    """Add `offset` to the weights of norms, in float32, since a small difference to 1 is lost in half precision."""
     return {name: t.float() + offset if offset and "norm" in name else t for name, t in weights.items()}
 
 
-def stitch(own: dict[str, Tensor], directory: Path, target: Target) -> None:
-    """Write the target's weights to `directory`, with `own` in the place of its MTP layer: in the file that held it, or else
-    in the last one."""
+def merge_into_target(layer: dict[str, Tensor], directory: Path, target: Target) -> None:
+    """Write the target's weights to `directory`, with `own` as its MTP layer: in the file that contained it, otherwise in the
+    last one."""
     places = weight_map(target)
     place = places.get(f"{PREFIX}fc.weight") or sorted(places.values())[-1]
     for file in sorted(set(places.values())):
@@ -85,11 +87,11 @@ def stitch(own: dict[str, Tensor], directory: Path, target: Target) -> None:
             shutil.copy(file, directory)
             continue
         weights = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(PREFIX)}
-        weights |= own if file == place else {}
+        weights |= layer if file == place else {}
         save_file(weights, directory / file.name, metadata={"format": "pt"})
     index = checkpoint_file(target, INDEX)
     if index is not None:
         contents = json.loads(index.read_text())
         names = {name: part for name, part in contents["weight_map"].items() if not name.startswith(PREFIX)}
-        contents["weight_map"] = names | dict.fromkeys(own, place.name)
+        contents["weight_map"] = names | dict.fromkeys(layer, place.name)
         (directory / INDEX).write_text(json.dumps(contents, indent=2) + "\n")

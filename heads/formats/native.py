@@ -1,4 +1,4 @@
-"""The layout of a kind of head that nobody else publishes: weights under the head's names, its class in config.json."""
+"""The layout of a kind of head that nobody else publishes: weights with the head's names, and its class in config.json."""
 
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ class NativeFormat(Format):
         return None if name is None else cls(find_class(files, str(name)))
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
-        # The number of layers of a draft model has a name of its family's.
+        # The number of layers of a draft model has different names in different families.
         layers = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
         for name in (*layers, "depth", "medusa_num_heads", "medusa_num_layers"):
             if files.config.get(name) is not None:
@@ -35,18 +35,18 @@ class NativeFormat(Format):
 
 
 def find_class(files: HeadFiles, name: str) -> type[DraftHead]:
-    """The head class that a config.json names as module:Class, of those that are imported: files are data, and must not
+    """Return the head class that a config.json names as module:Class, among the imported ones: files are data, and must not
     decide what Python imports."""
-    name = f"foredraft.{name}" if name.startswith("heads.") else name  # as 0.1 wrote it
+    name = f"foredraft.{name}" if name.startswith("heads.") else name  # as written by 0.1
     kinds = subclasses(DraftHead)  # type: ignore[type-abstract]
     kind = next((kind for kind in kinds if f"{kind.__module__}:{kind.__qualname__}" == name), None)
     if kind is None:
         raise files.error(
-            f"config.json names the head class {name}, which is not imported, or no DraftHead: import "
+            f"config.json names the head class {name}, which is not imported, or not a DraftHead: import "
             f"{name.split(':')[0]} first"
         )
     return kind
 
 
 def subclasses(kind: type[DraftHead]) -> list[type[DraftHead]]:
-    return [found for direct in kind.__subclasses__() for found in (direct, *subclasses(direct))]
+    return [kind for direct in kind.__subclasses__() for kind in (direct, *subclasses(direct))]

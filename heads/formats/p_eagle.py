@@ -1,5 +1,5 @@
-"""P-EAGLE as vLLM reads it, and in the layout of the `speculators` package: EAGLE-3's tensors with further layers, the head's
-own embedding, and `mask_hidden`. Drafts beyond the first take the token `pard_token` (`ptd_token_id` in older files,
+"""P-EAGLE as vLLM reads it, and in the layout of the `speculators` package: EAGLE-3's tensors with further layers, the
+head's own embedding, and `mask_hidden`. Drafts after the first take the token `pard_token` (`ptd_token_id` in older files,
 `mask_token_id` in speculators)."""
 
 from typing import Any, Self
@@ -41,7 +41,7 @@ class PEagleFormat(Eagle3Format):
         return self.settings(files, files.config, target)
 
     def settings(self, files: HeadFiles, layer: dict[str, Any], target: Target) -> dict[str, Any]:
-        """What `from_config` reads. layer: settings of the decoder layers."""
+        """Return the config for `from_config`. layer: settings of the decoder layers."""
         config, count = files.config, layer["num_hidden_layers"]
         check_settings(files, layer, {"attention_bias": False, "model_type": "llama"})
         check_settings(
@@ -50,26 +50,26 @@ class PEagleFormat(Eagle3Format):
         token = next((config[name] for name in TOKEN if config.get(name) is not None), None)
         if token is None:
             raise files.error(
-                f"config.json names no {TOKEN[0]}, the token that stands where a draft has no text yet: add it (SpecForge "
-                "trains with its --mask-token-id, or else with the tokenizer's padding token)"
+                f"config.json has no {TOKEN[0]}, the token at positions without text: add it (SpecForge trains with its "
+                "--mask-token-id, otherwise with the tokenizer's padding token)"
             )
         if type(token) is not int or not 0 <= token < target.vocab_size:
             raise files.error(
-                f"config.json says {TOKEN[0]}={token}, which is no row of the target's {target.vocab_size} embeddings"
+                f"config.json has {TOKEN[0]}={token}, which must lie between 0 and {target.vocab_size - 1}"
             )
-        # It says how far an engine shall draft. The head is the same at all depths, and drafts two tokens at least.
-        own = {"depth": max(2, speculative_tokens(files, usual=8))} | config.get("foredraft", {})
+        # This is how far an engine should draft. The head is the same at all depths, and drafts at least two tokens.
+        record = {"depth": max(2, speculative_tokens(files, usual=8))} | config.get("foredraft", {})
         shared = self.shared_config(files, {name: config.get(name) for name in FLAGS}, target)
-        own_settings = {"num_hidden_layers": count, "pard_token": token, "foredraft": own}
+        own_settings = {"num_hidden_layers": count, "pard_token": token, "foredraft": record}
         return layer_settings(files, layer, target, count) | shared | own_settings
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        own = dict(files.weights)
-        rows = own.pop(EMBEDDINGS, None)
+        weights = dict(files.weights)
+        rows = weights.pop(EMBEDDINGS, None)
         if rows is None:
             files.notes.append(f"no embedding is stored, so that of {target.name} is used")
             rows = target.embeddings.detach().cpu()
-        weights = super().complete_weights(files._replace(weights=own), head, target)
+        weights = super().complete_weights(files._replace(weights=weights), head, target)
         return weights | {EMBEDDINGS: rows}
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """EAGLE-3 in vLLM's own layout, that of the `speculators` package.
 
-The decoder layer is `layers.0`, its config stands apart as `transformer_layer_config`, and the target's embeddings are
-stored along. Its flags are all written out: engines differ on what an absent one means.
+The decoder layer is `layers.0`, its config is in `transformer_layer_config`, and the target's embeddings are stored too.
+All flags are written, because engines have different defaults.
 """
 
 from typing import Any, Self
@@ -19,7 +19,7 @@ from foredraft.heads.target import Target
 
 ARCHITECTURES = {"Eagle3Speculator", "Eagle3DraftModel"}
 EMBEDDINGS = "embed_tokens.weight"
-LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # the model whose layer the head's is
+LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # the model that the head's layer belongs to
 
 
 class SpeculatorsFormat(Eagle3Format):
@@ -34,27 +34,29 @@ class SpeculatorsFormat(Eagle3Format):
         if kind is None and not ARCHITECTURES & set(files.config.get("architectures") or []):
             return None
         if kind not in (None, "eagle3"):
-            raise files.error(f"speculators_model_type={kind}: of this package's layouts, only eagle3 is read here")
+            raise files.error(f"speculators_model_type={kind}: of this package's layouts, only eagle3 is supported")
         return cls()
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         config, layer = files.config, files.config["transformer_layer_config"]
         if "norm_before_residual" not in config:
             raise files.error(
-                "config.json does not say norm_before_residual, which vLLM takes as true and speculators as false: add it"
+                "config.json has no norm_before_residual, whose default is true in vLLM and false in speculators: add it"
             )
         check_settings(
             files, layer, {"attention_bias": False, "model_type": "qwen3" if has_qk_norms(files) else "llama"}
         )
         check_settings(files, config, {"target_hidden_size": layer["hidden_size"]})
         flags = {name: config.get(name) for name in FLAGS}
-        own = {"depth": speculative_tokens(files, usual=7)} | config.get("foredraft", {})
-        return layer_settings(files, layer, target) | self.shared_config(files, flags, target) | {"foredraft": own}
+        record = {"depth": speculative_tokens(files, usual=7)} | config.get("foredraft", {})
+        return layer_settings(files, layer, target) | self.shared_config(files, flags, target) | {"foredraft": record}
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         assert isinstance(head, Eagle3Head)
         if head.fc is None:
-            raise ValueError("speculators knows no use_aux_hidden_state=false: export the head with format=vllm")
+            raise ValueError(
+                "speculators does not support use_aux_hidden_state=false: export the head with format=vllm"
+            )
         return speculators_settings("eagle3", "Eagle3Speculator", head, target)
 
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
@@ -63,13 +65,13 @@ class SpeculatorsFormat(Eagle3Format):
 
 
 def speculative_tokens(files: HeadFiles, usual: int) -> int:
-    """How many drafts the files say to make."""
+    """Return the number of drafts that the files recommend."""
     methods = files.config.get("speculators_config", {}).get("proposal_methods") or [{}]
     return files.check_depth("speculative_tokens", methods[0].get("speculative_tokens", usual))
 
 
 def speculators_settings(algorithm: str, architecture: str, head: DraftHead, target: Target) -> dict[str, Any]:
-    """The config.json of an EAGLE-3 or P-EAGLE head."""
+    """Return the config.json of an EAGLE-3 or P-EAGLE head."""
     assert isinstance(head, Eagle3Head | PEagleHead)
     config = head.to_config()
     layer = {name: value for name, value in config.items() if name in head.config.to_dict()}
@@ -87,7 +89,7 @@ def speculators_settings(algorithm: str, architecture: str, head: DraftHead, tar
 
 
 def speculators_config(algorithm: str, depth: int, target: Target) -> dict[str, Any]:
-    """How vLLM shall draft, and for whom."""
+    """Describe how vLLM should draft, and for which target."""
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",

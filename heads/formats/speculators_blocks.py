@@ -1,5 +1,6 @@
-"""DFlash, DSpark and xPress in vLLM's own layout, that of the `speculators` package: the decoder layers' config stands apart,
-the block's settings stand flat, and layers are numbered as hidden states, one more than by their outputs."""
+"""DFlash, DSpark and xPress in vLLM's own layout, that of the `speculators` package: the decoder layers' config is
+separate, the block's settings are at the top level, and layers are numbered as hidden states, one more than their
+outputs."""
 
 from typing import Any, ClassVar, Self
 
@@ -39,9 +40,9 @@ class SpeculatorsDFlash(DFlashFormat):
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         assert isinstance(head, DFlashHead)
         config = head.to_config()
-        own = config | config["dflash_config"]
+        block = config | config["dflash_config"]
         layer = {name: value for name, value in config.items() if name in head.config.to_dict()}
-        layer |= {name: own[name] for name in ("layer_types", "sliding_window", "use_sliding_window")}
+        layer |= {name: block[name] for name in ("layer_types", "sliding_window", "use_sliding_window")}
         return {
             "architectures": config["architectures"],
             "speculators_model_type": head.projector,
@@ -51,10 +52,10 @@ class SpeculatorsDFlash(DFlashFormat):
             "target_hidden_size": None,  # the head is as wide as the target
             IDS: head.layers,
             "causal": head.causal,
-            # Of sliding layers in speculators, of all in vLLM, which does not read `causal`; see engines.speculators.
+            # For sliding layers in speculators, for all in vLLM, which does not read `causal`; see engines.speculators.
             "sliding_window_non_causal": not head.causal and head.window is None,
             "tie_word_embeddings": False,
-            **{name: own[name] for name in (*NAMES, *MARKOV) if name in own},
+            **{name: block[name] for name in (*NAMES, *MARKOV) if name in block},
         }
 
 
@@ -62,8 +63,8 @@ class SpeculatorsDSpark(SpeculatorsDFlash):
     title = "DSpark in the layout of the speculators package (vLLM)"
     kind = DSparkHead
 
-    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
-        return markov_settings(files, own)
+    def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
+        return markov_settings(files, block)
 
 
 class SpeculatorsXPress(SpeculatorsDFlash):
@@ -79,16 +80,16 @@ class SpeculatorsXPress(SpeculatorsDFlash):
     }
 
     def disk_name(self, name: str) -> str:
-        own = name.removeprefix("xpress_head.")
-        if own == name:
+        part = name.removeprefix("xpress_head.")
+        if part == name:
             return super().disk_name(name)
         return "refiner_head." + next(
-            (own.replace(*pair) for pair in self.names.items() if own.startswith(pair[0])), own
+            (part.replace(*pair) for pair in self.names.items() if part.startswith(pair[0])), part
         )
 
-    def kind_settings(self, files: HeadFiles, own: dict[str, Any]) -> dict[str, Any]:
-        rank, ratio = own["xpress_rank"], own.get("xpress_mlp_ratio", 2)
-        return own | {"xpress_mlp_hidden": rank * ratio, "xpress_num_passes": own.get("num_jacobi_passes", 6)}
+    def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
+        rank, ratio = block["xpress_rank"], block.get("xpress_mlp_ratio", 2)
+        return block | {"xpress_mlp_hidden": rank * ratio, "xpress_num_passes": block.get("num_jacobi_passes", 6)}
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         assert isinstance(head, XPressHead)

@@ -1,8 +1,7 @@
-"""The words, units and digits of a measurement, and the model card of a head.
+"""Format measurements with their names and units, and write the model card of a head.
 
-They are written once, here, because the table at the end of a run, its report and the card on the Hub show the same
-numbers: a reader who compares two of them must not wonder which one rounded. Nothing is shown that was not measured: a
-key that is missing or not finite is left out.
+This is in one place because the table at the end of a run, its report and the card on the Hub show the same numbers, which
+must be rounded alike. Values that were not measured (missing or not finite) are omitted.
 """
 
 import json
@@ -20,12 +19,12 @@ Rows = list[tuple[str, str]]
 
 
 def finite(value: object) -> float | None:
-    """`value` as a float, or None where it is no measurement (missing, text, NaN, infinite)."""
+    """Return `value` as a float, or None if it is not a measurement (missing, text, NaN, infinite)."""
     return float(value) if isinstance(value, Real) and math.isfinite(value) else None
 
 
 def number(value: float) -> str:
-    """Three digits that matter: 0.0123, 4.21, 79.6, 187, 12,345."""
+    """Format with three significant digits: 0.0123, 4.21, 79.6, 187, 12,345."""
     if abs(value) >= 999.5:
         return f"{value:,.0f}"
     value = float(f"{value:.3g}")  # first, so that 99.96 becomes 100 and not 100.0
@@ -33,7 +32,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Only none is "0 %" and only all is "100 %": 0.9996 of the prompts is not all of them."""
+    """Format a share. Only none is "0 %" and only all is "100 %": 0.9996 of the prompts is not all of them."""
     if share in (0.0, 1.0):
         return f"{100 * share:.0f} %"
     return f"{min(max(100 * share, 0.1), 99.9) if 0 < share < 1 else 100 * share:.1f} %"
@@ -44,7 +43,7 @@ def identical(share: float) -> str:
 
 
 def scaled(value: float, base: float, units: str) -> str:
-    """`value` in the largest of `units` (smallest first, each `base` times the last) that keeps it at 1 or more."""
+    """Format `value` in the largest of `units` (smallest first, each `base` times the last) that keeps it at 1 or more."""
     names = units.split()
     while len(names) > 1 and abs(value) >= base:
         value, names = value / base, names[1:]
@@ -70,12 +69,12 @@ MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("acceptance_length", "acceptance length (tokens per target forward)", "{:.2f}".format),
     ("acceptance_length_sampled", "acceptance length, sampled", "{:.2f}".format),
     ("acceptance_length_all", "acceptance length, repetitive prompts included", "{:.2f}".format),
-    ("speedup", "speedup over plain decoding", "{:.2f}x".format),
+    ("speedup", "speed-up over the AR baseline", "{:.2f}x".format),
     ("speedup_auto", "speedup with tree=auto", "{:.2f}x".format),
     ("tokens_per_second", "tokens/s", number),
-    ("baseline_tokens_per_second", "tokens/s, plain decoding", number),
-    ("identical_greedy", "identical to plain decoding in float32, greedy", identical),
-    ("identical_sampled", "identical to plain decoding in float32, sampled with the same seed", identical),
+    ("baseline_tokens_per_second", "tokens/s, AR baseline", number),
+    ("identical_greedy", "identical to the baseline in float32, greedy", identical),
+    ("identical_sampled", "identical to the baseline in float32, sampled with the same seed", identical),
     ("identical_in_dtype", "prompts identical in the dtype of the measurement", percent),
     ("preempted_share", "time in which other programs had the core, of a median text", percent),
     ("prompts", "held-out prompts", "{:.0f}".format),
@@ -93,18 +92,18 @@ TRAINING: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 
 def rows(metrics: dict, wanted: tuple[tuple[str, str, Callable[[float], str]], ...]) -> Rows:
-    """The (label, value) of every wanted metric that was measured."""
+    """Return (label, value) of every wanted metric that was measured."""
     values = ((label, finite(metrics.get(key)), form) for key, label, form in wanted)
     return [(label, form(value)) for label, value, form in values if value is not None]
 
 
 def lists(metrics: dict) -> Rows:
-    """The rows whose value is a list: accepted share by depth, and the parts of one decoding step."""
+    """Return the rows with lists: accepted share by depth, and the parts of one decoding step."""
     shares = [finite(share) for share in metrics.get("accepted_per_depth") or ()]
     sets = {name: finite(value) for name, value in (metrics.get("acceptance_length_by_set") or {}).items()}
     parts = {name: finite(seconds) for name, seconds in (metrics.get("step_seconds") or {}).items()}
     lists_by_label = {
-        # A depth without a number keeps its place, or the ones after it would name the wrong depth.
+        # A depth without a number keeps its place, so that later ones name the right depth.
         "accepted share, by depth": ["-" if share is None else percent(share) for share in shares],
         "acceptance length, by data set": [f"{name} {value:.2f}" for name, value in sets.items() if value is not None],
         "time of a decoding step": [f"{name} {duration(part)}" for name, part in parts.items() if part is not None],
@@ -113,7 +112,7 @@ def lists(metrics: dict) -> Rows:
 
 
 def setting(metrics: dict) -> Rows:
-    """Where the numbers were measured: what a reader needs before comparing them with others."""
+    """Return the conditions of the measurement, which a reader needs to compare numbers."""
     return [(key, str(metrics[key])) for key in ("device", "dtype", "date") if metrics.get(key)]
 
 
@@ -122,20 +121,20 @@ def measured(metrics: dict) -> Rows:
 
 
 def aligned(pairs: Rows, indent: str = "") -> str:
-    """The rows as lines of plain text, their values in one column."""
+    """Format the rows as lines of text with aligned values."""
     width = max((len(label) for label, _ in pairs), default=0)
     return "\n".join(f"{indent}{label:<{width}}  {value}" for label, value in pairs)
 
 
 def front_matter(head: dict) -> dict[str, Any]:
-    """What the Hub reads."""
+    """Return the metadata that the Hub reads."""
     fields: dict[str, Any] = {"library_name": "foredraft", "pipeline_tag": "text-generation"}
     try:
         validate_repo_id(head["target"])
-        if not Path(head["target"]).exists():  # scripts/test_model is a directory, and looks like a Hub id
+        if not Path(head["target"]).exists():  # the path of a local directory may look like a Hub id
             fields["base_model"] = head["target"]
     except HFValidationError:
-        pass  # a path on somebody's disk: the Hub refuses a card that names it as its base model
+        pass  # a path on somebody's disk: the Hub refuses a card with it as base model
     fields["tags"] = ["speculative-decoding", "draft-head", head["kind"]]
     if head.get("license"):
         fields["license"] = head["license"]
@@ -143,14 +142,14 @@ def front_matter(head: dict) -> dict[str, Any]:
 
 
 def gguf_file(facts: dict | None) -> str | None:
-    """A head learns from weights as they were dequantised, and drafts worse for others."""
+    """Describe the quantization: a head learns from dequantized weights, and accepts less with others."""
     if facts is None:
         return None
-    return f"{facts['file']} ({facts['weights']}; SHA-256 {facts['sha256']}...), dequantised"
+    return f"{facts['file']} ({facts['weights']}; SHA-256 {facts['sha256']}...), dequantized"
 
 
 def about(head: dict) -> Rows:
-    """The head itself."""
+    """Return the rows that describe the head itself."""
     shown = {
         "kind": head["kind"],
         "target": head["target"],
@@ -168,13 +167,12 @@ def about(head: dict) -> Rows:
 
 
 def model_card(metrics: dict, head: dict, data: dict | None) -> str:
-    """The README.md of a saved head.
+    """Return the README.md of a saved head.
 
-    metrics: as in metrics.json. head: kind, target, and where known gguf (of a target from such a file), parameters, depth,
+    metrics: as in metrics.json. head: kind, target, and if known gguf (of a target from such a file), parameters, depth,
     layers, draft_vocab_size, engines (heads/formats/engines.py), license, format, revision (of the target), sha256 (of the
     weights), repo (its name on the Hub), adapter (is there one for the target?). data: what the head was trained on, as
-    names and values.
-    """
+    names and values."""
     markdown = Environment(
         loader=PackageLoader("foredraft.heads.hub"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

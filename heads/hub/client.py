@@ -1,5 +1,5 @@
-"""Heads on the Hugging Face Hub: pull one, push one. The client is huggingface_hub; what is ours is what may be sent,
-what must not be overwritten, what a replaced head leaves there, and errors in one sentence."""
+"""Pull and push heads on the Hugging Face Hub with huggingface_hub. This module decides what may be sent, what must not be
+overwritten, and what is deleted when a head is replaced, and turns errors into one sentence."""
 
 import fnmatch
 import hashlib
@@ -17,57 +17,56 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from foredraft.heads.formats.files import CONFIG, FILE, INDEX, PICKLED, SAFE, read_config
 
 WEIGHTS = (*SAFE, FILE, *PICKLED)
-HEAD = "head"  # of a run, and of each of its checkpoints
-# What a head consists of, in any layout: of these a repository holds what the newest head has, and no others.
+HEAD = "head"  # directory in that of a run, and of each of its checkpoints
+# The files of a head in any layout: a repository contains those of the newest head, and no others.
 HEAD_FILES = (*WEIGHTS, "*.safetensors", "adapter_*", "config.json", "config.yaml", "metrics.json", "report.html")
 TEXTS = ["*.json", "*.md"]
 REASONS = {
-    401: "it does not know the token (401): log in with `hf auth login`, or set HF_TOKEN",
-    403: "the token has no right to this (403): use one that may read, or write, that repository",
+    401: "the token is not valid (401): log in with `hf auth login`, or set HF_TOKEN",
+    403: "the token lacks permission (403): use one that may read, or write, that repository",
     412: "somebody else changed it meanwhile (412): look at it, and run the same command again",
     429: "too many requests (429): wait some minutes and run the same command again",
 }
 
-BUGS = (AssertionError, AttributeError, KeyError, NameError, TypeError)  # of our own code, which keep their traceback
+BUGS = (AssertionError, AttributeError, KeyError, NameError, TypeError)  # of our own code; they keep their traceback
 
 
 class PushRefused(ValueError):
-    """An error of ours, already one full sentence."""
+    """Signal a refusal of this module, whose message is complete."""
 
 
 def find(path_or_id: str | Path, revision: str | None = None) -> Path:
-    """The directory of a head: itself, the `head` in that of a run or a checkpoint, or the Hub's copy of `org/name`, which is
-    cached and works offline afterwards.
+    """Return the directory of a head: itself, the `head` in that of a run or a checkpoint, or the Hub's copy of `org/name`,
+    which is cached and works offline afterwards.
 
-    The config comes first, so that a drafter that cannot be used is refused before its weights are downloaded. Only the
-    files that a head consists of are fetched; pickles only where there is nothing else, and code never.
-    revision: a branch, tag or commit on the Hub.
-    """
+    The config comes first, so that an unusable drafter is refused before its weights are downloaded. Only the files of a
+    head are downloaded; pickles only without an alternative, and code never. revision: a branch, tag or commit on the
+    Hub."""
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         if revision is not None:
             raise ValueError(
-                f"head {path} is a directory, which has no revision={revision}: that is for ids on the Hub"
+                f"head {path} is a directory, which has no revision={revision}: a revision needs an id on the Hub"
             )
         return path / HEAD if (path / HEAD / CONFIG).is_file() else path
     name = str(path_or_id)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise ValueError(f"head {name} is neither a directory nor a Hub id like org/name")
-    what = f"head {name} is no directory here, and the Hub does not give it"
+    what = f"head {name} is not a directory, and the Hub does not provide it"
     with one_sentence_errors(what):
-        found = Path(snapshot_download(name, revision=revision, allow_patterns=TEXTS))
-    check_no_language_model(found, name)
+        directory = Path(snapshot_download(name, revision=revision, allow_patterns=TEXTS))
+    check_no_language_model(directory, name)
     with one_sentence_errors(what):
         for known, patterns in ((SAFE, ["*.safetensors"]), ((FILE,), [FILE]), (PICKLED, list(PICKLED))):
-            found = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns, *TEXTS]))
-            if any((found / file).is_file() for file in known):
+            directory = Path(snapshot_download(name, revision=revision, allow_patterns=[*patterns, *TEXTS]))
+            if any((directory / file).is_file() for file in known):
                 break
-    return found
+    return directory
 
 
 def check_no_language_model(directory: Path, name: str) -> None:
-    """Raise ValueError for a whole language model without a layer that drafts, by its config.json and its index alone. An
-    EAGLE-1 head may call itself one, of one layer."""
+    """Raise ValueError for a whole language model without an MTP layer, from its config.json and its index. An EAGLE-1 head
+    may have the name of one, with one layer."""
     config = read_config(directory, name)
     count, named = config.get("num_hidden_layers"), set(config.get("architectures") or [])
     index = directory / INDEX
@@ -75,8 +74,8 @@ def check_no_language_model(directory: Path, name: str) -> None:
     drafts = "foredraft" in config or any(part.startswith("mtp.") for part in parts)
     if not drafts and isinstance(count, int) and count > 1 and named & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()):
         raise ValueError(
-            f"{name} is a language model of {count} layers and no head: drafter=draft:{name} drafts with it, "
-            "drafter=<org>/<head> with a head for the target"
+            f"{name} is a language model with {count} layers, not a head: use drafter=draft:{name} to draft with it, or "
+            "drafter=<org>/<head> for a head of the target"
         )
 
 
@@ -84,37 +83,34 @@ def check_name(repo: str) -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise ValueError(f"repo={repo} is no name on the Hub: {error}") from None
+        raise ValueError(f"repo={repo} is not a valid name on the Hub: {error}") from None
     if repo.count("/") != 1:
-        raise ValueError(f"repo={repo} names no owner: write org/name")
+        raise ValueError(f"repo={repo} has no owner: write org/name")
 
 
 def push(folder: Path, repo: str, private: bool, replace: bool, dry_run: bool) -> str:
-    """Send the files in `folder` to `repo` as one commit, delete what another head left there, and say so.
+    """Send the files in `folder` to `repo` as one commit, delete what another head left there, and return a report.
 
-    Raises ValueError where the repository holds a different head and not `replace`, where it is private or public against
-    what was asked, where it changes meanwhile, and for what the Hub refuses. Nothing is visible there before the commit,
-    and an upload that was cut continues when the command is run again: files that arrived are not sent twice.
-    """
+    Raises ValueError if the repository contains a different head without `replace`, if its visibility is not the requested
+    one, if it changes meanwhile, or if the Hub refuses. Nothing is visible there before the commit, and an interrupted
+    upload continues when the command is run again: files that arrived are not sent twice."""
     check_name(repo)
     files = sorted(path for path in folder.iterdir() if path.is_file())
     api = HfApi()
     listing = "".join(f"\n  {path.name}  {path.stat().st_size:,} bytes" for path in files)
-    with one_sentence_errors(f"the Hub ({api.endpoint}) did not take {repo}"):
+    with one_sentence_errors(f"the Hub ({api.endpoint}) did not accept {repo}"):
         try:
             there = look_up(api, repo)
         except HfHubHTTPError:
             raise
-        except Exception:  # of the client's transport, whichever library that is
+        except Exception:  # from the client's transport, which may be one of two libraries
             if not dry_run:
                 raise
-            return (
-                f"the Hub ({api.endpoint}) cannot be reached; would send to {repo}, if no other head is there:{listing}"
-            )
+            return f"the Hub ({api.endpoint}) cannot be reached; would send to {repo}, unless another head is there:{listing}"
         if there is not None:
             check_replaceable(api, there, folder, repo, private, replace)
         left = sorted(set(head_files(there)) - {path.name for path in files})
-        listing += "".join(f"\n  {name}  deleted, of the head that was there" for name in left)
+        listing += "".join(f"\n  {name}  deleted, part of the previous head" for name in left)
         if dry_run:
             kind = "private" if private else "public"
             return f"would send to {'the' if there else 'a new'} {kind} repository {repo}, dry_run=false does:{listing}"
@@ -123,24 +119,24 @@ def push(folder: Path, repo: str, private: bool, replace: bool, dry_run: bool) -
             repo_id=repo,
             folder_path=folder,
             commit_message=f"Head {weights_sha256(folder)[:12]}",
-            delete_patterns=list(HEAD_FILES),  # what the folder has is replaced
+            delete_patterns=list(HEAD_FILES),  # those that the folder has are replaced
             parent_commit=there.sha if there else None,
         )
     return f"sent to {info.commit_url}:{listing}"
 
 
 def look_up(api: HfApi, repo: str) -> ModelInfo | None:
-    """What the Hub knows of `repo`; None where there is no repository."""
+    """Return the Hub's information on `repo`; None if the repository does not exist."""
     try:
         return api.model_info(repo)
     except RepositoryNotFoundError as error:
         if error.response.status_code == 401 and get_token() is not None:
-            raise  # the Hub says 401 for a private repository and for a wrong token alike
+            raise  # the Hub returns 401 for a private repository and also for an invalid token
         return None
 
 
 def head_files(there: ModelInfo | None) -> list[str]:
-    """The files in a repository that are a head's."""
+    """Return the files in a repository that belong to a head."""
     names = [file.rfilename for file in (there and there.siblings) or []]
     return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in HEAD_FILES)]
 
@@ -159,15 +155,15 @@ def check_replaceable(api: HfApi, there: ModelInfo, folder: Path, repo: str, pri
         large = file.lfs if isinstance(file, RepoFile) else None
         if not ours.is_file() or (large is not None and large.sha256 != file_sha256(ours)):
             raise PushRefused(
-                f"{repo} holds a different head ({file.path}): replace=true overwrites it, or give another name"
+                f"{repo} contains a different head ({file.path}): replace=true overwrites it, or use another name"
             )
 
 
 def weights_sha256(folder: Path) -> str:
-    """Digest of the weights in `folder`, by which a head is known."""
+    """Return the digest of the weights in `folder`, which identifies a head."""
     path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if path is None:
-        raise ValueError(f"{folder} holds no weights: none of {', '.join(WEIGHTS)}")
+        raise ValueError(f"{folder} contains no weights: none of {', '.join(WEIGHTS)}")
     return file_sha256(path)
 
 
@@ -177,7 +173,7 @@ def file_sha256(path: Path) -> str:
 
 
 def cached_commit(name: str) -> str | None:
-    """The commit of a model that was loaded from the Hub; None for one from a directory."""
+    """Return the commit of a model that was loaded from the Hub; None for one from a directory."""
     if Path(name).is_dir():
         return None
     cached = try_to_load_from_cache(name, "config.json")
@@ -186,12 +182,12 @@ def cached_commit(name: str) -> str | None:
 
 @contextmanager
 def one_sentence_errors(what: str) -> Iterator[None]:
-    """Turn what the client raises into a ValueError of one sentence that contains no token."""
+    """Turn the client's exceptions into a ValueError of one sentence without the token."""
     try:
         yield
     except (PushRefused, *BUGS):
         raise
-    except Exception as error:  # of the client's transport, whichever library that is
+    except Exception as error:  # from the client's transport, which may be one of two libraries
         seen: set[int] = set()  # a chain of causes may be a ring
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, HfHubHTTPError) and id(cause) not in seen:

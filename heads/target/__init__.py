@@ -1,4 +1,4 @@
-"""The frozen language model: loading it, forwards over a tree, its cache, and CUDA graphs of its forwards."""
+"""The frozen language model: loading, forwards over a tree, its cache, and CUDA graphs."""
 
 from foredraft.heads.target.model import Target, TargetCache
 from foredraft.heads.target.output import TargetOutput

@@ -1,12 +1,12 @@
-"""Scaled dot-product attention under a mask, without copies of the keys and values.
+"""Scaled dot-product attention with a mask, without copies of the keys and values.
 
-With a mask, transformers' `sdpa` repeats every key/value head for its group of query heads: a copy of the whole
-context per layer and step. Folding the group into the query rows gives the same numbers and copies nothing:
+With a mask, transformers' `sdpa` repeats every key/value head for its group of query heads: a copy of the whole context per
+layer and step. Folding the group into the query rows gives the same numbers without copies:
 
     query (batch, groups * kv_heads, rows, dim) -> (batch, kv_heads, groups * rows, dim)
 
-On a CPU the rows of a single text are then cut so that its threads get equal work. It is registered under a name of
-its own, which is transformers' door for this; no modelling file changes.
+On a CPU the rows of a single text are then split so that its threads get equal work. The function is registered under its own
+name in transformers' interface for attention, so no modelling file changes.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ from foredraft.heads.target.ragged_tensor import RaggedTensor
 from foredraft.heads.target.sinks import PADDING, with_sinks
 
 NAME = "foredraft"
-# What a model may hand its attention beyond plain dot products; those calls go to transformers' own function.
+# Arguments of a model's attention beyond dot products; calls with them go to transformers' own function.
 EXTRAS = ("softcap", "position_bias", "output_attentions")
-FEWEST_ROWS = 4  # of queries: a CPU's products of fewer rows are other kernels, which round otherwise
-GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by size of the group, sinks or none
+FEWEST_ROWS = 4  # of queries: a CPU uses other kernels for fewer, which round differently
+GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by group size and presence of sinks
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0, scale: float | None = None
 ) -> Tensor:
-    """Attention of query (batch, heads, rows, dim) over key and value (batch, kv_heads, keys, dim); mask (batch, 1 or
-    heads, rows, keys), or as `group_heads` gives it, or None: causal, of as many keys as rows. Returns (batch, heads, rows,
-    value dim)."""
+    """Return attention (batch, heads, rows, value dim) of query (batch, heads, rows, dim) over key and value (batch,
+    kv_heads, keys, dim). mask: (batch, 1 or heads, rows, keys), or grouped by `group_heads`; None for causal attention with
+    as many keys as rows."""
     batch, heads, rows, dim = query.shape
     kv_heads, keys = key.shape[1:3]
     groups = heads // kv_heads
@@ -54,7 +54,7 @@ def attend(
         missing = (0, 0, 0, FEWEST_ROWS - grouped)
         query, mask = F.pad(query, missing), F.pad(mask, missing)
     parts = equal_parts(query) if batch == 1 else 1
-    if parts > 1:  # as rows of a batch over the same keys
+    if parts > 1:  # the parts become a batch over the same keys
         query = query.view(kv_heads, parts, -1, dim).transpose(0, 1)
         mask = mask.view(mask.shape[1], parts, -1, keys).transpose(0, 1)
         key, value = key.expand(parts, -1, -1, -1), value.expand(parts, -1, -1, -1)
@@ -65,9 +65,9 @@ def attend(
 
 @contextlib.contextmanager
 def recomputed(makers: Sequence[Callable[[], Tensor]]) -> Iterator[list[Tensor]]:
-    """What these functions give. Autograd, where it would keep one of the tensors or a view of it, calls its function again
-    in the backward pass: masks of all parts of a row, or copies of the keys for each of them, are together as large as length
-    x length."""
+    """Yield the tensors of these functions. If autograd would keep one of them, or a view of it, it calls the function
+    again in the backward pass. Otherwise the masks of all parts of a sequence, or copies of their keys, would together be
+    as large as length x length."""
     tensors = [make() for make in makers]
     makers_by_storage = {tensor.untyped_storage()._cdata: make for tensor, make in zip(tensors, makers, strict=True)}
 
@@ -83,20 +83,20 @@ def recomputed(makers: Sequence[Callable[[], Tensor]]) -> Iterator[list[Tensor]]
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask (bool) adds to scores: attention would make this of a bool mask in every layer, and keep it for gradients.
-    Finite, so that a row that sees nothing is no NaN."""
+    """Return what a mask (bool) adds to scores. Attention would compute this in every layer and keep it for gradients. It
+    is finite, so that a row without visible keys does not become NaN."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def group_heads(mask: Tensor, groups: int) -> Tensor:
-    """(batch, 1 or kv_heads, groups * rows, keys) of a mask (batch, 1 or heads, rows, keys)."""
+    """Reshape a mask (batch, 1 or heads, rows, keys) to (batch, 1 or kv_heads, groups * rows, keys)."""
     mask = mask.expand(-1, groups, -1, -1) if mask.shape[1] == 1 else mask
     return mask.unflatten(1, (-1, groups)).flatten(2, 3)
 
 
 def equal_parts(query: Tensor) -> int:
-    """Into how many parts to cut a grouped query (1, kv_heads, rows, dim), so that the threads of a CPU get equal work: its
-    kernel schedules blocks of 32 rows, and two threads take as long over three blocks as over four."""
+    """Return the number of parts of a grouped query (1, kv_heads, rows, dim) that gives the threads of a CPU equal work:
+    its kernel schedules blocks of 32 rows, and two threads take as long for three blocks as for four."""
     if query.device.type != "cpu":
         return 1
     kv_heads, rows = query.shape[1:3]
@@ -116,7 +116,7 @@ def grouped_sdpa(
     is_causal: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature. `query` (batch, heads, rows, dim); returns (batch, rows, heads, dim)."""
+    """Implement transformers' attention interface. `query`: (batch, heads, rows, dim). Returns (batch, rows, heads, dim)."""
     sinks = kwargs.get("s_aux")
     if (attention_mask is None and sinks is None) or any(kwargs.get(name) is not None for name in EXTRAS):
         return sdpa_attention_forward(
@@ -135,27 +135,27 @@ def grouped_sdpa(
     if sinks is not None:
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
         query, key, value = with_sinks(query, key, value, sinks, scaling)
-    if groups > 1 or sinks is not None:  # all layers of a forward have one mask
-        made, kind = GROUPED.setdefault(attention_mask, {}), (groups, sinks is None)
-        if kind not in made:
+    if groups > 1 or sinks is not None:  # all layers of a forward share one mask
+        grouped, kind = GROUPED.setdefault(attention_mask, {}), (groups, sinks is None)
+        if kind not in grouped:
             seen = attention_mask.dtype == torch.bool
-            whole = attention_mask if sinks is None else F.pad(attention_mask, (1, 0), value=float(seen))
-            made[kind] = group_heads(whole, groups) if groups > 1 else whole
-        attention_mask = made[kind]
+            mask = attention_mask if sinks is None else F.pad(attention_mask, (1, 0), value=float(seen))
+            grouped[kind] = group_heads(mask, groups) if groups > 1 else mask
+        attention_mask = grouped[kind]
     out = attend(query, key, value, attention_mask, dropout, scaling)
     return (out if sinks is None else out[..., :-PADDING]).transpose(1, 2).contiguous(), None
 
 
 def take_masks(model: PreTrainedModel) -> None:
-    """Let a model's attention take any mask. Raises ValueError where its implementation knows causal ones only."""
+    """Let a model's attention accept any mask. Raises ValueError if its implementation only supports causal masks."""
     named = model.config._attn_implementation
-    # transformers takes eager attention for these, since its sdpa knows no sinks.
+    # transformers uses eager attention for these, since its sdpa does not support sinks.
     has_sinks = not model._supports_sdpa and any(name.endswith(".sinks") for name, _ in model.named_parameters())
     if named == "sdpa" or (named == "eager" and has_sinks and model._supports_attention_backend):
         model.set_attn_implementation(NAME)
     elif named not in (NAME, "eager"):
         raise ValueError(
-            f"attn_implementation={named} does not take the mask of a tree of drafts: load the target with "
+            f"attn_implementation={named} does not support the mask of a draft tree: load the target with "
             "attn_implementation=sdpa"
         )
 

@@ -1,17 +1,16 @@
-"""A preallocated key/value cache with a length per slot, which unmodified transformers models write into.
+"""A preallocated key/value cache with a length per slot, into which unmodified transformers models write.
 
 The first `batch` slots are in use; others are free for sequences that join.
-
-Columns of a slot: `lengths[slot]` entries of computed text, then whatever the latest forward wrote, then nothing.
+Columns of a slot: `lengths[slot]` entries of computed text, then those of the newest forward, then nothing.
 
     slot 0   [ t t t t t t t | n n n . . . . . ]      t computed text, n the newest forward (a tree, or text)
-    slot 1   [ t t t t | n n n . . . . . . . . ]      . never written, or stale: no mask admits it
+    slot 1   [ t t t t | n n n . . . . . . . . ]      . never written, or stale: masked
 
 `commit` moves the accepted entries of the newest forward after the text, and lengthens the slots. Rejected entries need no
-clearing: the next forward overwrites or masks them. Layers of one shape and device share a few blocks of memory, so keeping
-a path is a gather and a scatter for many of them, and its cost does not depend on the context.
+clearing: the next forward overwrites or masks them. Layers of one shape and device share a few blocks of memory, so
+accepting a path is one gather and one scatter for many layers, and its cost does not depend on the context.
 
-It lives in `heads` because autoregressive heads draft over such caches too.
+It is part of `heads` because autoregressive heads draft with such caches too.
 """
 
 from typing import Any
@@ -26,16 +25,16 @@ from foredraft.heads.target.cuda_graphs import CudaGraphs, power_of_two
 from foredraft.heads.target.device import upload
 from foredraft.heads.target.masks import Masks
 
-MIN_BUCKET = 256  # columns that a forward of fixed shapes sees, at least
-BLOCKS = 4  # that layers of one shape share: while a cache grows, one of them is there twice
-# On a CPU a forward after a text sees a multiple of this many columns. Attention takes the keys in blocks of this size, so
-# all its products have one shape and a row has the same bits whatever is computed next to it. A smaller last block would be
+MIN_BUCKET = 256  # smallest number of columns that a forward of fixed shapes sees
+BLOCKS = 4  # shared by layers of one shape: while a cache grows, one block exists twice
+# On a CPU a forward after a text sees a multiple of this many columns. Attention processes keys in blocks of this size, so
+# all its products have one shape, and a row has the same bits regardless of its batch. A smaller last block would be
 # summed in another order.
 KEY_BLOCK = 512
 
 
 def bucket(entries: int) -> int:
-    """At least so many columns: powers of two, so that there are few graphs."""
+    """Return at least this many columns, rounded to a power of two so that there are few graphs."""
     return max(MIN_BUCKET, power_of_two(entries))
 
 
@@ -49,12 +48,12 @@ def whole_blocks(entries: int, block: int) -> int:
 
 
 def to_device(numbers: Any, device: torch.device) -> Tensor:
-    """Whole numbers of the host, in lists of lists, as int64 on the device, without waiting for what runs there."""
+    """Upload integers of the host, in lists of lists, as int64, without waiting for the work that runs on the device."""
     return upload(torch.tensor(numbers, dtype=torch.int64), device)
 
 
 class CacheLayer(CacheLayerMixin):
-    """One layer's share of a KVCache."""
+    """Give one layer access to its part of a KVCache."""
 
     def __init__(self, cache: "KVCache", index: int):
         super().__init__()
@@ -65,7 +64,7 @@ class CacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write (batch, heads, new, dim) after each slot's text; return all columns in use, the new ones included."""
+        """Write (batch, heads, new, dim) after each slot's text. Return all columns in use, including the new ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -75,7 +74,7 @@ class CacheLayer(CacheLayerMixin):
             self.keys[:, :, first : first + new] = key_states
             self.values[:, :, first : first + new] = value_states
         else:
-            # A target over several devices (sharding=layers) has layers elsewhere than what counts them.
+            # With sharding=layers, some layers are on another device than the cache's indices.
             slots, columns = (index.to(self.keys.device) for index in (cache.slots, cache.columns(new)))
             self.keys[slots, :, columns] = key_states.transpose(1, 2)
             self.values[slots, :, columns] = value_states.transpose(1, 2)
@@ -93,17 +92,17 @@ class CacheLayer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """Room for `capacity` entries in each of `max_batch` slots of `layers` layers, `batch` of which are in use.
+    """Hold `capacity` entries in each of `max_batch` slots of `layers` layers, of which `batch` slots are in use.
 
     lengths: computed tokens per slot, on the host, so that no step has to ask the device for them.
-    num_uncommitted: entries after them that the next forward shall not overwrite: a head drafts level by level.
-    new_counts: (batch, 1) int64, of a forward of prompts how many of its entries are real; None of others.
+    num_uncommitted: entries after them that the next forward must not overwrite: a head drafts level by level.
+    new_counts: (batch, 1) int64, the real entries of a forward of prompts; None in other forwards.
     seq_lens: (batch, 1) int64, the lengths on the device.
-    kv_bucket: None where forwards see what is there, up to the longest slot's newest entry. A number where they are to be
-    captured (cuda_graphs.py): they see so many columns, and have from `seq_lens` alone where the text ends.
+    kv_bucket: None if forwards see the columns up to the longest slot's newest entry. If they are to be captured
+    (cuda_graphs.py), they see this number of columns, and only `seq_lens` determines where the text ends.
     """
 
-    sliding: Any = None  # of a SlidingCache
+    sliding: Any = None  # the settings of a SlidingCache
     lag = 0  # 1 if a block of the prefix cache stores the recurrent states before its last token
     new_counts: Tensor | None
 
@@ -116,10 +115,11 @@ class KVCache(Cache):
         capture: bool = False,
         one_device: bool = True,
     ):
-        """capture: shall forwards over it be captured, where the device can? one_device: else the layers lie on several, and
-        each has memory of its own, or every device would reserve that of all layers."""
+        """Allocate the cache. capture: should forwards be captured, if the device supports it? one_device: False if the
+        layers are on several devices. Then each layer has its own memory, or every device would reserve that of all
+        layers."""
         super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
-        self.slides = [False] * layers  # which of them keep the newest entries alone (sliding_cache.py)
+        self.slides = [False] * layers  # which layers only keep the newest entries (sliding_cache.py)
         self.device, self.capture, self.one_device = torch.device(device), capture, one_device
         self.key_block = key_block(self.device)
         self.blocks: dict[tuple, Tensor] = {}
@@ -130,21 +130,21 @@ class KVCache(Cache):
 
     def allocate(self, max_batch: int, capacity: int) -> None:
         self.max_batch, self.capacity = max_batch, capacity
-        self.graphs = CudaGraphs(self.device, self.capture)  # captured ones know addresses only
+        self.graphs = CudaGraphs(self.device, self.capture)  # captured graphs refer to addresses
         self.all_slots = torch.arange(max_batch, device=self.device)[:, None]
         self.all_seq_lens = torch.zeros(max_batch, 1, dtype=torch.int64, device=self.device)
 
     @property
     def entries(self) -> int:
-        """That memory is reserved for."""
-        return self.max_batch * self.weigh(self.capacity)
+        """Return the number of entries with reserved memory."""
+        return self.max_batch * self.num_entries(self.capacity)
 
-    def weigh(self, capacity: int) -> int:
-        """Entries of all layers that take as many bytes as a slot of this capacity."""
+    def num_entries(self, capacity: int) -> int:
+        """Return the number of entries of all layers with as many bytes as a slot of this capacity."""
         return capacity
 
-    def like(self, batch: int, capacity: int) -> "KVCache":
-        """An empty one for the same layers."""
+    def empty_like(self, batch: int, capacity: int) -> "KVCache":
+        """Return an empty cache for the same layers."""
         return KVCache(len(self.layers), batch, capacity, self.device)
 
     def columns_in(self, key: tuple) -> int:
@@ -153,26 +153,30 @@ class KVCache(Cache):
         return whole_blocks(self.capacity, self.key_block)
 
     def columns_of(self, key: tuple, entries: Tensor) -> Tensor:
-        """Where these entries of a text lie in it."""
+        """Return the columns of these entries of a text in the block of this key."""
         return entries
 
     def use(self, batch: int) -> None:
-        """So many slots. What was captured for as many before stays."""
+        """Use this number of slots. What was captured for the same number before stays."""
         self.batch, self.slots, self.static_seq_lens = batch, self.all_slots[:batch], self.all_seq_lens[:batch]
         for layer in self.layers:
-            layer.is_initialized = False  # its views are of other slots
+            layer.is_initialized = False  # its views show other slots
             if isinstance(layer, CacheLayer):
-                layer.keys, layer.values = None, None  # type: ignore[assignment]  # or what they show would stay
+                layer.keys, layer.values = None, None  # type: ignore[assignment]  # or their memory would stay
 
-    def reorder(self, slots: list[int | None], capacity: int, most: int | None = None) -> None:
-        """The batch becomes these of its slots, None being an empty one, with room for `capacity` entries. A sequence is
-        copied where it changes its slot. For more entries or slots all are, and what was captured is lost; slots are
-        doubled then, if that makes no more than `most` entries of all together."""
+    def reorder(self, slots: list[int | None], capacity: int, max_entries: int | None = None) -> None:
+        """Make these slots the batch, None for an empty one, with room for `capacity` entries. A sequence is copied if its
+        slot changes. If entries or slots grow, all are copied, and captured graphs are lost. Slots are doubled then, if
+        that makes at most `most` entries in total."""
         lengths = [0 if slot is None else self.lengths[slot] for slot in slots]
         moved = [(new, old) for new, old in enumerate(slots) if old is not None and old != new]
         if capacity != self.capacity or len(slots) > self.max_batch:
             max_batch = self.max_batch if len(slots) <= self.max_batch else max(len(slots), 2 * self.max_batch)
-            max_batch = max_batch if most is None or max_batch * self.weigh(capacity) <= most else len(slots)
+            max_batch = (
+                max_batch
+                if max_entries is None or max_batch * self.num_entries(capacity) <= max_entries
+                else len(slots)
+            )
             self.resize(slots, capacity, max_batch)
         else:
             for block in self.blocks.values():
@@ -185,8 +189,8 @@ class KVCache(Cache):
         self.set_lengths(lengths)
 
     def resize(self, slots: list[int | None], capacity: int, max_batch: int) -> None:
-        """Other memory, for `max_batch` slots of `capacity` entries, of which these become the first. Block by block, each of
-        which frees what it was: nothing may refer to that any more."""
+        """Allocate other memory for `max_batch` slots of `capacity` entries, of which these become the first. This happens
+        block by block, and each frees the previous one, which must not be referenced elsewhere."""
         self.allocate(max_batch, capacity)
         self.use(len(slots))
         for key in list(self.blocks):
@@ -199,17 +203,17 @@ class KVCache(Cache):
                     self.blocks[key][:, :, new, :, :length] = block[:, :, old, :, :length]
 
     def erase(self, slot: int) -> None:
-        """Overwrite all that a slot holds."""
+        """Overwrite all entries of a slot."""
         for block in self.blocks.values():
             block[:, :, slot] = 0
 
     def erase_uncommitted(self, slot: int) -> None:
-        """Overwrite what stands after a slot's text."""
+        """Overwrite the entries after a slot's text."""
         for block in self.blocks.values():
             block[:, :, slot, :, self.lengths[slot] :] = 0
 
     def copy_from(self, slots: list[int], other: "KVCache", others: list[int]) -> None:
-        """These slots, which are empty, become these `others` of another cache."""
+        """Copy slots `others` of another cache to these empty slots."""
         lengths = [*self.lengths]
         for slot, theirs in zip(slots, others, strict=True):
             lengths[slot] = other.lengths[theirs]
@@ -220,49 +224,50 @@ class KVCache(Cache):
         self.set_lengths(lengths)
 
     def block_like(self, key: tuple, states: Tensor) -> Tensor:
-        """The block of this key, made where there is none yet, for states (layers, 1 or 2, heads, entries, dim)."""
+        """Return the block of this key, or make it for states (layers, 1 or 2, heads, entries, dim)."""
         if key not in self.blocks:
             layers, pair, heads, _, dim = states.shape
             self.blocks[key] = states.new_zeros(layers, pair, self.max_batch, heads, self.columns_in(key), dim)
         return self.blocks[key]
 
     def copy_out(self, slot: int, start: int, end: int) -> dict[tuple, Tensor]:
-        """Copies of a slot's entries start .. end - 1, (layers, 1 or 2, heads, entries, dim) each."""
+        """Copy a slot's entries start .. end - 1, (layers, 1 or 2, heads, entries, dim) each."""
         return {key: block[:, :, slot, :, start:end].clone() for key, block in self.blocks.items()}
 
-    def holds(self, slot: int, start: int, end: int) -> bool:
-        """Is all there that a block of these tokens of its text needs to be continued from?"""
+    def contains(self, slot: int, start: int, end: int) -> bool:
+        """Return whether a block of these tokens of its text can be continued from."""
         return True
 
     def copy_in(self, slot: int, pieces: list[dict[tuple, Tensor]], end: int) -> None:
-        """Write what `copy_out` gave, piece after piece, up to the slot's entry `end` - 1."""
+        """Write results of `copy_out`, one after the other, up to the slot's entry `end` - 1."""
         for key in pieces[0]:
             states = torch.cat([piece[key] for piece in pieces], dim=3)
             self.block_like(key, states)[:, :, slot, :, : states.shape[3]] = states
 
     def clear(self) -> None:
-        """Forget all text. What was captured stays."""
+        """Forget all text. Captured graphs stay."""
         self.kv_bucket = None
         self.set_lengths([0] * self.batch)
 
     def set_lengths(self, lengths: list[int], seq_lens: Tensor | None = None) -> None:
-        """seq_lens: the same (batch, 1) where the device has them; else they are sent there."""
+        """Set the lengths of all slots. seq_lens: the same (batch, 1) if the device has them, otherwise they are
+        uploaded."""
         self.lengths, self.num_uncommitted, self.new_counts = lengths, 0, None
         self.newest_columns: tuple[tuple[int, int], Tensor] | None = None
         self.uniform_lengths = min(lengths) == max(lengths)
         self.seq_lens = to_device(lengths, self.device)[:, None] if seq_lens is None else seq_lens
-        if self.graphs.active:  # captured graphs look for it in one place
+        if self.graphs.active:  # captured graphs read them from one address
             self.seq_lens = self.static_seq_lens.copy_(self.seq_lens)
 
     def rewind(self) -> None:
-        """To where the last `set_lengths` left it: a captured function begins with this."""
+        """Return to the state of the last `set_lengths`: a captured function starts with this."""
         self.num_uncommitted = 0
         if self.kv_bucket is not None:
             self.seq_lens = self.static_seq_lens
 
     def extend(self, lengths: list[int], counts: Tensor) -> None:
-        """Slots are `lengths` long now, by counts (batch, 1). In captured functions this lasts until the next `set_lengths`
-        only, since it must happen on the device, and to nothing that another replay starts from."""
+        """Lengthen slots to `lengths`, by counts (batch, 1). In captured functions this lasts only until the next
+        `set_lengths`, since it must happen on the device and must not change what another replay starts from."""
         seq_lens = self.seq_lens + counts
         if self.kv_bucket is None:
             self.set_lengths(lengths, seq_lens)
@@ -270,11 +275,11 @@ class KVCache(Cache):
             self.seq_lens = seq_lens
 
     def set_bucket(self, room: int) -> None:
-        """Before a captured forward of at most `room` entries."""
+        """Prepare a captured forward of at most `room` entries."""
         if self.graphs.active:
-            most = max(self.lengths) + room
-            assert most <= self.capacity, f"{most} entries in a cache of {self.capacity}"
-            self.kv_bucket = min(self.capacity, bucket(most))
+            entries = max(self.lengths) + room
+            assert entries <= self.capacity, f"{entries} entries in a cache of {self.capacity}"
+            self.kv_bucket = min(self.capacity, bucket(entries))
 
     def width(self, new: int) -> int:
         """Return the columns that a forward of `new` entries sees: whole key blocks after a text. In an empty cache these
@@ -290,7 +295,8 @@ class KVCache(Cache):
         return not any(self.lengths) and self.num_uncommitted == 0
 
     def columns(self, new: int) -> Tensor:
-        """(batch, new): where each slot's newest entries go. Every layer asks; captured ones compute it at each replay."""
+        """Return (batch, new) int64, the columns of each slot's newest entries. Every layer calls this; captured graphs
+        compute it at each replay."""
         key = self.num_uncommitted, new
         if self.newest_columns is None or self.newest_columns[0] != key or self.kv_bucket is not None:
             first, after = self.num_uncommitted, self.num_uncommitted + new
@@ -298,13 +304,14 @@ class KVCache(Cache):
         return self.newest_columns[1]
 
     def key_positions(self, positions: Tensor) -> Tensor:
-        """(batch, width) of all columns that a forward of new entries sees, of these positions (batch, new)."""
+        """Return the positions (batch, width) of all columns that a forward of new entries at positions (batch, new)
+        sees."""
         new = positions.shape[1]
         columns = torch.arange(self.width(new), device=self.device).repeat(len(positions), 1)
         return columns.scatter(1, self.columns(new), positions)
 
     def block(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """This layer's keys and values, a view into the block that layers of its shape share."""
+        """Return this layer's keys and values, views of the block that layers of its shape share."""
         same = keys.shape[1:2] == values.shape[1:2] and keys.shape[3] == values.shape[3]
         shapes = [(keys, None)] if same else [(keys, "keys"), (values, "values")]
         views = []
@@ -323,8 +330,8 @@ class KVCache(Cache):
         return views[0], views[1]
 
     def mask(self, among: Tensor) -> Tensor:
-        """What a forward of new entries may see: all computed text of its slot, and of the uncommitted and new entries what
-        `among` (batch or 1, new, num_uncommitted + new) says. Bool (batch, new, width).
+        """Return what a forward of new entries sees, (batch, new, width) bool: all computed text of its slot, and of the
+        uncommitted and new entries those in `among` (batch or 1, new, num_uncommitted + new).
 
             text        new
             1 1 1 . .   1 . .      what entry 0 sees (a bonus token)
@@ -342,26 +349,26 @@ class KVCache(Cache):
         return (offset < 0)[:, None, :] | (inside[:, None, :] & seen)
 
     def attention_mask(self, masks: Masks, mask: Tensor, dtype: torch.dtype, positions: Tensor) -> Any:
-        """What `masks` makes of `mask`'s for positions (batch, new)."""
+        """Convert a mask by `masks` for positions (batch, new)."""
         keys = None if masks.window is None else self.key_positions(positions)
-        return masks(mask, dtype, positions, keys, self.held(positions.shape[1]))
+        return masks(mask, dtype, positions, keys, self.cached_entries(positions.shape[1]))
 
-    def held(self, new: int) -> Tensor | None:
-        """(batch, n) int64: which entries the columns hold that a forward of new entries sees in sliding layers, negative
-        where there is none; None where these see what all layers see."""
+    def cached_entries(self, new: int) -> Tensor | None:
+        """Return (batch, n) int64: the entries in the columns that a forward of new entries sees in sliding layers,
+        negative if a column is empty; None if these layers see what all layers see."""
         return None
 
     def causal_mask(self, new: int) -> Tensor | None:
-        """Of a forward of `new` tokens that follow each other, (batch, new, width) bool. None where nothing is cached: plain
-        causal attention says the same, and a long prompt would make a mask of its length squared."""
+        """Return the mask (batch, new, width) bool of a forward of `new` consecutive tokens. None if nothing is cached:
+        causal attention is equivalent, and the mask of a long prompt would be its length squared."""
         if self.is_empty and self.kv_bucket is None:
             return None
         return self.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril())
 
     def commit(self, path: list[list[int]], padded_path: Tensor | None = None, counts: Tensor | None = None) -> None:
-        """Keep entries `path[slot]` (ascending) of the newest forward, in this order, after the slot's text. padded_path: the
-        same on the device, (batch, n) int64 with more after it that does no harm; counts: (batch, 1) int64, the paths'
-        lengths. Both are sent there where they are left out."""
+        """Keep entries `path[slot]` (ascending) of the newest forward, in this order, after the slot's text. padded_path:
+        the same on the device, (batch, n) int64, with arbitrary padding; counts: (batch, 1) int64, lengths of the paths.
+        Both are uploaded if they are omitted."""
         longest = max(map(len, path))
         if padded_path is None:
             padded_path = to_device([nodes + [0] * (longest - len(nodes)) for nodes in path], self.device)
@@ -369,13 +376,13 @@ class KVCache(Cache):
             counts = to_device([[len(nodes)] for nodes in path], self.device)
         if self.kv_bucket is not None:
             self.graphs("commit", self.move_entries, padded_path)
-        elif any(nodes[-1] != len(nodes) - 1 for nodes in path if nodes):  # else they lie in their places already
+        elif any(nodes[-1] != len(nodes) - 1 for nodes in path if nodes):  # otherwise they are already in place
             self.move_entries(padded_path[:, :longest])
         lengths = [length + len(nodes) for length, nodes in zip(self.lengths, path, strict=True)]
         self.set_lengths(lengths, self.seq_lens + counts)
 
     def move_entries(self, path: Tensor) -> None:
-        """Entries (batch, n) of the newest forward go after the text."""
+        """Move entries (batch, n) of the newest forward after the text."""
         source, target, new = self.seq_lens + path, self.columns(path.shape[1]), path.shape[1]
         for key, block in self.blocks.items():
             slides = key[0]

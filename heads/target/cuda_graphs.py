@@ -1,9 +1,9 @@
-"""A function of tensors, captured at its first call and replayed from then on: on a GPU as a CUDA graph.
+"""Capture a function of tensors at its first call and replay it from then on: on a GPU as a CUDA graph.
 
-A step of decoding is some thousand small kernels, and to launch them one by one takes the host longer than the device needs
-to run them. What is captured must have fixed shapes and never wait for the device. Beside its inputs it may use memory that
-stays where it is (weights, a KVCache); whatever the host decides is a part of its key. Capturing runs its Python once more,
-but none of its kernels.
+A decoding step has about a thousand small kernels, and launching them takes the host longer than the device needs to run
+them. A captured function must have fixed shapes and never wait for the device. In addition to its inputs it may use memory
+with a fixed address (weights, a KVCache). Decisions of the host are part of its key. Capturing runs its Python code once
+more, but none of its kernels.
 """
 
 import contextlib
@@ -19,20 +19,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-MOST = 128  # graphs of one owner; the least recently used goes first
+MAX_GRAPHS = 128  # of one owner; the least recently used is dropped first
 
 
 class CapturedGraph(Protocol):
-    """What `CAPTURES` make: `outputs` lie where every `replay` puts them."""
+    """Hold a capture of `CAPTURES`: `outputs` have fixed addresses, which every `replay` overwrites."""
 
     outputs: Any
 
     def replay(self) -> None: ...
 
 
-class Waits(TorchDispatchMode):
-    """Notices the first kernel that no graph can hold: its result is waited for, or its input comes from the host. A capture
-    that meets one fails, and leaves the device's stream and allocator as they were in it."""
+class SyncDetector(TorchDispatchMode):
+    """Detect the first kernel that a graph cannot contain because its result is awaited, or its input comes from the host. A
+    capture with such a kernel fails, and leaves the device's stream and allocator in an invalid state."""
 
     KERNELS = frozenset(
         f"aten::{name}"
@@ -42,7 +42,7 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name
-        # A single number from the host goes along with the kernel that uses it.
+        # A single number from the host is passed with the kernel that uses it.
         waits = name in self.KERNELS or (name == "aten::lift_fresh" and args[0].ndim > 0)
         if name == "aten::index":
             waits = any(index is not None and index.dtype == torch.bool for index in args[1])
@@ -52,8 +52,8 @@ class Waits(TorchDispatchMode):
 
 
 class KeptReferences(TorchDispatchMode):
-    """Collects the tensors that a captured function uses and did not make: they must live as long as the graph does,
-    since it knows their addresses only."""
+    """Collect the tensors that a captured function uses and did not make. They must live as long as the graph, which only
+    stores their addresses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,15 +73,14 @@ class KeptReferences(TorchDispatchMode):
 
 
 class GraphMemory:
-    """The memory that all graphs of a device share. What a graph gives stays referenced, so that no later one is given its
-    place. What graphs need in between lies in the same place, since they run one after the other.
-
-    torch shares a pool only among captures on the same stream, and drops it with its last graph: `keeper` stays."""
+    """Hold the memory that all graphs of a device share. Outputs of a graph stay referenced, so that no later graph
+    overwrites them. Intermediate results of all graphs share memory, since graphs run one after the other. torch shares a
+    pool only among captures on the same stream, and frees it with its last graph: `keeper` keeps it."""
 
     def __init__(self, device: torch.device):
         with torch.cuda.device(device):
             self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-            self.lock = threading.Lock()  # engines in several threads take turns on the stream
+            self.lock = threading.Lock()  # engines in several threads share the stream
             self.keeper = torch.cuda.CUDAGraph()
             with self.capture(self.keeper):
                 torch.zeros(1, device=device)
@@ -90,14 +89,14 @@ class GraphMemory:
     def capture(self, graph: Any) -> Iterator[None]:
         before = torch.cuda.current_stream()
         with self.lock:
-            # A workspace that cuBLAS keeps for the stream would lie in the memory that the next graph writes over.
+            # A workspace that cuBLAS keeps for the stream would be in the memory that the next graph overwrites.
             torch._C._cuda_clearCublasWorkspaces()
             try:
-                # thread_local: another thread, a streamer's say, may use the device meanwhile.
+                # thread_local: another thread, for example a streamer, may use the device meanwhile.
                 with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
                     yield
             finally:
-                torch.cuda.set_stream(before)  # torch stays on the capture's own where ending it fails
+                torch.cuda.set_stream(before)  # torch stays on the capture's stream if ending the capture fails
                 torch._C._cuda_clearCublasWorkspaces()
 
 
@@ -117,7 +116,7 @@ class CudaGraph:
             self.graph.replay()
 
 
-CAPTURES: dict[str, Callable[..., CapturedGraph]] = {"cuda": CudaGraph}  # by type of device; others run as they are
+CAPTURES: dict[str, Callable[..., CapturedGraph]] = {"cuda": CudaGraph}  # by type of device; others do not capture
 
 
 def captures(device: torch.device, enabled: bool) -> bool:
@@ -125,14 +124,14 @@ def captures(device: torch.device, enabled: bool) -> bool:
 
 
 def power_of_two(number: int) -> int:
-    """At least this: few sizes, so few graphs."""
+    """Return the smallest power of two that is at least `number`: few sizes need few graphs."""
     return 1 << (number - 1).bit_length() if number else 0
 
 
 class CudaGraphs:
-    """The captured graphs of one owner, by key and by its inputs' shapes."""
+    """Hold the captured graphs of one owner, by key and shapes of its inputs."""
 
-    num_captured = 0  # of all owners: a step in which it grew took longer than the others like it will
+    num_captured = 0  # of all owners: a step in which it grew took longer than later steps
 
     def __init__(self, device: torch.device, enabled: bool = True):
         self.capture = CAPTURES.get(device.type) if enabled else None
@@ -143,19 +142,19 @@ class CudaGraphs:
         return self.capture is not None
 
     def __call__(self, key: Hashable, function: Callable[..., Any], *inputs: Tensor | None) -> Any:
-        """What function(*inputs) returns: tensors, None, or tuples of them."""
+        """Return function(*inputs), which are tensors, None, or tuples of them."""
         if self.capture is None:
             return function(*inputs)
         key = key, *(None if x is None else (x.shape, x.dtype) for x in inputs)
         if key not in self.graphs:
-            with Waits() as waits:
-                out = function(*inputs)  # which also sets up what libraries set up at their first use
+            with SyncDetector() as detector:
+                out = function(*inputs)  # libraries also initialize themselves in the first call
             CudaGraphs.num_captured += 1
             try:
-                self.graphs[key] = self.try_capture(function, inputs, waits.reason)
-            except torch.OutOfMemoryError:  # says nothing of the function: tried again at its next call
+                self.graphs[key] = self.try_capture(function, inputs, detector.reason)
+            except torch.OutOfMemoryError:  # not a property of the function: tried again at its next call
                 return out
-            if len(self.graphs) > MOST:
+            if len(self.graphs) > MAX_GRAPHS:
                 self.graphs.popitem(last=False)
             return out
         self.graphs.move_to_end(key)
@@ -170,7 +169,7 @@ class CudaGraphs:
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, graph.outputs)
 
     def try_capture(self, function: Callable[..., Any], inputs: tuple[Tensor | None, ...], reason: str | None) -> Any:
-        """Its inputs and graph; None where a graph cannot hold it, for this `reason` or another."""
+        """Return its inputs and graph; None if it cannot be captured, for this `reason` or another."""
         static_inputs = [None if x is None else x.clone(memory_format=torch.contiguous_format) for x in inputs]
         assert self.capture is not None
         if reason is None:
@@ -180,6 +179,6 @@ class CudaGraphs:
                 raise
             except RuntimeError as error:
                 reason = str(error).strip().split("\n")[0]
-        # A mixture of experts asks the device how many tokens each expert got, say.
+        # For example, a mixture of experts asks the device how many tokens each expert got.
         warnings.warn(f"a part of decoding cannot be captured and runs kernel by kernel: {reason}", stacklevel=2)
         return None

@@ -1,4 +1,4 @@
-"""Of the device that a target runs on: its name, when it has done its work, and what goes there and back meanwhile."""
+"""The device of a target: its name, synchronization, and transfers that overlap with its work."""
 
 import platform
 from pathlib import Path
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def device_name(device: torch.device) -> str:
-    """As people know it, with the number of threads of a CPU."""
+    """Return the name of the device, with the number of threads of a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -19,15 +19,14 @@ def device_name(device: torch.device) -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait for it, before a clock is read."""
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, for example before reading a clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class HostCopy:
-    """A tensor for the host. It is copied behind what the device was given so far, and `wait` does not wait for what it is
-    given meanwhile (a forward)."""
+    """Copy a tensor to the host. The copy follows the work queued so far, and `wait` does not wait for work queued later."""
 
     def __init__(self, tensor: Tensor):
         self.device, self.tensor = tensor.device, tensor
@@ -44,5 +43,5 @@ class HostCopy:
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host, on the device, without waiting for what runs there."""
+    """Copy a tensor from the host to the device without waiting for the work that runs there."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

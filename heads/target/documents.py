@@ -1,7 +1,7 @@
-"""Packed rows for a target that takes no mask of ours: documents go side by side through one forward.
+"""Packed sequences for a target that does not support our masks: documents become a padded batch of one forward.
 
 packed   a a a a b b b c c .       forward   a a a a
-                                             b b b .      padding stands on the right, where causal layers never look
+                                             b b b .      padding is on the right, where causal layers never look
                                              c c . .
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Span(NamedTuple):
-    """Where a document lies in a packed batch."""
+    """Locate a document in a packed batch."""
 
     row: int
     start: int
@@ -34,19 +34,19 @@ def forward_documents(
     layers: Sequence[int],
     images: dict[str, Tensor] | None = None,
 ) -> TargetOutput:
-    """The aux hidden states of a packed batch, tokens and documents (batch, length) as in heads.base.PackedBatch: what each
-    document has on its own, 0 for padding. Its logits are not kept."""
+    """Return the aux hidden states of a packed batch with tokens and documents (batch, length) as in
+    heads.base.PackedBatch: those of each document processed separately, 0 for padding. Logits are discarded."""
     aux_hidden_states = None
     parts = groups(spans(documents.tolist()), tokens.numel())
-    if target.sharding == "fsdp":  # every process takes part in as many forwards as the others
+    if target.sharding == "fsdp":  # every process must take part in the same number of forwards
         parts += parts[-1:] * (largest(len(parts)) - len(parts))
     for group in parts:
         longest = max(span.stop - span.start for span in group)
         part = tokens.new_zeros(len(group), longest)
         for number, span in enumerate(group):
             part[number, : span.stop - span.start] = tokens[span.row, span.start : span.stop]
-        own = None if images is None else images_of(images, group, longest)
-        output = target.forward(part, layers=layers, keep_logits=1, images=own)
+        inputs = None if images is None else images_of(images, group, longest)
+        output = target.forward(part, layers=layers, keep_logits=1, images=inputs)
         if aux_hidden_states is None:
             aux_hidden_states = output.aux_hidden_states.new_zeros(*tokens.shape, output.aux_hidden_states.shape[-1])
         for states, span in zip(output.aux_hidden_states, group, strict=True):
@@ -56,25 +56,26 @@ def forward_documents(
 
 
 def images_of(images: dict[str, Tensor], group: list[Span], longest: int) -> dict[str, Tensor] | None:
-    """What `images` (heads.base.PackedBatch) has for these documents, as rows of `longest` tokens; None for nothing."""
+    """Select these documents from `images` (heads.base.PackedBatch), padded to `longest` tokens; None if they have no
+    images."""
     at, grids = images["at"].tolist(), images.get("image_grid_thw")
     chosen = [number for span in group for number, place in enumerate(at) if place == [span.row, span.start]]
     if not chosen:
         return None
     sizes = [1] * len(at) if grids is None else grids.prod(-1).tolist()
     parts = images["pixel_values"].split(sizes)
-    found = {"pixel_values": torch.cat([parts[number] for number in chosen])}
-    found |= {} if grids is None else {"image_grid_thw": grids[chosen]}
+    selected = {"pixel_values": torch.cat([parts[number] for number in chosen])}
+    selected |= {} if grids is None else {"image_grid_thw": grids[chosen]}
     for name, fill in (("position_ids", 0), ("blocks", -1)):
-        whole = images[name]
-        found[name] = whole.new_full((*whole.shape[:-2], len(group), longest), fill)
+        packed = images[name]
+        selected[name] = packed.new_full((*packed.shape[:-2], len(group), longest), fill)
         for number, span in enumerate(group):
-            found[name][..., number, : span.stop - span.start] = whole[..., span.row, span.start : span.stop]
-    return found
+            selected[name][..., number, : span.stop - span.start] = packed[..., span.row, span.start : span.stop]
+    return selected
 
 
 def spans(documents: list[list[int]]) -> list[Span]:
-    """The runs of one number in every row, padding (-1) left out."""
+    """Return the runs of equal numbers in every row, without padding (-1)."""
     runs = []
     for row, numbers in enumerate(documents):
         edges = [0, *(i for i in range(1, len(numbers)) if numbers[i] != numbers[i - 1]), len(numbers)]
@@ -82,13 +83,13 @@ def spans(documents: list[list[int]]) -> list[Span]:
     return runs
 
 
-def groups(runs: list[Span], most: int) -> list[list[Span]]:
-    """Documents of like length, for one forward: no more than `most` tokens with their padding."""
-    ordered = sorted(runs, key=lambda span: span.start - span.stop)  # the longest first
+def groups(runs: list[Span], max_tokens: int) -> list[list[Span]]:
+    """Group documents of similar length for one forward of at most `most` tokens, padding included."""
+    ordered = sorted(runs, key=lambda span: span.start - span.stop)  # longest first
     parts: list[list[Span]] = []
     for span in ordered:
-        longest = parts[-1][0].stop - parts[-1][0].start if parts else most
-        if parts and longest * (len(parts[-1]) + 1) <= most and 2 * (span.stop - span.start) > longest:
+        longest = parts[-1][0].stop - parts[-1][0].start if parts else max_tokens
+        if parts and longest * (len(parts[-1]) + 1) <= max_tokens and 2 * (span.stop - span.start) > longest:
             parts[-1].append(span)
         else:
             parts.append([span])

@@ -1,4 +1,4 @@
-"""Files of the checkpoint that a target was loaded from: what transformers does not load of them."""
+"""Read what transformers does not load from the checkpoint of a target."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def checkpoint_file(target: "Target", name: str) -> Path | None:
-    """A file of the target's checkpoint, in its directory or the Hub's cache."""
+    """Return a file of the target's checkpoint, in its directory or the Hub's cache."""
     if Path(target.checkpoint).is_dir():
         return Path(target.checkpoint) / name if (Path(target.checkpoint) / name).is_file() else None
     if target.checkpoint.count("/") != 1:
@@ -25,19 +25,19 @@ def checkpoint_file(target: "Target", name: str) -> Path | None:
 
 
 def weight_map(target: "Target") -> dict[str, Path]:
-    """Every stored tensor's name and its file; empty where there is no checkpoint in safetensors."""
-    index, whole = (checkpoint_file(target, name) for name in (INDEX, WEIGHTS))
+    """Return the file of every stored tensor by name; empty without a checkpoint in safetensors."""
+    index, single = (checkpoint_file(target, name) for name in (INDEX, WEIGHTS))
     if index is not None:
         parts: dict[str, str] = json.loads(index.read_text())["weight_map"]
         return {name: index.parent / part for name, part in parts.items()}
-    if whole is None:
+    if single is None:
         return {}
-    with safe_open(whole, framework="pt") as opened:
-        return dict.fromkeys(opened.keys(), whole)
+    with safe_open(single, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), single)
 
 
 def stored_tensors(target: "Target", prefix: str) -> dict[str, Tensor]:
-    """Those of the checkpoint whose names begin with `prefix`, without it."""
+    """Return the checkpoint's tensors whose names start with `prefix`, which is removed."""
     tensors: dict[str, Tensor] = {}
     for name, path in weight_map(target).items():
         if name.startswith(prefix) and path.is_file():

@@ -1,9 +1,9 @@
-"""Targets from GGUF files: dequantised once into a directory as transformers saves it, under the cache.
+"""Targets from GGUF files: dequantized once into a directory in transformers' format, in the cache.
 
     converted(FILE, dtype) -> cache/gguf/<digest of the file>-<dtype>/{config.json, model.safetensors, tokenizer.json, ...}
 
-transformers reads the tensors. What it leaves out of account is done or refused here: how the tokenizer splits words, rope
-scaling, end tokens, and tensors that it has no place for.
+transformers reads the tensors. This module handles or refuses what it ignores: how the tokenizer splits words, rope scaling,
+end tokens, and tensors without a place in the model.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ from foredraft.heads.target.gguf_attention import check, check_rope, set_attenti
 from foredraft.heads.target.gguf_tokenizer import build_tokenizer, end_tokens
 
 MAGIC = b"GGUF"
-VERSION = 2  # of what conversion makes of a file; a higher one converts again
-RECORD = "gguf.json"  # beside the converted weights: file, digest, quantisation
-UNUSED = ("rope_freqs.weight",)  # tensors that are no weights
+VERSION = 2  # of the conversion; a higher number converts again
+RECORD = "gguf.json"  # next to the converted weights: file, digest, quantization
+UNUSED = ("rope_freqs.weight",)  # tensors that are not weights
 
 
 def converted(file: Path, dtype: torch.dtype) -> Path:
-    """The directory with this file's model in `dtype`, made on first use. Raises ValueError for a file that is none, or that
-    cannot be read as its authors meant it."""
+    """Return the directory with this file's model in `dtype`, made at first use. Raises ValueError if it is not a GGUF
+    file, or cannot be read as intended."""
     check_file(file)
     name, folder = str(dtype).removeprefix("torch."), cache_directory() / "gguf"
     try:
@@ -47,11 +47,11 @@ def converted(file: Path, dtype: torch.dtype) -> Path:
         with FileLock(directory.with_suffix(".lock")):
             if not (directory / RECORD).is_file():
                 convert(file, dtype, directory)
-    except (OSError, SafetensorError) as error:  # the latter where a disk fills up
-        reason = str(error).replace("No space", "no space")  # train/cli.py takes those words for a run's own disk
+    except (OSError, SafetensorError) as error:  # the latter if the disk is full
+        reason = str(error).replace("No space", "no space")  # train/cli.py reacts to those words about a run's own disk
         raise ValueError(
-            f"target {file} cannot be kept in {folder} ({reason}): mend that, or name another folder by the variable "
-            "FOREDRAFT_CACHE"
+            f"target {file} cannot be saved in {folder} ({reason}): fix this, or set the variable FOREDRAFT_CACHE to "
+            "another directory"
         ) from None
     return directory
 
@@ -60,22 +60,22 @@ def check_file(file: Path) -> None:
     if not file.is_file():
         raise ValueError(f"target {file} does not exist: give a GGUF file, a directory, or a Hub id")
     with file.open("rb") as opened:
-        begins = opened.read(4)
-    if begins != MAGIC:
-        raise ValueError(f"target {file} is no GGUF file: its first bytes are {begins!r}, not {MAGIC!r}")
+        first = opened.read(4)
+    if first != MAGIC:
+        raise ValueError(f"target {file} is not a GGUF file: its first bytes are {first!r}, not {MAGIC!r}")
     for package in ("gguf", "accelerate"):  # transformers needs both to read GGUF
         if find_spec(package) is None:
             raise ValueError(f"target {file} needs the package {package}: pip install 'foredraft[gguf]'")
 
 
 def digest_of(file: Path) -> str:
-    """The beginning of the SHA-256 of its bytes, kept for as long as its size and time of change stay the same: a file of
-    gigabytes would take seconds at every start."""
+    """Return the start of the SHA-256 of its bytes. It is cached while size and modification time stay the same: hashing
+    gigabytes takes seconds."""
     status = file.stat()
     state = f"{file.resolve()} {status.st_size} {status.st_mtime_ns}"
     note = cache_directory() / "gguf" / "digests" / hashlib.sha256(state.encode()).hexdigest()[:16]
-    if note.is_file() and (kept := note.read_text().strip()):
-        return kept
+    if note.is_file() and (cached := note.read_text().strip()):
+        return cached
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
     note.parent.mkdir(parents=True, exist_ok=True)
@@ -84,13 +84,13 @@ def digest_of(file: Path) -> str:
 
 
 def read_metadata(file: Path) -> tuple[dict[str, Any], Any]:
-    """A file's metadata and its tensors. Raises ValueError where it is cut short or damaged."""
-    from gguf import GGUFReader  # an extra, and a second to import
+    """Return a file's metadata and its tensors. Raises ValueError if it is truncated or damaged."""
+    from gguf import GGUFReader  # an optional package that takes a second to import
 
     try:
         reader = GGUFReader(file)
         return {name: field.contents() for name, field in reader.fields.items()}, reader.tensors
-    except Exception as error:  # of NumPy, of its own: a damaged file fails anywhere
+    except Exception as error:  # from NumPy or the reader: a damaged file fails anywhere
         raise ValueError(f"target {file} cannot be read, it is damaged or incomplete: {error}") from error
 
 
@@ -100,12 +100,12 @@ def convert(file: Path, dtype: torch.dtype, directory: Path) -> None:
     count = sum(int(tensor.n_elements) for tensor in tensors if tensor.name not in UNUSED)
     need = count * dtype.itemsize
     if shutil.disk_usage(directory.parent).free < 1.1 * need:
-        raise OSError(f"it takes {need / 1e6:,.0f} MB, and the disk has no such space")
-    note = f"{file.name} is dequantised once into {directory} ({need / 1e6:,.0f} MB)"
+        raise OSError(f"it needs {need / 1e6:,.0f} MB, more than the disk has free")
+    note = f"{file.name} is dequantized once into {directory} ({need / 1e6:,.0f} MB)"
     print(note, file=sys.stderr, flush=True)  # programs write texts to stdout
-    tokenizer = build_tokenizer(metadata, str(file))  # first, since what it refuses is refused in no time
+    tokenizer = build_tokenizer(metadata, str(file))  # first, because it fails fast
     model = load(file, dtype, metadata, tensors, count)
-    part = directory.with_suffix(".part")  # always the same, so that what a killed conversion left is removed
+    part = directory.with_suffix(".part")  # a fixed name, so that the rest of a killed conversion is removed
     shutil.rmtree(part, ignore_errors=True)
     try:
         model.save_pretrained(part)
@@ -117,20 +117,18 @@ def convert(file: Path, dtype: torch.dtype, directory: Path) -> None:
 
 
 def check_kind(file: Path, metadata: dict[str, Any]) -> None:
-    """Raise ValueError for a file that holds no whole language model."""
+    """Raise ValueError for a file that does not contain a whole language model."""
     parts, kind = metadata.get("split.count", 1), metadata.get("general.type", "model")
     if parts > 1:
         raise ValueError(
-            f"target {file} is one of {parts} parts: join them by llama-gguf-split --merge FIRST_PART WHOLE"
+            f"target {file} is one of {parts} parts: join them with llama-gguf-split --merge FIRST_PART OUTPUT"
         )
     if kind != "model" or metadata.get("general.architecture") == "clip":
-        raise ValueError(
-            f"target {file} holds no language model, but what belongs to one ({kind}): give the model's file"
-        )
+        raise ValueError(f"target {file} is not a language model, but belongs to one ({kind}): give the model's file")
 
 
 def describe(file: Path, metadata: dict[str, Any], tensors: Any) -> dict[str, Any]:
-    """What the card of a head says of the file that its target came from."""
+    """Return what the model card of a head states about the GGUF file of its target."""
     types = Counter[str]()
     for tensor in tensors:
         types[tensor.tensor_type.name] += int(tensor.n_elements)
@@ -140,15 +138,15 @@ def describe(file: Path, metadata: dict[str, Any], tensors: Any) -> dict[str, An
 
 
 def load(file: Path, dtype: torch.dtype, metadata: dict[str, Any], tensors: Any, count: int) -> PreTrainedModel:
-    """The model in `dtype`, without the marks of a quantised one, which transformers refuses to save. count: of weights in
-    the file."""
+    """Load the model in `dtype`, without the attributes of a quantized one, which transformers refuses to save. count:
+    number of weights in the file."""
     architecture = metadata.get("general.architecture")
     try:
-        with quiet():
+        with suppress_logging():
             loaded, report = AutoModelForCausalLM.from_pretrained(
                 file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True
             )
-    except Exception as error:  # of transformers, of gguf: an unknown architecture fails in several ways
+    except Exception as error:  # from transformers or gguf: an unsupported architecture fails in several ways
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
             f"target {file}: transformers cannot read its architecture {architecture!r} from GGUF ({reason}): give the model "
@@ -159,7 +157,7 @@ def load(file: Path, dtype: torch.dtype, metadata: dict[str, Any], tensors: Any,
         check(not wrong, file, f"these weights do not fit: {', '.join(map(str, wrong[:4]))}")
     state = {name: weight.to(dtype) for name, weight in loaded.state_dict().items()}
     read = sum({weight.data_ptr(): weight.numel() for weight in loaded.state_dict().values()}.values())
-    check(read == count, file, f"it holds {count:,} weights, and transformers has a place for {read:,}")
+    check(read == count, file, f"it has {count:,} weights, and transformers loads {read:,}")
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -173,7 +171,7 @@ def load(file: Path, dtype: torch.dtype, metadata: dict[str, Any], tensors: Any,
     config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     with torch.device("meta"):
         model = type(loaded)(config)
-    # Older versions of transformers take the rotated part of a head for all of it.
+    # Older versions of transformers treat the rotated part of a head as all of it.
     misfits = [name for name, weight in model.state_dict().items() if weight.shape != state[name].shape]
     check(not misfits, file, f"these weights do not fit its sizes: {', '.join(misfits[:4])}")
     model.load_state_dict(state, assign=True)
@@ -184,8 +182,8 @@ def load(file: Path, dtype: torch.dtype, metadata: dict[str, Any], tensors: Any,
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without the bars and warnings of transformers about what is checked here."""
+def suppress_logging() -> Iterator[None]:
+    """Suppress transformers' progress bars and warnings about what is checked here."""
     level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -198,6 +196,6 @@ def quiet() -> Iterator[None]:
 
 
 def record_of(directory: str | Path) -> dict[str, Any] | None:
-    """What `describe` said of the file that a converted directory came from; None for any other."""
+    """Return what `describe` recorded about the file of a converted directory; None for any other directory."""
     file = Path(directory) / RECORD
     return json.loads(file.read_text()) if file.is_file() else None

@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file, as llama.cpp applies it.
 
-transformers takes the vocabulary and the merges of such a file and splits every text as GPT-2 does. The file says how its
-model was trained (`tokenizer.ggml.pre`): SmolLM2 splits off single digits, Llama 3 takes up to three, Qwen has contractions
-of its own. Split otherwise, a text has ids that the model never saw together.
+transformers reads the vocabulary and the merges of such a file and splits every text as GPT-2 does. The file states how its
+model was trained (`tokenizer.ggml.pre`): SmolLM2 splits off single digits, Llama 3 groups up to three, Qwen has its own
+contractions. With another split, a text has sequences of ids that the model has never seen.
 """
 
 from collections.abc import Mapping
@@ -22,24 +22,24 @@ CASED = (
 )
 CASED_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types of GGUF: two kinds of marks; words that are always one token
-# What ends a text or a turn: a file names one such token, and a chat model may write another. As llama.cpp knows them.
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # token types of GGUF: two kinds of special tokens; words that stay one token
+# Tokens that end a text or a turn, as in llama.cpp: a file names one, and a chat model may write another.
 ENDS = (
     *("<|endoftext|>", "<|end_of_text|>", "<eos>", "<｜end▁of▁sentence｜>", "[EOS]", "[e~["),
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<EOT>", "[EOT]", "<end_of_utterance>"),
     *("<|return|>", "<|call|>", "<|end|>"),
 )
-NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's marks
+NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's special tokens
 MARKS = (UNKNOWN, CONTROL, USER_DEFINED)
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
 class Splitting(NamedTuple):
-    """How a text is cut into words before merges apply."""
+    """Describe how a text is split into words before merges apply."""
 
-    patterns: tuple[str, ...]  # each cuts the pieces that those before it left
-    ignore_merges: bool = False  # is a word that is a token taken whole, whatever its merges would make?
-    add_bos: bool = False  # where the file does not say
+    patterns: tuple[str, ...]  # each splits the pieces of those before it
+    ignore_merges: bool = False  # does a word that is a token stay one, whatever its merges would give?
+    add_bos: bool = False  # the default if the file does not specify it
 
 
 def alternatives(*parts: str) -> str:
@@ -91,8 +91,8 @@ SPLITTINGS: dict[str, Splitting] = {
 
 
 def build_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokenizerFast:
-    """The tokenizer that a GGUF file's metadata describe. Raises ValueError for a kind, or a way of splitting words, that is
-    not known here. where: the file, for the error."""
+    """Build the tokenizer that a GGUF file's metadata describe. Raises ValueError for an unsupported kind, or way of
+    splitting words. where: the file, for the error."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         backend, add_bos = byte_level(metadata, where)
@@ -100,12 +100,12 @@ def build_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeni
         backend, add_bos = sentencepiece(metadata), True
     else:
         raise ValueError(
-            f"target {where}: its tokenizer is of the kind {kind!r}, and gpt2 (byte-level) and llama (SentencePiece) are "
-            "read here: give the model as a directory or a Hub id"
+            f"target {where}: its tokenizer has the kind {kind!r}, but only gpt2 (byte-level) and llama (SentencePiece) are "
+            "supported: give the model as a directory or a Hub id"
         )
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
     marks = [(token, type_) for token, type_ in zip(tokens, types, strict=False) if type_ in MARKS]
-    # Phi-3 was trained without the line breaks that its template has after marks.
+    # Phi-3 was trained without the line breaks that its template has after special tokens.
     strips = kind == "llama" and metadata.get("general.architecture") == "phi3"
     backend.add_tokens(
         [
@@ -115,11 +115,11 @@ def build_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeni
     )
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in SPECIAL.items()}
     named = {name: tokens[number] for name, number in ids.items() if number is not None and number < len(tokens)}
-    begin = named.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None
-    end = named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
-    if begin or end:
-        single = " ".join(part for part in (begin and f"{begin}:0", "$A:0", end and f"{end}:0") if part)
-        special = [(token, tokens.index(token)) for token in dict.fromkeys((begin, end)) if token]
+    bos = named.get("bos_token") if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else None
+    eos = named.get("eos_token") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    if bos or eos:
+        single = " ".join(part for part in (bos and f"{bos}:0", "$A:0", eos and f"{eos}:0") if part)
+        special = [(token, tokens.index(token)) for token in dict.fromkeys((bos, eos)) if token]
         backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
     template = metadata.get("tokenizer.chat_template")
     settings: dict[str, Any] = {"chat_template": template} if template else {}
@@ -130,15 +130,15 @@ def splitting(metadata: Mapping[str, Any], where: str) -> Splitting:
     name = metadata.get("tokenizer.ggml.pre") or "default"
     if name not in SPLITTINGS:
         raise ValueError(
-            f"target {where}: its tokenizer splits words as tokenizer.ggml.pre={name} says, which is none of those known "
-            f"here ({', '.join(sorted(SPLITTINGS))}): its ids would be wrong, so give the model as a directory or a Hub id"
+            f"target {where}: its tokenizer splits words in the way tokenizer.ggml.pre={name}, which is not supported "
+            f"({', '.join(sorted(SPLITTINGS))} are): its ids would be wrong, so give the model as a directory or a Hub id"
         )
     return SPLITTINGS[name]
 
 
 def byte_level(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, bool]:
-    """Merges of bytes that are spelled as letters, as GPT-2 introduced them; and whether a text begins with a bos token where
-    the file does not say."""
+    """Build a tokenizer that merges bytes spelled as letters, as introduced by GPT-2. Also return the default of adding a
+    bos token."""
     how = splitting(metadata, where)
     spaces = [(merge, merge.index(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     merges = [(merge[:space], merge[space + 1 :]) for merge, space in spaces]
@@ -152,15 +152,16 @@ def byte_level(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, bool
 
 
 def sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Words spelled with ▁ for spaces; of two neighbours those are joined first that give the token of the highest score."""
+    """Build a tokenizer of words with ▁ for spaces. Neighbours that give the token with the highest score are merged
+    first."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = []
     for token, score in zip(tokens, scores, strict=True):
         parts = [(token[:i], token[i:]) for i in range(1, len(token))]
-        known = [(left, right) for left, right in parts if left in vocabulary and right in vocabulary]
-        merges += [(score, pair) for pair in sorted(known, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))]
-    merges.sort(key=lambda merge: -merge[0])  # stable: among equal scores the order of the vocabulary
+        pairs = [(left, right) for left, right in parts if left in vocabulary and right in vocabulary]
+        merges += [(score, pair) for pair in sorted(pairs, key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))]
+    merges.sort(key=lambda merge: -merge[0])  # stable: equal scores keep the order of the vocabulary
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     pairs = [pair for _, pair in merges]
     backend = Tokenizer(
@@ -175,12 +176,12 @@ def sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def end_tokens(metadata: Mapping[str, Any]) -> list[int]:
-    """Ids after which a text is over: those that the file names, and those that are known by their spelling."""
+    """Return the ids that end a text: those that the file names, and those with a known spelling."""
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type", [])
     spelled = {token: n for n, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind in MARKS}
     ends = [token for token in ENDS if token in spelled]
-    if "<|call|>" in ends and "<|end|>" in ends:  # gpt-oss, where <|end|> ends one of several messages
+    if "<|call|>" in ends and "<|end|>" in ends:  # gpt-oss, in which <|end|> ends one of several messages
         ends.remove("<|end|>")
-    found = [*named, *(spelled[token] for token in ends)]
-    return list(dict.fromkeys(number for number in found if number is not None))
+    ids = [*named, *(spelled[token] for token in ends)]
+    return list(dict.fromkeys(number for number in ids if number is not None))

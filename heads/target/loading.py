@@ -1,5 +1,5 @@
-"""A target's model and tokenizer by transformers, with what it leaves open: names looked up, words for dtypes and bits, and
-one sentence for each way to fail."""
+"""Load a target's model and tokenizer with transformers. Names are looked up first, dtypes and quantization are names, and
+each way to fail has one message."""
 
 import importlib.util
 import json
@@ -30,27 +30,29 @@ from foredraft.heads.target.images import reads_images
 
 
 def check_path(path: str | Path) -> str:
-    """A directory or an id on the Hub. Raises ValueError where there is no model."""
+    """Return a directory or an id on the Hub. Raises ValueError if it contains no model."""
     path = Path(path).expanduser() if str(path).startswith("~") else path
     if not Path(path).is_dir():
         check_exists(str(path))
     elif not (Path(path) / "config.json").is_file():
-        raise ValueError(f"target {path} holds no config.json: give a directory saved by transformers, or a Hub id")
+        raise ValueError(f"target {path} has no config.json: give a directory saved by transformers, or a Hub id")
     return str(path)
 
 
 def check_exists(name: str) -> None:
-    """Raise ValueError unless `name` is a model that the Hub or its local cache has. transformers would retry a Hub that
-    cannot be reached for a minute first."""
+    """Raise ValueError unless the Hub or its local cache has the model `name`. transformers would first try for a minute to
+    reach the Hub."""
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise ValueError(f"target {name} is no directory: give one that transformers saved, or a Hub id like org/name")
+        raise ValueError(
+            f"target {name} is not a directory: give one that transformers saved, or a Hub id like org/name"
+        )
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
     except Exception as error:
         raise ValueError(
-            f"target {name} is no directory here, and the Hub does not give it: {first_line(error)}"
+            f"target {name} is not a directory, and the Hub does not provide it: {first_line(error)}"
         ) from error
 
 
@@ -63,10 +65,10 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 def has_bfloat16_products(device: torch.device | str) -> bool:
     """Return whether products in bfloat16 are as fast as in float32 on this device. A GPU below compute capability 8 (T4,
-    V100) emulates them. A CPU without instructions for them (AVX512_BF16, AMX, ARM's BF16) widens every number first: 16 rows
-    take twice as long with AVX-512, four times with AVX2.
+    V100) emulates them. A CPU without instructions for them (AVX512_BF16, AMX, ARM's BF16) widens every number first: 16
+    rows take twice as long with AVX-512, four times with AVX2.
 
-    This goes by what the device reports, and not by a measurement, which next to other busy processes gives anything."""
+    This uses what the device reports instead of a measurement, which other busy processes would distort."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -75,18 +77,19 @@ def has_bfloat16_products(device: torch.device | str) -> bool:
     if platform.machine().lower() not in ("x86_64", "amd64"):
         reported: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.9
         return bool(reported.get("bf16", False))
-    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX", "AVX2"):  # ATEN_CPU_CAPABILITY can ask for less
+    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX", "AVX2"):  # ATEN_CPU_CAPABILITY can lower it
         return False
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def loads_straight_to(device: torch.device | str) -> bool:
-    """Can transformers read weights right into this device's memory? By way of the host, 8 processes make 8 copies there."""
+    """Return whether transformers can read weights directly into this device's memory. Through the host, 8 processes make 8
+    copies there."""
     return torch.device(device).type != "cpu" and importlib.util.find_spec("accelerate") is not None
 
 
-class Once(logging.Filter):
-    """Lets a message through the first time."""
+class DedupFilter(logging.Filter):
+    """Pass each message once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,11 +102,12 @@ class Once(logging.Filter):
         return new
 
 
-ONCE = Once()
+ONCE = DedupFilter()
 
 
 def quantization_config(name: str, dtype: str | torch.dtype, device: str | torch.device) -> Any:
-    """dtype: of the products with 4-bit weights; "auto" is bfloat16 where the device computes in it, else float32."""
+    """Return a bitsandbytes config. dtype: of the products with 4-bit weights; "auto" is bfloat16 if the device supports
+    it, otherwise float32."""
     if name not in ("4bit", "8bit"):
         raise ValueError(f"quantization={name} is not one of 4bit, 8bit")
     if importlib.util.find_spec("bitsandbytes") is None:
@@ -116,20 +120,21 @@ def quantization_config(name: str, dtype: str | torch.dtype, device: str | torch
 
 
 def keep_outliers(model: PreTrainedModel) -> None:
-    """Let 8-bit products of bitsandbytes take no columns out as outliers, also in a checkpoint that was saved so: which ones
-    those are depends on all rows of a forward, so a draft would change what the target makes of the text beside it."""
-    logging.getLogger("bitsandbytes.autograd._functions").addFilter(ONCE)  # which warns at every product
+    """Disable the outlier columns of bitsandbytes' 8-bit products, also in a checkpoint that was saved with them. Which
+    columns these are depends on all rows of a forward, so a draft would change the target's text."""
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(ONCE)  # it warns at every product
     for module in model.modules():
         if type(module).__name__ == "Linear8bitLt":
             module.state.threshold = 0.0
 
 
-# Kinds of other code that are one of transformers' own, name for name: it loads Kimi-K2.5's text model so itself.
+# Kinds with other code that equal one of transformers' in every name: it loads Kimi-K2.5's text model so itself.
 SAME_KIND = {"kimi_k2": "deepseek_v3"}
 
 
 def read_config(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """A model's config.json. Raises ValueError where transformers does not know the kind, or would run code of others."""
+    """Read a model's config.json. Raises ValueError if transformers does not support its kind, or would run code from the
+    checkpoint."""
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except ValueError as error:
@@ -138,17 +143,17 @@ def read_config(path: str | Path, revision: str | None = None, trust_remote_code
         if model_type in SAME_KIND:
             return AutoConfig.for_model(SAME_KIND[model_type], **settings)
         if "custom code" in str(error):
-            reason = "its kind is none that transformers has, and it brings code of its own: choose another target"
+            reason = "transformers does not support its kind, and it brings its own code: choose another target"
         else:
             reason = str(error).strip().split(". ")[0]
             if "does not recognize" in reason:
-                reason += f": transformers {transformers.__version__} has not its code, a newer one may"
+                reason += f": transformers {transformers.__version__} does not have its code, a newer one may"
         raise ValueError(f"target {path} cannot be loaded: {reason}") from error
 
 
 def model_class(config: PreTrainedConfig) -> Any:
-    """The class of transformers that writes text for this config. Where that takes images too (Qwen3-VL, Mistral 3.1 ...) it
-    is the whole model, of which only the part for text is used."""
+    """Return transformers' class for this config. If it also supports images (Qwen3-VL, Mistral 3.1 ...), this is the whole
+    model, of which only the text model is used."""
     text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not reads_images(config)
     return AutoModelForCausalLM if text else AutoModelForImageTextToText
 
@@ -161,7 +166,7 @@ def load_model(
     revision: str | None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """As for `Target.from_pretrained`; on the host, unless quantization or a keyword says otherwise."""
+    """Load the model for `Target.from_pretrained`, on the host unless quantization or a keyword requires a device."""
     if isinstance(dtype, str) and dtype != "auto":
         dtype = resolve_dtype(dtype)
     if quantization is not None:
@@ -170,18 +175,18 @@ def load_model(
     try:
         config = read_config(path, revision, kwargs["trust_remote_code"])
         if config.model_type in SAME_KIND.values():
-            kwargs["model_type"] = config.model_type  # the file may say another
+            kwargs["model_type"] = config.model_type  # which may differ in the file
         if dtype == "auto" and quantization is None and not has_bfloat16_products(device):
             dtype = torch.float32
-            if config.dtype != torch.float32:  # not on stdout, where programs write texts
+            if config.dtype != torch.float32:  # not to stdout, to which programs write texts
                 kind = torch.device(device).type
                 half = ", dtype=float16 takes half the memory" if kind == "cuda" else ""
-                said = (
+                note = (
                     f"computed in float32, because this {'GPU' if kind == 'cuda' else 'CPU'} has no bfloat16 products"
                 )
-                print(f"{path} is {said} (dtype=bfloat16 insists{half})", file=sys.stderr, flush=True)
+                print(f"{path} is {note} (dtype=bfloat16 insists{half})", file=sys.stderr, flush=True)
         model = model_class(config).from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
-    except (OSError, ImportError, json.JSONDecodeError) as error:  # some models need further packages
+    except (OSError, ImportError, json.JSONDecodeError) as error:  # some models need more packages
         raise ValueError(f"target {path} cannot be loaded: {first_line(error)}") from error
     keep_outliers(model)
     return model
@@ -190,23 +195,23 @@ def load_model(
 def load_tokenizer(
     path: str, model: PreTrainedModel, revision: str | None, trust_remote_code: bool
 ) -> tuple[PreTrainedTokenizerBase | None, str | None]:
-    """The tokenizer, or None and why there is none: decoding and drafting need only ids."""
-    # AutoTokenizer takes the class of the model's family, which cuts and normalizes as that family's first models did: a
+    """Return the tokenizer, or None and the reason: decoding and drafting only need ids."""
+    # AutoTokenizer uses the class of the model's family, which splits and normalizes as that family's first models did. A
     # GGUF file's own tokenizer may not.
     kind = AutoTokenizer if record_of(path) is None else PreTrainedTokenizerFast
     try:
         tokenizer = kind.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # none there, or a package is missing: what transformers raises differs by kind
+    except Exception as error:  # no tokenizer, or a missing package: what transformers raises differs by kind
         return None, first_line(error)
-    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # transformers' own, where there are no files
-        return None, f"{path} has no files of a tokenizer"
+    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # transformers' default without any files
+        return None, f"{path} has no tokenizer files"
     rows = model.get_input_embeddings().num_embeddings
-    # Special tokens beyond them are of a model that takes images too (Gemma 3's text model has no <image_soft_token>).
+    # Special tokens beyond them belong to a model that also supports images (Gemma 3's text model has no <image_soft_token>).
     special = sum(token.special and number >= rows for number, token in tokenizer.added_tokens_decoder.items())
     if len(tokenizer) - special > rows:
         raise ValueError(
-            f"the tokenizer of {path} knows {len(tokenizer)} tokens, its model only {rows}: "
-            "they do not belong together; take both from the same directory"
+            f"the tokenizer of {path} has {len(tokenizer)} tokens, but its model only {rows}: "
+            "they do not belong together; use both from the same directory"
         )
     return tokenizer, None
 

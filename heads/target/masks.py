@@ -1,4 +1,4 @@
-"""The form in which a model takes a mask of ours: 4D, cut to its sliding windows, added to the scores."""
+"""Convert our masks to the form that a model takes: 4D, cut to its sliding windows, added to the scores."""
 
 from typing import Any, NamedTuple
 
@@ -11,8 +11,8 @@ from foredraft.heads.target.packed_mask import PackedMask
 
 
 class Masks(NamedTuple):
-    window: int | None  # tokens that its layers of sliding attention see
-    mixed: bool  # has it layers without one too?
+    window: int | None  # tokens that sliding attention sees
+    mixed: bool  # are there layers without a window, too?
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Masks":
@@ -29,20 +29,20 @@ class Masks(NamedTuple):
         dtype: torch.dtype,
         positions: Tensor | None = None,
         key_positions: Tensor | None = None,
-        held: Tensor | None = None,
+        cached_entries: Tensor | None = None,
     ) -> Any:
-        """mask: (batch, length, keys) bool. positions (batch, length) and key_positions (batch, keys), int64, are needed
-        where there is a window. held: as by `KVCache.held`. Returns (batch, 1, length, keys) in `dtype`, by kind of layer
-        where they are mixed."""
+        """Convert a mask (batch, length, keys) bool. positions (batch, length) and key_positions (batch, keys), int64, are
+        needed with a window. cached_entries: see `KVCache.cached_entries`. Returns (batch, 1, length, keys) in `dtype`, by
+        kind of layer if they are mixed."""
         if self.window is None:
             return additive_mask(mask[:, None], dtype)
         assert positions is not None and key_positions is not None, "a sliding window needs both sides' positions"
         near = mask
-        if held is not None:
-            index = held.clamp(min=0)
-            near = mask.gather(2, index[:, None].expand(-1, mask.shape[1], -1)) & (held >= 0)[:, None]
+        if cached_entries is not None:
+            index = cached_entries.clamp(min=0)
+            near = mask.gather(2, index[:, None].expand(-1, mask.shape[1], -1)) & (cached_entries >= 0)[:, None]
             key_positions = key_positions.gather(1, index)
-        # A comparison, not a difference: of length x keys numbers there are bools alone.
+        # A comparison instead of a difference: only bools have length x keys entries.
         near = near & (positions[:, :, None] < (key_positions + self.window)[:, None, :])
         if not self.mixed:
             return additive_mask(near[:, None], dtype)
@@ -52,6 +52,6 @@ class Masks(NamedTuple):
         }
 
     def packed(self, starts: Tensor, dtype: torch.dtype) -> Any:
-        """As `__call__`, of packed rows whose tokens' documents begin at columns `starts` (batch, length) int64."""
+        """Return the masks of packed sequences whose tokens' documents start at columns `starts` (batch, length) int64."""
         full, near = (PackedMask(starts, dtype, window) for window in (None, self.window))
         return {"full_attention": full, "sliding_attention": near} if self.mixed else near

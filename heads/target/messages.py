@@ -1,7 +1,7 @@
-"""Prepare messages for a chat template: earlier tool calls as clients replay them and as data sets hold them.
+"""Prepare messages for a chat template: earlier tool calls as clients send them and as data sets store them.
 
-OpenAI's protocol has `content: null` next to calls, arguments as a string of JSON, and ids of any form. Templates are less
-tolerant, and each in its own way, so `template_needs` renders a small conversation to find out what a template takes.
+OpenAI's protocol has `content: null` next to calls, arguments as a JSON string, and ids of any form. Templates are less
+tolerant, and each differs, so `template_needs` renders a small conversation to find out what a template supports.
 """
 
 import hashlib
@@ -17,21 +17,21 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 Message = dict[str, Any]
 NINE = re.compile("[a-zA-Z0-9]{9}")
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning
+REASONING = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning
 
 
 class TemplateNeeds(NamedTuple):
-    """What a chat template asks of messages with tool calls."""
+    """Describe what a chat template requires of messages with tool calls."""
 
     ids: str = "any"  # "nine": of letters and digits (Mistral); "numbered": functions.NAME:0 (Kimi-K2)
     one_call: bool = False  # per message (Llama 3, gpt-oss)
-    text_arguments: bool = False  # a string of JSON, not an object (DeepSeek-V3.1)
-    no_content: str | None = ""  # the content of a message that consists of calls
-    one_text: bool = False  # next to calls: thoughts or content, not both (gpt-oss)
+    text_arguments: bool = False  # a JSON string instead of an object (DeepSeek-V3.1)
+    no_content: str | None = ""  # the content of a message that only has calls
+    one_text: bool = False  # next to calls: reasoning or content, not both (gpt-oss)
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[Message]:
-    """Return messages that this template takes. Raises ValueError for `tool_calls` that are not calls of functions."""
+    """Return messages in this template's form. Raises ValueError for `tool_calls` that are not calls of functions."""
     return arrange(messages, template_needs(template))
 
 
@@ -43,9 +43,9 @@ def template_needs(template: str) -> TemplateNeeds:
         needs = TemplateNeeds(*choice)
         if text := shown_calls(template, needs):
             without = shown_calls(template, needs._replace(no_content=None))
-            if without and len(without) < len(text):  # they write an answer unless its content is none (DeepSeek-R1)
+            if without and len(without) < len(text):  # these write an answer unless its content is none (DeepSeek-R1)
                 needs = needs._replace(no_content=None)
-            both = dict.fromkeys((*THOUGHTS, "content"), "c")
+            both = dict.fromkeys((*REASONING, "content"), "c")
             return needs._replace(one_text=not shown_calls(template, needs, **both))
     return TemplateNeeds()
 
@@ -61,7 +61,7 @@ def as_parts(messages: Sequence[Mapping[str, Any]], template: str) -> list[Messa
 
 @lru_cache(64)
 def reads_parts_only(template: str) -> bool:
-    """Does the template lose a text that is not in a list of parts (LLaVA, Idefics)?"""
+    """Return whether the template drops a text that is not in a list of parts (LLaVA, Idefics)."""
     shown = ["q_a" in rendered([{"role": "user", "content": content}], template) for content in ("q_a", PARTS)]
     return shown == [False, True]
 
@@ -71,7 +71,7 @@ FULL_TOOL = {"description": "", "parameters": {"type": "object", "properties": {
 
 
 def normalize_tools(tools: Sequence[Mapping[str, Any]], template: str) -> list[dict[str, Any]]:
-    """Return tools that this template takes: some refuse one without a description, or without parameters."""
+    """Return tools in this template's form: some refuse one without a description, or without parameters."""
     full = {} if shows_tools(template, full=False) else FULL_TOOL
     functions = [{name: value for name, value in tool["function"].items() if value is not None} for tool in tools]
     return [{**tool, "function": {**function, **full, **function}} for tool, function in zip(tools, functions)]
@@ -79,7 +79,7 @@ def normalize_tools(tools: Sequence[Mapping[str, Any]], template: str) -> list[d
 
 @lru_cache(64)
 def shows_tools(template: str, full: bool = True) -> bool:
-    """Does the template write the tools that it is given? full: with all that a tool may have."""
+    """Return whether the template writes the tools that it gets. full: with everything that a tool may have."""
     tool = {"type": "function", "function": {"name": "f_a", **(FULL_TOOL if full else {})}}
     return "f_a" in rendered([{"role": "user", "content": "q"}], template, [tool])
 
@@ -91,8 +91,8 @@ def shown_calls(template: str, needs: TemplateNeeds, **message: str) -> str:
     asked: list[Message] = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls, **message}]
     conversation = arrange([*asked, *results], needs)
     text = rendered(conversation, template)
-    whole = "f_a" in text and "f_b" in text and text.count("key_x") >= 2
-    return text if whole and "{'" not in text and "None" not in text else ""
+    complete = "f_a" in text and "f_b" in text and text.count("key_x") >= 2
+    return text if complete and "{'" not in text and "None" not in text else ""
 
 
 def rendered(messages: list[Message], template: str, tools: list[dict] | None = None) -> str:
@@ -108,17 +108,17 @@ def rendered(messages: list[Message], template: str, tools: list[dict] | None = 
 
 
 def arrange(messages: Sequence[Mapping[str, Any]], needs: TemplateNeeds) -> list[Message]:
-    found = [clean(message, needs) for message in messages]
-    groups = map(in_order, answers(found))
-    found = [message for group in groups for message in (split(group) if needs.one_call else group)]
+    cleaned = [clean(message, needs) for message in messages]
+    groups = map(in_order, answers(cleaned))
+    arranged = [message for group in groups for message in (split(group) if needs.one_call else group)]
     if needs.ids != "any":
-        name_calls(found, needs.ids)
-    return found
+        name_calls(arranged, needs.ids)
+    return arranged
 
 
 def clean(message: Mapping[str, Any], needs: TemplateNeeds) -> Message:
-    """Drop what is null, and write calls as the template wants them. A refusal is an answer. Older clients name a call
-    `function_call`, and the role of its result `function`."""
+    """Remove null values, and write calls as the template requires. A refusal counts as an answer. Older clients name a
+    call `function_call`, and the role of its result `function`."""
     message = {name: value for name, value in message.items() if value is not None}
     old, refusal = message.pop("function_call", None), message.pop("refusal", None)
     calls = message.pop("tool_calls", None) or (old and [{"function": old}])
@@ -132,25 +132,27 @@ def clean(message: Mapping[str, Any], needs: TemplateNeeds) -> Message:
         if not isinstance(calls, list):
             raise ValueError(f"tool_calls is {str(calls)[:40]!r}, not a list of calls")
         message["tool_calls"] = [clean_call(call, needs.text_arguments) for call in calls]
-    if calls and needs.one_text and message.get("content") and any(message.get(name) for name in THOUGHTS):
+    if calls and needs.one_text and message.get("content") and any(message.get(name) for name in REASONING):
         content = message.pop("content")
-        message |= {name: f"{message[name]}\n\n{content}" for name in THOUGHTS if message.get(name)}
+        message |= {name: f"{message[name]}\n\n{content}" for name in REASONING if message.get(name)}
     if not message.get("content"):
         message["content"] = needs.no_content if calls else ""
     return message
 
 
 def clean_call(call: Any, text_arguments: bool) -> dict[str, Any]:
-    """Return a call with parsed arguments, {} where they are missing or empty. Broken JSON stays text."""
+    """Return a call with parsed arguments, {} if they are missing or empty. Invalid JSON stays text."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError("tool_calls has a call without the name of a function")
     arguments = parsed_arguments(function.get("arguments"))
     if text_arguments and not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False)
-    own = {name: value for name, value in call.items() if value not in (None, "") and name not in ("name", "arguments")}
+    other_keys = {
+        name: value for name, value in call.items() if value not in (None, "") and name not in ("name", "arguments")
+    }
     # The name comes first: Mistral's template writes the whole object.
-    return {"type": "function", **own, "function": {"name": function["name"], "arguments": arguments}}
+    return {"type": "function", **other_keys, "function": {"name": function["name"], "arguments": arguments}}
 
 
 def parsed_arguments(arguments: Any) -> Any:
@@ -175,7 +177,7 @@ def answers(messages: list[Message]) -> Iterator[list[Message]]:
 
 
 def in_order(group: list[Message]) -> list[Message]:
-    """Sort results as their calls are: most templates show them without ids."""
+    """Sort results like their calls: most templates show them without ids."""
     message, *results = group
     ids = [str(call.get("id")) for call in message.get("tool_calls", [])]
     if any(str(result.get("tool_call_id")) not in ids for result in results):
@@ -189,18 +191,21 @@ def split(group: list[Message]) -> list[Message]:
     calls = message.get("tool_calls", [])
     if len(calls) < 2:
         return group
-    found = []
+    parts = []
     for call in calls:
-        found.append({**message, "tool_calls": [call]})
-        own = [number for number, result in enumerate(results) if result.get("tool_call_id") in (None, call.get("id"))]
-        found += [results.pop(number) for number in own[:1]]
-        kept = {name: message[name] for name in ("role", "weight") if name in message}
-        message = kept | {"content": message["content"] and ""}
-    return found + results
+        parts.append({**message, "tool_calls": [call]})
+        results_of_call = [
+            number for number, result in enumerate(results) if result.get("tool_call_id") in (None, call.get("id"))
+        ]
+        parts += [results.pop(number) for number in results_of_call[:1]]
+        rest = {name: message[name] for name in ("role", "weight") if name in message}
+        message = rest | {"content": message["content"] and ""}
+    return parts + results
 
 
 def name_calls(messages: list[Message], ids: str) -> None:
-    """Give calls and their results, in place, the ids that the template wants. A result without one answers the next call."""
+    """Replace the ids of calls and their results, in place, by those that the template requires. A result without one
+    answers the next call."""
     number, names, waiting = 0, dict[str, str](), list[str]()
     for message in messages:
         waiting = [] if "tool_calls" in message else waiting
@@ -213,7 +218,7 @@ def name_calls(messages: list[Message], ids: str) -> None:
             given = str(message.get("tool_call_id"))
             name = names.get(given) or next(iter(waiting), "") or template_id(given, "unknown", number, ids)
             message["tool_call_id"] = name
-            waiting = [one for one in waiting if one != name]
+            waiting = [other for other in waiting if other != name]
 
 
 def template_id(given: str, name: str, number: int, ids: str) -> str:

@@ -13,19 +13,19 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft.heads import packing
-from foredraft.heads.target import attention, rules
+from foredraft.heads.target import attention, recurrent_ops
 from foredraft.heads.target.cache import KVCache, key_block, to_device
 from foredraft.heads.target.cuda_graphs import captures, power_of_two
 from foredraft.heads.target.ends import load_ends, refuse
 from foredraft.heads.target.gguf import record_of
 from foredraft.heads.target.images import BLOCKS, INPUTS, MROPE, ImageReader, reads_images
 from foredraft.heads.target.loading import load_model, load_tokenizer, loads_straight_to
-from foredraft.heads.target.locating import full_name, locate
 from foredraft.heads.target.masks import Masks
 from foredraft.heads.target.output import TargetOutput
 from foredraft.heads.target.packed_prefill import PackedPrompts
 from foredraft.heads.target.probes import is_batch_invariant, ragged_state, supports_caching, supports_chains
 from foredraft.heads.target.ragged_cache import RaggedCache
+from foredraft.heads.target.resolve_path import full_name, resolve_path
 from foredraft.heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
 from foredraft.heads.target.sliding_cache import Sliding, SlidingCache, share_of
 from foredraft.heads.target.stacked_cache import StackedCache
@@ -34,37 +34,35 @@ from foredraft.heads.target.support import (
     cache_name,
     check_supported,
     has_cache,
+    is_batch_variant,
     longrope_boundary,
-    mixes_rows,
-    picks_keys,
     settings_of,
+    uses_sparse_indexer,
     why_no_drafts,
     why_no_trees,
 )
 
 T = TypeVar("T")
-# Names of the number of positions in configs: most families', MPT's, Whisper's.
+# The number of positions in configs: of most families, of MPT, of Whisper.
 POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
-NODES = 64  # of a tree, where nobody says how large it will be
+NODES = 64  # of a tree, if its size is not specified
 TargetCache = KVCache | RaggedCache | StateCache
 
 
 class Target:
-    """A frozen causal language model, and what heads are trained on and draft with.
-
-    Layers are numbered as transformers numbers `hidden_states`: 0 is the embedding, k the output of the k-th decoder
-    layer counted from one, and the last is taken *after* the final norm: what the lm_head takes.
-    """
+    """Wrap a frozen causal language model for training heads and for drafting. Layers are numbered like transformers'
+    `hidden_states`: 0 is the embedding, k the output of decoder layer k counted from one. The last is taken *after* the
+    final norm, as the lm_head takes it."""
 
     revision: str | None = None  # of the checkpoint on the Hub
     trust_remote_code = False  # may code of the checkpoint run?
-    quantization: str | None = None  # how `from_pretrained` packed its weights
-    no_tokenizer: str | None = "it was made without one"  # why it has none
-    sharding: str | None = None  # and how it shards them over devices (heads/target/sharding.py)
-    gguf: dict[str, Any] | None = None  # of a target from a GGUF file: file, sha256, weights (how they are quantised)
-    ends_only = False  # has it no layers here (heads/target/ends.py)?
-    mixes_rows = False  # does a text's forward depend on the rows beside it (heads/target/support.py)?
-    # What `forward` then asks for hidden states: of tokens (batch, length) and layers, (batch, length, layers * hidden).
+    quantization: str | None = None  # how `from_pretrained` quantized its weights
+    no_tokenizer: str | None = "it was made without one"  # the reason if it has no tokenizer
+    sharding: str | None = None  # over devices (heads/target/sharding.py)
+    gguf: dict[str, Any] | None = None  # of a target from a GGUF file: file, sha256, weights (their quantization)
+    embeddings_only = False  # are its decoder layers not loaded (heads/target/ends.py)?
+    is_batch_variant = False  # does a forward depend on other sequences of the batch (heads/target/support.py)?
+    # Where `forward` then gets hidden states: tokens (batch, length) and layers -> (batch, length, layers * hidden).
     remote_hidden_states: Callable[[Tensor, Sequence[int]], Tensor] = staticmethod(refuse)
 
     def __init__(
@@ -74,8 +72,8 @@ class Target:
         name: str = "",
         context: int | None = None,
     ):
-        """context: most tokens of a text, where that is to be less than the model can take: a target with longrope whose
-        texts stay below its boundary supports trees. Raises ValueError for more than that."""
+        """Wrap a model. context: largest number of tokens, if it is to be less than the model supports. A target with
+        longrope whose texts stay below its boundary supports trees. Raises ValueError if the model supports less."""
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.name, self._context = tokenizer, name, context
         self.checkpoint = (
@@ -88,19 +86,19 @@ class Target:
         check_supported(model)
         if context is not None and not 0 < context <= (self.max_positions or context):
             raise ValueError(
-                f"context={context} must be at least 1, and at most the {self.max_positions} that {name} takes"
+                f"context={context} must be at least 1, and at most {self.max_positions}, the limit of {name}"
             )
-        # Why one forward cannot verify the branches of a tree, in words: it is drafted for by chains. None where it can.
+        # The reason why one forward cannot verify the branches of a tree, so drafts are chains. None if it can.
         self.why_no_trees: str | None = why_no_trees(model, self.context)
         if self.supports_trees:
             attention.take_masks(model)
-        rules.watch(model)
+        recurrent_ops.patch_recurrent_ops(model)
         self._parameters = set(inspect.signature(model.forward).parameters)
         self._cache_name = cache_name(model)
-        # Texts longer than this are rotated by other angles from their beginning on (longrope).
+        # Texts longer than this are rotated by other angles from the start (longrope).
         self.rope_boundary: int | None = longrope_boundary(self.config, self.context)
-        self.picks_keys: bool = picks_keys(self.config)
-        # Not from `to_dict`, which leaves out what a config computes and knows no second names (GPT-2's n_positions).
+        self.uses_sparse_indexer: bool = uses_sparse_indexer(self.config)
+        # Not from `to_dict`, which omits computed values and second names (GPT-2's n_positions).
         self.layer_types: list[str] | None = getattr(self.config, "layer_types", None)
         self.masks = Masks.of(self.config)
 
@@ -116,29 +114,29 @@ class Target:
         context: int | None = None,
         pack: bool = True,
         gguf_file: str | None = None,
-        ends_only: bool = False,
+        embeddings_only: bool = False,
         **kwargs: Any,
     ) -> "Target":
         """Load a target from a directory, the Hub, a GGUF file (heads/target/gguf.py) or a package (packages.py).
-
-        dtype: "float32", "bfloat16" ..., or "auto": as saved, but float32 where the device has no bfloat16 products;
+        dtype: "float32", "bfloat16" ..., or "auto": the saved one, but float32 if the device has no bfloat16 products;
         quantization: None, "4bit" or "8bit" (bitsandbytes);
-        sharding: None, "layers", "fsdp" or "tensor" (heads/target/sharding.py), for one that no device holds alone;
+        sharding: None, "layers", "fsdp" or "tensor" (heads/target/sharding.py), for a target that does not fit on one
+        device;
         revision: branch, tag or commit on the Hub;
         context: as in `Target`;
-        pack: on a CPU, pack linear weights where that makes decoding faster (heads/packing.py);
+        pack: on a CPU, pack linear weights if that speeds up decoding (heads/packing.py);
         gguf_file: which GGUF file of a Hub repository;
-        ends_only: without its layers (heads/target/ends.py): it writes nothing.
+        embeddings_only: do not load the decoder layers (heads/target/ends.py): the target cannot write text.
         Further keywords are those of transformers' from_pretrained.
-        Raises ValueError that names the path when there is no model, or its tokenizer does not fit its vocabulary.
+        Raises ValueError with the path if there is no model, or its tokenizer does not fit its vocabulary.
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        name, path = full_name(path, gguf_file), locate(path, dtype, device, gguf_file, revision)
-        trusted = kwargs.setdefault("trust_remote_code", False)  # where nothing is said, transformers would ask
-        if ends_only:
+        name, path = full_name(path, gguf_file), resolve_path(path, dtype, device, gguf_file, revision)
+        trusted = kwargs.setdefault("trust_remote_code", False)  # transformers would ask otherwise
+        if embeddings_only:
             model = load_ends(path, dtype, device, revision, trusted)
-            pack, sharding, quantization = False, None, None  # of layers
+            pack, sharding, quantization = False, None, None  # these concern layers
         else:
             if sharding is not None:
                 kwargs |= arguments(path, sharding, quantization)
@@ -149,45 +147,45 @@ class Target:
                 model = model.to(device)
         tokenizer, reason = load_tokenizer(path, model, revision, trusted)
         if tokenizer is not None:
-            tokenizer.name_or_path = name  # for messages: a file's path is what the user typed
+            tokenizer.name_or_path = name  # for messages: the file that the user typed
         target = cls(model, tokenizer, name, context)
-        if pack and sharding not in COLLECTIVE:  # whose weights are pieces
-            packing.pack(model)  # frozen by now
+        if pack and sharding not in COLLECTIVE:  # sharded weights cannot be packed
+            packing.pack(model)  # which is frozen by now
             packing.join(model, lambda: target._forward(torch.zeros(1, 2, dtype=torch.int64), None, (), 0, {}))
         target.checkpoint, target.gguf, target.revision = path, record_of(path), revision
         target.quantization, target.sharding, target.no_tokenizer = quantization, sharding, reason
-        target.ends_only, target.trust_remote_code = ends_only, trusted
-        if not ends_only and mixes_rows(model):
-            target.mixes_rows = True
+        target.embeddings_only, target.trust_remote_code = embeddings_only, trusted
+        if not embeddings_only and is_batch_variant(model):
+            target.is_batch_variant = True
             target.why_no_trees = (
-                f"{name} quantises the activations of a forward together, so drafts would change its text"
+                f"{name} quantizes the activations of a forward together, so drafts would change its text"
             )
         return target
 
     @cached_property
     def images(self) -> ImageReader | None:
-        """What reads images for it; None where it takes none, or is not one of those that are known to."""
+        """Return the reader of its images; None if it supports none, or is not one of the supported kinds."""
         if self.gguf is not None or not reads_images(self.model.config):
             return None
         return ImageReader(self.model.config, self.checkpoint, self.revision)
 
     @property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Its tokenizer, for what takes or gives text; ValueError where it has none."""
+        """Return its tokenizer, for text. Raises ValueError without one."""
         if self.tokenizer is None:
             raise ValueError(
-                f"target {self.name} has no tokenizer ({self.no_tokenizer}), which text needs: save one beside it"
+                f"target {self.name} has no tokenizer ({self.no_tokenizer}), which text needs: save one next to it"
             )
         return self.tokenizer
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that it both takes and writes. Some take more (the image tokens of Llama-3.2-Vision), and an lm_head may be
-        padded beyond the embedding: `logits` and all forwards leave out what it could not go on from."""
+        """Return the number of tokens that it both reads and writes. Some read more (the image tokens of Llama-3.2-Vision),
+        and an lm_head may be padded beyond the embedding: `logits` and all forwards omit what it cannot continue from."""
         head = self.model.get_output_embeddings()
         if isinstance(head, packing.PackedLinear):
             return min(self.model.get_input_embeddings().num_embeddings, head.out_features)
-        output = head.weight  # quantised, it does not say how many
+        output = head.weight  # of a quantized one the shape is not the height
         rows = self.model.get_input_embeddings().num_embeddings
         return min(rows, output.shape[0]) if output.is_floating_point() else rows
 
@@ -209,41 +207,42 @@ class Target:
 
     @property
     def is_collective(self) -> bool:
-        """Must every process of the run take part in every forward?"""
+        """Return whether every process of the run must take part in every forward."""
         return self.sharding in COLLECTIVE
 
     def broadcast(self, value: T) -> T:
-        """The first process's `value` where all of them take part in every forward, else `value` itself. What was timed
-        and decides about the next forward must come from here."""
+        """Return the first process's `value` if all processes take part in every forward, otherwise `value`. A measured
+        value that decides about the next forward must come from here."""
         return broadcast(value) if self.is_collective else value
 
     @property
     def window(self) -> int | None:
-        """Tokens that its layers of sliding attention see; None where it has none."""
+        """Return the number of tokens that sliding attention sees; None without sliding layers."""
         return self.masks.window
 
     @property
     def supports_cuda_graphs(self) -> bool:
-        """May its forwards be captured (heads/target/cuda_graphs.py)? A graph knows one process and one device."""
+        """Return whether its forwards may be captured (heads/target/cuda_graphs.py). A graph covers one process and one
+        device."""
         return self.sharding is None and self.on_one_device
 
     @property
     def supports_ragged_cache(self) -> bool:
-        """May a batch's sequences lie in caches of their own (heads/target/ragged_cache.py)? Captured forwards know one, and
-        an attention that is not ours takes keys as one tensor."""
+        """Return whether a batch's sequences may lie in separate caches (heads/target/ragged_cache.py). Captured forwards
+        use one, and another attention implementation takes keys as one tensor."""
         return self.supports_packed_rows and not captures(self.device, self.supports_cuda_graphs)
 
     @property
     def supports_packed_rows(self) -> bool:
-        """May a forward take rows of several documents (heads/target/packed_mask.py)? An attention that is not ours, and
-        layers on several devices, would take masks of length x length."""
+        """Return whether a forward may take sequences of several documents (heads/target/packed_mask.py). Another attention
+        implementation, and layers on several devices, would need masks of length x length."""
         ours = self.model.config._attn_implementation == attention.NAME
         return self.supports_trees and self.on_one_device and ours
 
     @property
     def packs_prompts(self) -> bool:
-        """Are prompts of several lengths prefilled as one packed row (heads/target/packed_prefill.py)? A GPU, which would
-        wait to know where they end, pads them."""
+        """Return whether prompts of several lengths are prefilled as one packed sequence (heads/target/packed_prefill.py).
+        A GPU pads them, because it would have to be synchronized for their lengths."""
         return self.supports_ragged_cache and self.device.type == "cpu"
 
     @cached_property
@@ -252,45 +251,53 @@ class Target:
 
     @property
     def embeddings(self) -> Tensor:
-        """(vocab_size, hidden) rows of its input embedding, those of tokens that it only takes left out; where it
-        `is_collective`, every process must ask."""
+        """Return the rows (vocab_size, hidden) of its input embedding, without tokens that it only reads. If it
+        `is_collective`, every process must call this."""
         return full_tensor(self.model.get_input_embeddings().weight)[: self.vocab_size]
 
     @property
     def lm_head_rows(self) -> Tensor | None:
-        """(vocab_size, hidden) rows of its lm_head, or None for a quantised one; as for `embeddings`, every process must
-        ask."""
+        """Return the rows (vocab_size, hidden) of its lm_head, or None for a quantized one. As for `embeddings`, every
+        process must call this."""
         rows = full_tensor(self.model.get_output_embeddings().weight)
         return rows[: self.vocab_size] if rows.is_floating_point() else None
 
     @property
     def context(self) -> int | None:
-        """Most tokens of a text, or None where there is no limit."""
+        """Return the largest number of tokens of a text, or None without a limit."""
         return self.max_positions if self._context is None else self._context
 
     @property
     def max_positions(self) -> int | None:
-        """Most positions that it can take; None where its config does not say, or says that all can be (XLNet's -1)."""
+        """Return the largest number of positions that it supports; None if its config does not specify it, or sets no limit
+        (XLNet's -1)."""
         named = (getattr(self.config, name, None) for name in POSITIONS)
-        most = next((number for number in named if number is not None), None)
-        return None if most == -1 else most
+        limit = next((number for number in named if number is not None), None)
+        return None if limit == -1 else limit
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The tokens that end a text: those of its generation config, and the tokenizer's, which chat templates write."""
+        """Return the tokens that end a text: those of its generation config, and the tokenizer's, which chat templates
+        write."""
         eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
         eos = self.config.eos_token_id if eos is None else eos
         ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        return ends if own is None or own in ends or own >= self.vocab_size else [*ends, own]
+        tokenizer_eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return (
+            ends
+            if tokenizer_eos is None or tokenizer_eos in ends or tokenizer_eos >= self.vocab_size
+            else [*ends, tokenizer_eos]
+        )
 
     @property
     def supports_trees(self) -> bool:
-        """Does one forward verify the branches of a tree, under our mask? Else it verifies chains (see `why_no_trees`)."""
+        """Return whether one forward verifies the branches of a tree with our mask. Otherwise it verifies chains (see
+        `why_no_trees`)."""
         return self.why_no_trees is None
 
     def sliding(self, nodes: int) -> Sliding | None:
-        """What its layers of sliding attention keep beside trees of so many nodes; None where it has none, or no trees."""
+        """Describe what its sliding layers keep in addition to trees of this many nodes; None without such layers or
+        trees."""
         if self.window is None or not self.supports_trees:
             return None
         kinds = self.layer_types or ["sliding_attention"] * self.num_layers
@@ -299,8 +306,8 @@ class Target:
 
     @cached_property
     def sliding_share(self) -> float:
-        """Of an entry's bytes in the cache, those of layers of sliding attention; measured by a forward of one token."""
-        vars(self)["sliding_share"] = 0.0  # what follows asks for it
+        """Return the share of a cache entry's bytes that belongs to sliding layers, measured by a forward of one token."""
+        vars(self)["sliding_share"] = 0.0  # the lines below read it
         cache, token = self._new_cache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
             self.forward(token, cache=cache)
@@ -308,11 +315,11 @@ class Target:
 
     @cached_property
     def state_entries(self) -> int:
-        """Entries of a cache that take as many bytes as a text's recurrent states, three times: a step of drafts has those
-        before it, those after it and those that it goes back to. An entry is a byte where no layer keeps keys."""
+        """Return the cache entries that take as many bytes as a text's recurrent states, three times: a step of drafts has
+        those before it, those after it and those that it rolls back to. An entry is a byte if no layer keeps keys."""
         if not self.supports_ragged:
             return 0
-        vars(self)["state_entries"] = 0  # what follows asks for it
+        vars(self)["state_entries"] = 0  # the lines below read it
         cache, token = self.new_cache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         assert isinstance(cache, StackedCache)
         with torch.no_grad():
@@ -321,7 +328,7 @@ class Target:
         return math.ceil(3 * cache.state_bytes / max(1, entry))
 
     def new_cache(self, batch: int, capacity: int, nodes: int = NODES) -> KVCache | StateCache:
-        """nodes: of a tree at most."""
+        """Make an empty cache. nodes: largest size of a tree."""
         if self.supports_ragged:
             assert self._ragged_state is not None
             return StackedCache(self._ragged_state, batch, capacity, self.device, self.state_entries)
@@ -335,7 +342,8 @@ class Target:
         return kind(self.num_layers, batch, capacity, self.device, capture, self.on_one_device)
 
     def acquire_cache(self, batch: int, capacity: int, nodes: int = NODES) -> TargetCache:
-        """A cache whose forwards are captured where the device can: the one that was released last, if it suits."""
+        """Return a cache, with captured forwards if the device supports them: the one that was released last, if it
+        suits."""
         if not self.supports_trees:
             return self.new_cache(batch, capacity)
         cache, self._idle_cache = self._idle_cache, None
@@ -364,15 +372,14 @@ class Target:
         key_positions: Tensor | None = None,
         images: dict[str, Tensor] | None = None,
     ) -> TargetOutput:
-        """One forward. Gradients reach nothing but an adapter (heads/adapter.py): all else is frozen.
+        """Run one forward. Only an adapter (heads/adapter.py) gets gradients; all other weights are frozen.
 
-        tokens, positions: (batch, length) int64. mask: (batch, length, keys) bool, True where a token may look, or what the
-        model takes for that (heads/target/masks.py); None is causal. key_positions: (batch, keys) int64, the position of each
-        key, needed with a bool mask where the target has sliding windows. keep_logits: 0 for all positions, n for the last n.
-        images: as in heads.base.PackedBatch.
-        """
+        tokens, positions: (batch, length) int64. mask: (batch, length, keys) bool, True where a token may attend, or the
+        model's own form of it (heads/target/masks.py); None is causal. key_positions: (batch, keys) int64, the position of
+        each key, needed with a bool mask if the target has sliding windows. keep_logits: 0 for all positions, n for the last
+        n. images: as in heads.base.PackedBatch."""
         assert mask is None or self.supports_trees or isinstance(cache, StackedCache), self.why_no_trees
-        if self.ends_only:
+        if self.embeddings_only:
             states = self.remote_hidden_states(tokens, layers)
             return TargetOutput(states.new_empty(*tokens.shape, 0), states)
         self.check_draftable()
@@ -390,15 +397,15 @@ class Target:
             positions = images["position_ids"] if self.model.config.model_type in MROPE else positions
             kwargs |= {name: images[name] for name in INPUTS if name in images}
             kwargs["pixel_values"] = kwargs["pixel_values"].to(self.dtype)
-            if self.model.config.model_type in BLOCKS:  # of which it makes a mask where it is given none
+            if self.model.config.model_type in BLOCKS:  # it makes a mask of them if it gets none
                 kwargs["token_type_ids"] = (images["blocks"] >= 0).long()
         return self._forward(tokens, positions, layers, keep_logits, kwargs)[0]
 
     def forward_from(
         self, tokens: Tensor, start: int, state: Any, layers: Sequence[int] = (), keep_logits: int = 0
     ) -> tuple[TargetOutput, Any]:
-        """A forward of text (batch, length) after the `start` tokens that the cache `state` holds (None: from the beginning),
-        with the model's own masks. Returns the cache too, written into; None where the model keeps none."""
+        """Run a forward of text (batch, length) after the `start` tokens in the cache `state` (None: from the first token),
+        with the model's own masks. Also return the cache, which is written into; None if the model has none."""
         kwargs: dict[str, Any] = {} if self._cache_name is None else {"use_cache": True}
         if state is not None:
             assert self._cache_name is not None
@@ -415,17 +422,17 @@ class Target:
         keep_logits: int,
         kwargs: dict[str, Any],
     ) -> tuple[TargetOutput, Any]:
-        """What `forward` gives, and the model's own output. kwargs: more arguments of its forward."""
+        """Return the result of `forward`, and the model's own output. kwargs: more arguments of its forward."""
         if positions is not None and "position_ids" in self._parameters:
             kwargs["position_ids"] = positions
         if "logits_to_keep" in self._parameters:
             kwargs["logits_to_keep"] = keep_logits
         if layers:
             # Before 5.23, transformers numbers the states of a list, tuple or set from the first layer's output on. A
-            # frozenset is none of these: older versions keep all states, newer ones those that it names.
+            # frozenset is none of these: older versions return all states, newer ones the listed ones.
             kwargs["output_hidden_states"] = frozenset(layers)
         past = kwargs.get(self._cache_name or "")
-        with past.watched(tokens.shape[1]) if isinstance(past, StackedCache) else rules.watched():
+        with past.watched(tokens.shape[1]) if isinstance(past, StackedCache) else recurrent_ops.watched():
             out = self.model(input_ids=tokens, **kwargs)
         logits = out.logits[..., : self.vocab_size]
         if "logits_to_keep" not in self._parameters and keep_logits:
@@ -440,20 +447,20 @@ class Target:
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], cache: TargetCache, layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """A forward of prompts (batch, longest), padded on the right, or where it `supports_chunks` of a part of them, after
-        what the cache holds. Where it `packs_prompts`, padding costs nothing. logits (batch, 1, vocab): of each prompt's last
-        token; aux_hidden_states (batch, longest, width), those of padding without meaning."""
+        """Run a forward of prompts (batch, longest), padded on the right, or of parts of them after the cached text if it
+        `supports_chunks`. If it `packs_prompts`, padding costs nothing. Return logits (batch, 1, vocab) of each prompt's
+        last token and aux_hidden_states (batch, longest, width), undefined for padding."""
         self.check_tokens(tokens)
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
         if self.packs_prompts and not any(cache.lengths) and type(cache) is KVCache and min(lengths) < tokens.shape[1]:
             return self.prefill_packed(PackedPrompts(cache, tokens, lengths), layers)
-        if tokens.shape[1] == 1 and min(lengths) == 0:  # a lone token would move every sequence's state
+        if tokens.shape[1] == 1 and min(lengths) == 0:  # a single token would advance every sequence's state
             tokens = torch.nn.functional.pad(tokens, (0, 1))
         positions = cache.seq_lens + torch.arange(tokens.shape[1], device=tokens.device)
         cache.new_counts = to_device(lengths, tokens.device)[:, None]
         last = (cache.new_counts[:, None] - 1).clamp(min=0)
-        # Padding stands after the text, where causal attention never looks: an empty cache needs no mask, ragged or not.
+        # Padding follows the text, where causal attention never looks: an empty cache needs no mask, ragged or not.
         mask = cache.causal_mask(tokens.shape[1])
         with self.only_logits_at(last, tokens.shape):
             output = self.forward_tree(tokens, positions, mask, cache, layers)
@@ -463,7 +470,7 @@ class Target:
         return TargetOutput(logits, output.aux_hidden_states)
 
     def prefill_packed(self, prompts: PackedPrompts, layers: Sequence[int]) -> TargetOutput:
-        """`prefill` of prompts that lie in one row."""
+        """Run `prefill` for prompts that are packed in one sequence."""
         last, mask = prompts.last[None, :, None], self.masks.packed(prompts.starts, self.dtype)
         with self.only_logits_at(last, prompts.tokens.shape):
             output = self.forward(prompts.tokens, prompts.positions, mask, prompts, layers)
@@ -474,8 +481,8 @@ class Target:
 
     @contextlib.contextmanager
     def only_logits_at(self, positions: Tensor, shape: torch.Size) -> Iterator[None]:
-        """Let the lm_head take of each row these positions alone, (batch, n, 1) int64, which no argument of a model's
-        says where they differ; shape: of the tokens. A model that calls it in a way of its own gives the logits of all."""
+        """Compute logits only at these positions (batch, n, 1) int64 of each sequence. No argument of a model selects
+        different positions. shape: of the tokens. A model that calls its lm_head in another way returns all logits."""
 
         def select(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
             hidden, *others = inputs
@@ -491,7 +498,8 @@ class Target:
 
     @cached_property
     def supports_caching(self) -> bool:
-        """Can it go on from a cache? Tried once. Else it writes as transformers' own generate does."""
+        """Return whether it can continue from a cache, tried once. Otherwise it writes as transformers' own generate
+        does."""
         return self.supports_trees or (why_no_drafts(self.model) is None and supports_caching(self))
 
     @cached_property
@@ -504,8 +512,8 @@ class Target:
 
     @cached_property
     def supports_chains(self) -> bool:
-        """Does one forward of several tokens after a text give what one forward of each gives? Measured once."""
-        return self.supports_caching and not self.mixes_rows and supports_chains(self)
+        """Return whether one forward of several tokens after a text equals one forward of each, measured once."""
+        return self.supports_caching and not self.is_batch_variant and supports_chains(self)
 
     @cached_property
     def _ragged_state(self) -> Cache | None:
@@ -513,18 +521,18 @@ class Target:
 
     @property
     def supports_ragged(self) -> bool:
-        """Of one without trees: does one forward of chains after texts of several lengths give what one of each gives, and
-        can its states go back to any token of it? Measured once."""
+        """Return whether, without trees, one forward of chains after texts of several lengths equals one of each, and its
+        states can be rolled back to any token of it. Measured once."""
         return self._ragged_state is not None
 
     @property
     def supports_chunks(self) -> bool:
-        """May a prompt be prefilled part by part?"""
+        """Return whether a prompt may be prefilled in parts."""
         return self.supports_trees or (self.rope_boundary is None and self.supports_chains)
 
     def generate_next(self, text: Tensor, kwargs: dict[str, Any] | None = None) -> tuple[TargetOutput, dict[str, Any]]:
-        """The logits (1, 1, vocab) of the token after a text (1, length), by the steps of transformers' own generate, and
-        the arguments that they keep for the text with that token."""
+        """Return the logits (1, 1, vocab) of the token after a text (1, length), by the steps of transformers' own
+        generate, and the arguments that these keep for the text with that token."""
         first, model = kwargs is None, self.model
         kwargs = {"use_cache": has_cache(self.config)} if kwargs is None else kwargs
         inputs = model.prepare_inputs_for_generation(
@@ -546,67 +554,65 @@ class Target:
         layers: Sequence[int] = (),
         keep_logits: int = 0,
     ) -> TargetOutput:
-        """A forward of draft tokens (batch, nodes) after the cached text; mask (batch, nodes, keys) bool, several as by
-        `RaggedCache.mask`, or None as by `KVCache.causal_mask`. A target without trees takes them for a chain.
-
-        Nodes that nothing can come of (token -1, or beyond the context) are replaced by something harmless.
-        """
+        """Run a forward of draft tokens (batch, nodes) after the cached text. mask: (batch, nodes, keys) bool, several of
+        them as in `RaggedCache.mask`, or None as in `KVCache.causal_mask`. A target without trees treats the tokens as a
+        chain. Nodes without a possible continuation (token -1, or beyond the context) are replaced by harmless ones."""
         if isinstance(cache, StateCache):
             return cache.forward_chains(self, tokens, layers)
         if self.context is not None:
-            positions = positions.clamp(max=self.context - 1)  # a learned position table ends there
+            positions = positions.clamp(max=self.context - 1)  # a learned table of positions ends there
         if mask is not None:
             mask = cache.attention_mask(self.masks, mask, self.dtype, positions)
         return self.forward(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Input embeddings, as the target's first layer gets them, (..., hidden)."""
+        """Return the input embeddings (..., hidden) that the target's first layer gets."""
         with torch.no_grad():
             return self.model.get_input_embeddings()(tokens)
 
     @cached_property
     def logit_settings(self) -> tuple[float | None, float | None, float | None]:
-        """What the logits are divided by (Granite), multiplied by (Cohere) and capped at (Gemma)."""
-        settings = settings_of(self.config)  # takes longer than a small lm_head
+        """Return the divisor (Granite), the factor (Cohere) and the cap (Gemma) of logits."""
+        settings = settings_of(self.config)  # slower than a small lm_head
         divisor, factor = settings.get("logits_scaling"), settings.get("logit_scale")
         return divisor or None, factor or None, settings.get("final_logit_softcapping")
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The target's logits from its last hidden state (after the final norm). Gradients flow to `hidden`."""
+        """Return the target's logits from its last hidden state (after the final norm). Gradients flow to `hidden`."""
         head = self.model.get_output_embeddings()
         if not isinstance(head, packing.PackedLinear) and head.weight.is_floating_point():
             hidden = hidden.to(head.weight.dtype)
-        logits = head(hidden).to(hidden.device)  # of several devices (sharding=layers) it may lie on the last
+        logits = head(hidden).to(hidden.device)  # with sharding=layers it may be on the last device
         return self.scaled(logits[..., : self.vocab_size])
 
     def scaled(self, logits: Tensor) -> Tensor:
-        """Apply what the target's config does to what its lm_head gives."""
+        """Apply what the target's config does to the output of its lm_head."""
         divisor, factor, cap = self.logit_settings
         logits = logits if divisor is None else logits / divisor
         logits = logits if factor is None else logits * factor
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def check_draftable(self) -> None:
-        """Raise ValueError where nothing can be drafted, and so no head can be trained."""
-        if not self.ends_only and not self.supports_caching:
+        """Raise ValueError if no drafts are possible, so that no head can be trained."""
+        if not self.embeddings_only and not self.supports_caching:
             raise ValueError(
-                f"model_type {self.config.model_type} cannot go on from a cache: it is decoded plainly, and there is no "
-                "head to train for it; choose another target"
+                f"model_type {self.config.model_type} cannot continue from a cache, so it is decoded without drafts and "
+                "cannot have a head; choose another target"
             )
 
     def check_tokens(self, tokens: Tensor) -> None:
-        """Raise ValueError for a token of the tokenizer's that the model has no embedding of; the device is asked only where
-        there are such."""
+        """Raise ValueError for a token of the tokenizer without an embedding. The device is only asked if such tokens
+        exist."""
         rows = self.model.get_input_embeddings().num_embeddings
         if self._checks_tokens and tokens.numel() and (worst := int(tokens.max())) >= rows:
             raise ValueError(
-                f"the text holds {self.text_tokenizer.convert_ids_to_tokens(worst)!r} (token {worst}), and {self.name} has "
-                f"embeddings of 0 to {rows - 1} only: leave it out of the text"
+                f"the text contains {self.text_tokenizer.convert_ids_to_tokens(worst)!r} (token {worst}), and {self.name} "
+                f"only has embeddings of 0 to {rows - 1}: leave the token out of the text"
             )
 
     def check_logits(self) -> None:
-        """Raise ValueError unless `logits` gives what the model itself computes: heads are trained on the former."""
-        if self.ends_only:
+        """Raise ValueError unless `logits` equals what the model itself computes: heads are trained on the former."""
+        if self.embeddings_only:
             return
         output = self.forward(torch.arange(4, device=self.device)[None] % self.vocab_size, layers=[self.num_layers])
         difference = (self.logits(output.aux_hidden_states).float() - output.logits.float()).abs().max().item()

@@ -1,4 +1,4 @@
-"""What a forward of the target gives."""
+"""The result of a forward of the target."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class TargetOutput(NamedTuple):
-    """Of some tokens."""
+    """Hold the outputs for some tokens."""
 
     logits: Tensor  # (batch, length or fewer, vocab)
-    aux_hidden_states: Tensor  # (batch, length, len(layers) * hidden); width 0 when no layer was asked for
+    aux_hidden_states: Tensor  # (batch, length, len(layers) * hidden); width 0 if no layers were requested

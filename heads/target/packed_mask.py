@@ -1,10 +1,10 @@
-"""What tokens of packed rows see, without a mask of length x length.
+"""Masks of packed sequences, without a mask of length x length.
 
-    row      a a a a b b b . .      a token sees its own document up to itself, and with a window no further back than that
+    tokens   a a a a b b b . .      a token sees its own document up to itself, and with a window no further back than that
     starts   0 0 0 0 4 4 4 7 7      padding counts as a document
 
-On a GPU FlexAttention takes all rows at once (heads/flex.py), on a CPU each document attends by itself. A GPU without that
-kernel has the mask after all.
+On a GPU FlexAttention processes all sequences at once (heads/flex.py); on a CPU each document attends separately. Only a GPU
+without that kernel needs the full mask.
 """
 
 from functools import cached_property
@@ -18,12 +18,12 @@ from foredraft.heads import flex
 from foredraft.heads.target.ragged_tensor import OnDemand
 from foredraft.heads.target.sinks import PADDING, with_sinks
 
-QUERIES = 1024  # that attend at a time where there is a window: no mask is larger than QUERIES x (QUERIES + window)
+QUERIES = 1024  # processed at a time with a window: no mask is larger than QUERIES x (QUERIES + window)
 
 
 class PackedMask(OnDemand):
-    """(batch, 1, length, length) in `dtype`, added to scores. starts: (batch, length) int64, the column at which the document
-    of each token begins; window: columns that a token sees, its own counted; None for no limit."""
+    """Represent a mask (batch, 1, length, length) in `dtype` that is added to scores. starts: (batch, length) int64, the
+    first column of each token's document. window: columns that a token sees, its own included; None for no limit."""
 
     starts: Tensor
     window: int | None
@@ -37,7 +37,7 @@ class PackedMask(OnDemand):
         self.starts, self.window = starts, window
 
     def seen(self) -> Tensor:
-        """(batch, 1, length, length) bool."""
+        """Return the mask (batch, 1, length, length) bool."""
         columns = torch.arange(self.starts.shape[1], device=self.starts.device)
         seen = (columns >= flex.first_keys(self.starts, self.window)[..., None]) & (columns <= columns[:, None])
         return seen[:, None]
@@ -48,12 +48,12 @@ class PackedMask(OnDemand):
 
     @cached_property
     def documents(self) -> list[list[tuple[int, int]]]:
-        """Of each row, where its documents begin and end."""
+        """Return the first column and the end of each document, for each sequence."""
         length = self.starts.shape[1]
-        begins: list[list[int]] = [[] for _ in self.starts]
+        starts: list[list[int]] = [[] for _ in self.starts]
         for row, column in (self.starts == torch.arange(length, device=self.starts.device)).nonzero().tolist():
-            begins[row].append(column)
-        return [list(pairwise([*columns, length])) for columns in begins]
+            starts[row].append(column)
+        return [list(pairwise([*columns, length])) for columns in starts]
 
 
 def attend_packed(
@@ -64,21 +64,21 @@ def attend_packed(
     scale: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """query (batch, heads, length, dim); key, value (batch, kv_heads, length, dim); sinks (heads,). Returns (batch, heads,
-    length, value dim)."""
-    query, key = query.to(value.dtype), key.to(value.dtype)  # which rotary positions may have promoted under autocast
-    if key.shape == value.shape and flex.serves(query, key):
+    """Return attention (batch, heads, length, value dim) of query (batch, heads, length, dim) over key and value (batch,
+    kv_heads, length, dim). sinks: (heads,)."""
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions may have promoted them under autocast
+    if key.shape == value.shape and flex.is_supported(query, key):
         out, lse = flex.attend(query, key, value, flex.text_mask(mask.starts, mask.window), scale)
         return out if sinks is None else out * torch.sigmoid(lse - sinks[:, None])[..., None].to(out.dtype)
-    if query.device.type != "cpu":  # which would have to be waited for, to know its documents
+    if query.device.type != "cpu":  # the documents would require a synchronization
         return attend_part(query, key, value, mask.seen(), scale, sinks)
     if all(len(documents) == 1 for documents in mask.documents):
         return attend_document(query, key, value, mask.window, scale, sinks)
     rows = []
     for row, documents in enumerate(mask.documents):
         parts = []
-        for begin, end in documents:
-            here = slice(row, row + 1), slice(None), slice(begin, end)
+        for start, end in documents:
+            here = slice(row, row + 1), slice(None), slice(start, end)
             parts.append(attend_document(query[here], key[here], value[here], mask.window, scale, sinks))
         rows.append(torch.cat(parts, dim=2))
     return torch.cat(rows)
@@ -91,11 +91,11 @@ def attend_document(
     if window is None or length <= window:
         return attend_part(query, key, value, None, scale, sinks)
     columns, parts = torch.arange(length, device=query.device), []
-    for begin in range(0, length, QUERIES):
-        end, first = min(begin + QUERIES, length), max(0, begin - window + 1)
-        back = columns[begin:end, None] - columns[first:end]
+    for start in range(0, length, QUERIES):
+        end, first = min(start + QUERIES, length), max(0, start - window + 1)
+        back = columns[start:end, None] - columns[first:end]
         seen = (back >= 0) & (back < window)
-        inputs = query[:, :, begin:end], key[:, :, first:end], value[:, :, first:end]
+        inputs = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
         parts.append(attend_part(*inputs, seen, scale, sinks))
     return torch.cat(parts, dim=2)
 
@@ -103,13 +103,14 @@ def attend_document(
 def attend_part(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """mask: (queries, keys) bool, or one per row, (batch, 1, queries, keys), or None: causal."""
+    """Attend with one mask. mask: (queries, keys) bool, or one for each sequence, (batch, 1, queries, keys), or None for
+    causal."""
     grouped = query.shape[1] != key.shape[1]
     if sinks is not None:
-        scale = query.shape[3] ** -0.5 if scale is None else scale  # that of the unpadded numbers
+        scale = query.shape[3] ** -0.5 if scale is None else scale  # of the unpadded dimension
         query, key, value = with_sinks(query, key, value, sinks, scale)
         if mask is None:
-            query = F.pad(query, (0, 0, 1, 0))  # a first row keeps the diagonal in its place
+            query = F.pad(query, (0, 0, 1, 0))  # a first row keeps the diagonal in place
     if sinks is not None and mask is not None:
         mask = F.pad(mask, (1, 0), value=True)
     out = F.scaled_dot_product_attention(

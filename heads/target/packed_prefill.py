@@ -1,8 +1,8 @@
-"""Prompts of several lengths in one row, none of them padded.
+"""Prompts of several lengths packed in one sequence, without padding.
 
-row      a a a a b b b c c c c c c       each attends by itself (packed_mask.py)
+packed   a a a a b b b c c c c c c       each prompt attends separately (packed_mask.py)
 cache    slot 0   [ a a a a . . . ]
-         slot 1   [ b b b . . . . ]      and its entries go where those of a padded row would
+         slot 1   [ b b b . . . . ]      entries go to the same places as those of padded prompts
          slot 2   [ c c c c c c . ]
 """
 
@@ -23,29 +23,29 @@ class PackedLayer(CacheLayer):
         layer = self.cache.slots.layers[self.index]
         if not layer.is_initialized:
             layer.lazy_initialization(key_states, value_states)
-        for slot, (begin, end) in enumerate(zip(self.cache.begins, self.cache.ends, strict=True)):
-            layer.keys[slot, :, : end - begin] = key_states[0, :, begin:end]
-            layer.values[slot, :, : end - begin] = value_states[0, :, begin:end]
+        for slot, (start, end) in enumerate(zip(self.cache.first_columns, self.cache.ends, strict=True)):
+            layer.keys[slot, :, : end - start] = key_states[0, :, start:end]
+            layer.values[slot, :, : end - start] = value_states[0, :, start:end]
         return key_states, value_states
 
 
 class PackedPrompts(Cache):
-    """What a forward over the row writes into, in place of the empty cache of its slots."""
+    """Receive what a forward over the packed prompts writes, for the empty cache of their slots."""
 
     def __init__(self, slots: KVCache, tokens: Tensor, lengths: Sequence[int]):
-        """tokens: (slots, longest) int64, padded on the right."""
+        """Pack tokens (slots, longest) int64, which are padded on the right."""
         super().__init__(layers=[PackedLayer(self, number) for number in range(len(slots.layers))])
         self.slots, device = slots, tokens.device
         self.ends = list(accumulate(lengths))
-        self.begins = [0, *self.ends[:-1]]
+        self.first_columns = [0, *self.ends[:-1]]
         columns, counts = torch.arange(tokens.shape[1], device=device), torch.tensor(lengths, device=device)
-        begins = torch.tensor(self.begins, device=device)
+        first_columns = torch.tensor(self.first_columns, device=device)
         self.tokens = tokens[columns < counts[:, None]][None]  # (1, all)
-        self.starts = begins.repeat_interleave(counts)[None]  # (1, all): where each one's prompt begins
+        self.starts = first_columns.repeat_interleave(counts)[None]  # (1, all): first column of each token's prompt
         self.positions = torch.arange(self.ends[-1], device=device) - self.starts
-        self.last = begins + counts - 1  # (slots,)
-        # (slots, longest): where its tokens are in the row.
-        self.places = (begins[:, None] + columns).clamp(max=self.ends[-1] - 1)
+        self.last = first_columns + counts - 1  # (slots,)
+        # (slots, longest): the packed columns of its tokens.
+        self.places = (first_columns[:, None] + columns).clamp(max=self.ends[-1] - 1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

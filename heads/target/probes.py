@@ -1,4 +1,4 @@
-"""What a target without trees can do, measured by a few forwards when it is first asked: names of models say nothing."""
+"""Measure what a target without trees supports, by a few forwards at first use: names of models do not tell."""
 
 from typing import TYPE_CHECKING
 
@@ -12,29 +12,29 @@ from foredraft.heads.target.state_cache import StateCache
 if TYPE_CHECKING:
     from foredraft.heads.target.model import Target
 
-# How many tokens, and how far logits may differ, as a share of their largest. In half precision only what is grossly wrong
+# Number of tokens, and the largest difference of logits relative to the largest logit. In half precision only large errors
 # can be distinguished from rounding.
 PROBE, TOLERANCE = 12, {torch.float32: 1e-4}
 
 
 @torch.no_grad()
 def supports_caching(target: "Target") -> bool:
-    """Does the target take a token alone after those that its cache holds?"""
+    """Return whether the target can process a single token after those in its cache."""
     tokens = torch.arange(3, device=target.device)[None]
     _, state = target.forward_from(tokens[:, :2], 0, None)
     try:
         target.forward_from(tokens[:, 2:] if state is not None else tokens, 0 if state is None else 2, state)
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # in words of its own (CPM-Ant wants all of the text again)
+    except Exception:  # each model has its own message (CPM-Ant needs all of the text again)
         return False
     return True
 
 
 @torch.inference_mode()
 def is_batch_invariant(target: "Target") -> bool:
-    """Return whether a token's logits have the same bits whatever is computed next to them: more tokens of its sequence, or
-    other sequences. Products of few and of many rows are different kernels, which need not sum in the same order."""
+    """Return whether a token's logits have the same bits regardless of other tokens of its sequence, or other sequences, in
+    the forward. Products of few and of many rows are different kernels, which need not sum in the same order."""
     tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(2)).to(target.device)
     length, rows = PROBE // 2, []
     for batch, new in ((1, 2), (1, 5), (4, 1), (4, 6)):
@@ -50,7 +50,7 @@ def is_batch_invariant(target: "Target") -> bool:
 
 @torch.no_grad()
 def supports_chains(target: "Target") -> bool:
-    """As `Target.supports_chains`, measured on a few random tokens."""
+    """Measure `Target.supports_chains` on a few random tokens."""
     tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(0)).to(target.device)
     text, nodes = tokens[:, : PROBE // 2], PROBE // 2
     together, one_by_one = (StateCache(1, PROBE, target.device) for _ in range(2))
@@ -60,30 +60,32 @@ def supports_chains(target: "Target") -> bool:
         at_once, single = together.forward_chains(target, tokens[:, nodes:]).logits, []
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # some take one token at a time over a cache, each in words of its own (ProphetNet)
+    except Exception:  # some only process one token at a time with a cache, each with its own message (ProphetNet)
         return False
     for number in range(nodes, PROBE):
         single.append(one_by_one.forward_chains(target, tokens[:, number : number + 1]).logits)
         one_by_one.commit([[0]])
-    return alike(at_once, torch.cat(single, 1))
+    return allclose(at_once, torch.cat(single, 1))
 
 
 @torch.no_grad()
 def ragged_state(target: "Target") -> Cache | None:
-    """A cache of its own, if texts may lie in a StackedCache made like it."""
+    """Return a cache of the model, if texts may lie in a StackedCache of the same kind."""
     try:
-        _, own = target.forward_from(torch.zeros(1, 1, dtype=torch.int64, device=target.device), 0, None)
+        _, state = target.forward_from(torch.zeros(1, 1, dtype=torch.int64, device=target.device), 0, None)
         return (
-            own if stacks(own, target) and supports_ragged(target, StackedCache(own, 3, PROBE, target.device)) else None
+            state
+            if stacks(state, target) and supports_ragged(target, StackedCache(state, 3, PROBE, target.device))
+            else None
         )
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # states of shapes of their own, or a text of one token that the model fails on (RecurrentGemma)
+    except Exception:  # states of unsupported shapes, or a model that fails on a text of one token (RecurrentGemma)
         return None
 
 
 def supports_ragged(target: "Target", cache: StackedCache) -> bool:
-    """As `Target.supports_ragged`, measured as above, in an empty cache of three texts."""
+    """Measure `Target.supports_ragged` in an empty cache of three texts."""
     tokens = torch.randint(target.vocab_size, (3, PROBE), generator=torch.Generator().manual_seed(1)).to(target.device)
     nodes = torch.arange(3, device=target.device)[None]
     target.prefill(tokens[:, :6], [6, 3, 5], cache)
@@ -93,13 +95,13 @@ def supports_ragged(target: "Target", cache: StackedCache) -> bool:
         drafts = torch.cat([row[:, length : length + 3] for row, length in rows])
         mask = cache.mask(nodes[..., None] >= nodes[:, None])
         logits = target.forward_tree(drafts, cache.seq_lens + nodes, mask, cache).logits
-        whole = [target.forward_from(row[:, : length + 3], 0, None)[0].logits[:, -3:] for row, length in rows]
-        if not cache.can_go_back or not alike(logits, torch.cat(whole)):
+        expected = [target.forward_from(row[:, : length + 3], 0, None)[0].logits[:, -3:] for row, length in rows]
+        if not cache.can_roll_back or not allclose(logits, torch.cat(expected)):
             return False
         cache.commit([list(range(count)) for count in counts])
     return True
 
 
-def alike(ours: Tensor, theirs: Tensor) -> bool:
+def allclose(ours: Tensor, theirs: Tensor) -> bool:
     difference = (ours - theirs).abs().max() / theirs.abs().max()
     return bool(difference < TOLERANCE.get(theirs.dtype, 0.1))

@@ -1,4 +1,4 @@
-"""Keys, values and masks of a batch's cohorts (heads/target/ragged_cache.py), on their way through a model's own code."""
+"""Keys, values and masks of a batch's cohorts (heads/target/ragged_cache.py), passed through a model's own code."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 
 class OnDemand(Tensor):
-    """To a model it is a tensor, and it becomes one, `dense()`, for whatever but our attention takes it."""
+    """Represent a tensor. Everything except our attention gets the tensor that `dense()` makes."""
 
     def dense(self) -> Tensor:
         raise NotImplementedError
@@ -23,8 +23,8 @@ class OnDemand(Tensor):
 
 
 class RaggedTensor(OnDemand):
-    """Tensors of a batch's spans, `parts`, which differ in the size of one dimension; `rows`: the rows of the batch in each,
-    (n,) int64 or a slice. Dense, it is padded by `fill`."""
+    """Hold tensors of a batch's spans, `parts`, which differ in the size of one dimension. `rows`: the rows of the batch in
+    each part, (n,) int64 or a slice. The dense tensor is padded with `fill`."""
 
     parts: list[Tensor]
     rows: list[Tensor | slice]
@@ -39,9 +39,9 @@ class RaggedTensor(OnDemand):
         self.parts, self.rows, self.fill = parts, rows, fill
 
     def dense(self) -> Tensor:
-        whole = self.parts[0].new_full(self.shape, self.fill)
+        out = self.parts[0].new_full(self.shape, self.fill)
         for part, rows in zip(self.parts, self.rows, strict=True):
             missing = [end - start for start, end in zip(part.shape[1:], self.shape[1:], strict=True)]
             widths = [width for size in reversed(missing) for width in (0, size)]
-            whole[rows] = pad(part, widths, value=self.fill)
-        return whole
+            out[rows] = pad(part, widths, value=self.fill)
+        return out

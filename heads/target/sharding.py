@@ -1,14 +1,13 @@
-"""A target too large for one device: how its weights lie on several, however the head beside it is trained.
+"""Spread a target that is too large for one device over several, independently of how the head is trained.
 
-    layers   one process, whole layers on its devices one after the other, and beyond them on the host (accelerate)
-    fsdp     every process has a piece of every weight and gathers a layer when it is its turn; each has rows of its own
-    tensor   every process computes its slice of every layer, of experts those that it has; all have the same rows, those of
-             all of them
+    layers   one process; whole layers on its devices one after the other, and the rest on the host (accelerate)
+    fsdp     every process has a shard of every weight and gathers a layer when it runs; each has its own sequences
+    tensor   every process computes its slice of every layer, and its experts; all process the same sequences, those of all
 
-Pieces and slices are those of one node, whose devices are near each other; every node has the whole of them.
+Shards and slices are spread over one node, whose devices are close to each other; every node has a full copy.
 
-With the latter two every process must take part in every forward, in the same order, so that what decides about a forward
-must be the same in all of them: a clock is not. Both are transformers' own.
+With the latter two every process must take part in every forward, in the same order. So decisions about a forward must be the
+same in all of them, and must not depend on a clock. Both are transformers' own.
 """
 
 import functools
@@ -30,20 +29,21 @@ KINDS = ("layers", *COLLECTIVE)
 
 
 def arguments(path: str, sharding: str, quantization: str | None) -> dict[str, Any]:
-    """Arguments of transformers' `from_pretrained` for the model at `path`. Joins the processes that torchrun started."""
+    """Return arguments of transformers' `from_pretrained` for the model at `path`. Joins the processes that torchrun
+    started."""
     if sharding not in KINDS:
         raise ValueError(f"sharding={sharding} is not one of {', '.join(KINDS)}")
     if sharding == "layers":
         return {"device_map": "auto"}
     if quantization is not None:
         raise ValueError(
-            f"sharding={sharding} cuts weights that quantization={quantization} has packed: choose one of both"
+            f"sharding={sharding} splits weights, which quantization={quantization} packs: use one of them"
         )
     if "RANK" not in os.environ:
         raise ValueError(
-            f"sharding={sharding} works in processes that torchrun starts: torchrun --nproc-per-node 8 train/run.py ..."
+            f"sharding={sharding} needs processes that torchrun starts: torchrun --nproc-per-node 8 train/run.py ..."
         )
-    from transformers.distributed import DistributedConfig  # seconds, and only needed here
+    from transformers.distributed import DistributedConfig  # takes seconds, and is only needed here
 
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -54,26 +54,27 @@ def arguments(path: str, sharding: str, quantization: str | None) -> dict[str, A
         check_divides(path, node)
     shape: dict[str, Any] = {"fsdp_size": node}
     if sharding == "tensor":
-        shape = {"tp_plan": left_whole(path), "tp_size": node}
+        shape = {"tp_plan": replicated_params(path), "tp_size": node}
         if read_config(path).get_text_config().base_model_ep_plan is not None:
             shape["ep_size"] = node  # whole experts: gpt-oss has no plan for slices, and slices are thin
     return {"distributed_config": DistributedConfig(**shape, dp_replicate_size=dist.get_world_size() // node)}
 
 
 def check_divides(path: str, node: int) -> None:
-    """Raise ValueError unless all processes of a node get as many heads, and as many experts, of the model at `path`."""
+    """Raise ValueError unless the heads and experts of the model at `path` can be divided among the processes of a node."""
     config = read_config(path).get_text_config()
     experts = () if config.base_model_ep_plan is None else ("num_local_experts", "num_experts", "n_routed_experts")
     for name in ("num_attention_heads", "num_key_value_heads", *experts):
         if (count := settings_of(config).get(name)) is not None and count % node:
             raise ValueError(
-                f"target.sharding=tensor cuts the {name}={count} of {path} into as many equal parts as a node has processes, "
-                f"and {node} is no divisor: start another number of them, or take target.sharding=fsdp"
+                f"target.sharding=tensor splits the {name}={count} of {path} equally among the processes of a node, and "
+                f"{node} processes do not divide it: start another number of them, or use target.sharding=fsdp"
             )
 
 
 def node_size() -> int:
-    """Processes of this node, which torchrun starts as many of on every one; ValueError where they do not divide all."""
+    """Return the number of processes of this node; all nodes have as many. Raises ValueError if it does not divide the
+    total."""
     size, node = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     if size % node:
         raise ValueError(
@@ -84,30 +85,30 @@ def node_size() -> int:
 
 @functools.cache
 def node_group() -> dist.ProcessGroup:
-    """The processes of this node; every process of the run must ask at the same time."""
+    """Return the process group of this node. Every process of the run must call this at the same time."""
     return dist.new_subgroups(node_size())[0]
 
 
 def largest(count: int) -> int:
-    """Of this number in all processes."""
+    """Return the largest `count` of all processes."""
     counts = torch.tensor(count)
     dist.all_reduce(counts, dist.ReduceOp.MAX)
     return int(counts)
 
 
 def gather_rows(tensors: Sequence[Tensor]) -> tuple[list[Tensor], slice]:
-    """Each of the tensors with the rows of all processes of the node, and which of them are this process's."""
-    group, found = node_group(), []
+    """Concatenate the rows of each tensor over all processes of the node, and return the slice of this process's rows."""
+    group, gathered = node_group(), []
     for tensor in tensors:
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, tensor.contiguous(), group=group)
-        found.append(torch.cat(parts))
+        gathered.append(torch.cat(parts))
     first = len(tensors[0]) * dist.get_rank(group)
-    return found, slice(first, first + len(tensors[0]))
+    return gathered, slice(first, first + len(tensors[0]))
 
 
-def left_whole(path: str) -> dict[str, str]:
-    """The model's own plan, but for what heads use beside the model, each process for its own rows: embedding and lm_head."""
+def replicated_params(path: str) -> dict[str, str]:
+    """Return the plan's exceptions: embedding and lm_head, which heads use for each process's own sequences."""
     with torch.device("meta"):
         config = read_config(path)
         model = model_class(config).from_config(config)
@@ -116,19 +117,19 @@ def left_whole(path: str) -> dict[str, str]:
 
 
 def full_tensor(weight: Tensor) -> Tensor:
-    """A weight with all its pieces; every process must ask."""
+    """Return a weight with all its shards. Every process must call this."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def broadcast(value: T) -> T:
-    """The first process's `value`, which may be anything that can be pickled; every process must ask."""
+    """Return the first process's `value`, which must be picklable. Every process must call this."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
 
 
 def all_equal(value: Any) -> bool:
-    """Has every process the same, which may be anything that can be pickled? Every process must ask."""
+    """Return whether all processes have the same picklable value. Every process must call this."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
-    return all(one == values[0] for one in values)
+    return all(other == values[0] for other in values)

@@ -1,14 +1,15 @@
-"""Keys and values of targets with sliding windows: the layers that have one keep what it can still see, the others all.
+"""Keys and values of targets with sliding windows: sliding layers keep what they can still see, the others everything.
 
-Entry e of a text lies in column e % ring of a sliding layer, so whatever is written takes the place of what no window reaches
-any more, and nothing is moved. The ring is as long as the window and the largest tree together: rejected drafts were written
-over nothing that is needed.
+Entry e of a text lies in column e % ring of a sliding layer, so new entries replace those that no window reaches any more,
+and nothing is moved. The ring is as long as the window and the largest tree together, so rejected drafts never overwrite
+entries that are needed.
 
     other layers     [ 0 1 2 3 4 5 6 7 8 9 n n . . . . ]     n the newest forward
     ring of 8        [ 8 9 n n 4 5 6 7 ]                     0 to 3 are out of sight
 
-A mask is made of entries as for other layers, and then gathered in the order of the ring's columns (`SlidingCache.held`). Of
-prompts, which may be longer than the ring, a forward sees the ring and all that is new, and keeps what is newest.
+A mask is made of entries as for other layers, and then gathered in the order of the ring's columns
+(`SlidingCache.cached_entries`). A forward of prompts, which may be longer than the ring, sees the ring and all new entries,
+and keeps the newest.
 """
 
 from itertools import takewhile
@@ -19,26 +20,26 @@ from torch import Tensor
 
 from foredraft.heads.target.cache import CacheLayer, KVCache, whole_blocks
 
-# Entries more than are needed: so many after a sequence's newest whole block of the prefix cache, and of the block in which
-# its window begins, are there as well.
+# Spare entries: this many after a sequence's newest whole block of the prefix cache stay, and of the block in which its
+# window starts.
 SLACK = 64
 
 
 class Sliding(NamedTuple):
-    """Which layers see a window alone, and what they keep."""
+    """Describe which layers see only a window, and what they keep."""
 
     layers: frozenset[int]
     window: int  # tokens
-    nodes: int  # of a tree at most
-    share: float  # of the bytes of an entry that all layers keep
+    nodes: int  # largest size of a tree
+    share: float  # of the sliding layers in the bytes of an entry
     key_block: int = 1  # a ring is a multiple of it
 
     @property
     def ring(self) -> int:
         return whole_blocks(self.window + self.nodes + SLACK, self.key_block)
 
-    def weigh(self, entries: int) -> int:
-        """Entries of all layers that take as many bytes as a sequence of so many."""
+    def num_entries(self, entries: int) -> int:
+        """Return the number of entries of all layers with as many bytes as a sequence of this length."""
         return entries - int(self.share * max(0, entries - self.ring))
 
 
@@ -58,20 +59,20 @@ class SlidingLayer(CacheLayer):
         else:
             text, last, n = cache.text_columns, cache.new_counts, min(new, cache.ring)
             seen = [torch.cat([old[:, :, :text], states], 2) for old, states in zip(seen, written, strict=True)]
-            # Where there are fewer, the last one is written again in the place of padding.
+            # If there are fewer, the last one is also written in the place of padding.
             newest = (last - n).clamp(min=0) + torch.arange(n, device=last.device)
             newest = newest.minimum(last - 1).clamp(min=0)
             entries = cache.seq_lens + newest
             written = [states.take_along_dim(newest.to(states.device)[:, None, :, None], 2) for states in written]
         columns = (entries % cache.ring).to(slots.device)
-        for mine, states in zip((self.keys, self.values), written, strict=True):
-            mine[slots, :, columns] = states.transpose(1, 2)
+        for cached, states in zip((self.keys, self.values), written, strict=True):
+            cached[slots, :, columns] = states.transpose(1, 2)
         return seen[0], seen[1]
 
 
 class SlidingCache(KVCache):
     def __init__(self, sliding: Sliding, layers: int, *args: Any, **kwargs: Any):
-        """As `KVCache`, of which all further arguments are."""
+        """Allocate a KVCache, which gets all further arguments, with rings for sliding layers."""
         self.sliding = sliding
         super().__init__(layers, *args, **kwargs)
         self.slides = [number in sliding.layers for number in range(layers)]
@@ -82,10 +83,10 @@ class SlidingCache(KVCache):
         super().allocate(max_batch, capacity)
         self.ring = min(whole_blocks(capacity, self.key_block), self.sliding.ring)
 
-    def weigh(self, capacity: int) -> int:
-        return self.sliding.weigh(capacity)
+    def num_entries(self, capacity: int) -> int:
+        return self.sliding.num_entries(capacity)
 
-    def like(self, batch: int, capacity: int) -> KVCache:
+    def empty_like(self, batch: int, capacity: int) -> KVCache:
         return SlidingCache(self.sliding, len(self.layers), batch, capacity, self.device)
 
     def columns_in(self, key: tuple) -> int:
@@ -95,15 +96,15 @@ class SlidingCache(KVCache):
         return entries % self.ring if key[0] else entries
 
     def wraps(self, new: int) -> bool:
-        """May a forward of new entries meet texts of which a ring holds the newest entries alone?"""
+        """Return whether a forward of new entries may see texts of which a ring only has the newest entries."""
         return self.width(new) > self.ring
 
     @property
     def text_columns(self) -> int:
-        """Of a ring, that hold text."""
+        """Return the number of columns of a ring that contain text."""
         return min(max(self.lengths), self.ring)
 
-    def held(self, new: int) -> Tensor | None:
+    def cached_entries(self, new: int) -> Tensor | None:
         if not self.wraps(new):
             return None
         if self.new_counts is not None:
@@ -112,7 +113,8 @@ class SlidingCache(KVCache):
         return self.newest(self.seq_lens + new, self.ring)
 
     def newest(self, ends: Tensor, columns: int) -> Tensor:
-        """(batch, columns) int64: the newest entry before `ends` (batch, 1) that lies in each; negative where none does."""
+        """Return (batch, columns) int64: the newest entry before `ends` (batch, 1) in each column; negative if it is
+        empty."""
         return ends - 1 - (ends - 1 - torch.arange(columns, device=self.device)) % self.ring
 
     def erase_uncommitted(self, slot: int) -> None:
@@ -121,17 +123,17 @@ class SlidingCache(KVCache):
         for key, block in self.blocks.items():
             block[:, :, slot, :, self.columns_of(key, written).to(block.device)] = 0
 
-    def holds(self, slot: int, start: int, end: int) -> bool:
-        """Are all entries from `start` on there, in all layers?"""
+    def contains(self, slot: int, start: int, end: int) -> bool:
+        """Return whether all layers have all entries from `start` on."""
         return start >= self.lengths[slot] + self.sliding.nodes - self.ring or self.ring >= self.capacity
 
     def copy_out(self, slot: int, start: int, end: int) -> dict[tuple, Tensor]:
-        """As `KVCache.copy_out`, without the blocks of sliding layers where these entries are not there any more."""
-        entries, whole = torch.arange(start, end, device=self.device), self.holds(slot, start, end)
+        """Copy entries as `KVCache.copy_out` does, without sliding layers if they no longer have these entries."""
+        entries, complete = torch.arange(start, end, device=self.device), self.contains(slot, start, end)
         return {
             key: block[:, :, slot, :, self.columns_of(key, entries).to(block.device)]
             for key, block in self.blocks.items()
-            if whole or not key[0]
+            if complete or not key[0]
         }
 
     def copy_in(self, slot: int, pieces: list[dict[tuple, Tensor]], end: int) -> None:
@@ -145,6 +147,6 @@ class SlidingCache(KVCache):
 
 
 def share_of(cache: KVCache) -> float:
-    """Which share of a cache's memory its sliding layers have."""
+    """Return the sliding layers' share of a cache's memory."""
     size = {key: block.numel() * block.element_size() for key, block in cache.blocks.items()}
     return sum(size[key] for key in size if key[0]) / sum(size.values())

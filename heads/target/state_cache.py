@@ -1,21 +1,22 @@
-"""The model's own cache, for targets that neither branch nor share one (stacked_cache.py): decoding by chains goes over it.
+"""The model's own cache, for targets that support neither trees nor stacked states (stacked_cache.py). They decode chains.
 
-Recurrent layers keep one state, which a forward moves on and which nothing takes back; others mask or compress their keys by
-column. So the cache holds the *computed* tokens, and a forward of drafts starts from a fork of it, which takes its place if
+Recurrent layers have one state, which a forward advances and which cannot be rolled back. Other layers mask or compress their
+keys by column. So the cache contains the *computed* tokens, and a forward of drafts uses a fork of it, which replaces it if
 all of the drafts are accepted:
 
     text        t t t t t t t a a r         t computed: in the state    a uncommitted: accepted since, not yet in the state
-    a forward                 a a r d d d   r the bonus token, d a chain of drafts, on a fork; no mask but the model's own
+    a forward                 a a r d d d   r the bonus token, d a chain of drafts, on a fork; only with the model's own mask
 
-Too many uncommitted tokens are computed by a forward of their own, before the next chain's.
+If there are too many uncommitted tokens, a separate forward computes them before the next chain.
 
-longrope rotates a text by other angles from some length on (`Target.rope_boundary`), so there it is computed again: sequence
-by sequence, as a batch in one cache could not be.
+longrope rotates a text by other angles from some length on (`Target.rope_boundary`), so there it is computed again. A batch
+in one cache could not do that for single sequences.
 
-What cannot continue from a cache (`Target.supports_caching`) is decoded token by token, as transformers' own generate does.
+A target that cannot continue from a cache (`Target.supports_caching`) is decoded token by token, as in transformers'
+generate.
 
-Where every layer can drop its newest entries (chunked or sparse attention, short convolutions) the fork is cropped instead,
-and nothing is ever uncommitted. transformers' assisted generation does only that, and so cannot draft for recurrent layers.
+If every layer can drop its newest entries (chunked or sparse attention, short convolutions), the fork is cropped instead, and
+nothing is ever uncommitted. transformers' assisted generation only does that, and so cannot draft for recurrent layers.
 """
 
 import copy
@@ -40,26 +41,26 @@ from foredraft.heads.target.output import TargetOutput
 if TYPE_CHECKING:
     from foredraft.heads.target.model import Target
 
-# Attributes of transformers' layers that are only ever replaced by longer ones, never written into: forks share them.
+# Attributes of transformers' layers that are replaced by longer tensors, never written into: forks share them.
 SHARED = {"keys", "values", "indexer_keys"}
 
-# Accepted tokens that are computed again with every chain, at most. Fewer are computed for good more often, more make every
-# forward longer.
+# Largest number of accepted tokens that are computed again with every chain. A smaller one computes them separately more
+# often, a larger one makes every forward longer.
 MAX_UNCOMMITTED = 16
-# Of a layer that keeps nothing. Before 5.23, transformers gives it a LinearAttentionLayer that stays empty.
+# A layer without any state. Before 5.23, transformers uses a LinearAttentionLayer that stays empty.
 DummyLayer: type = getattr(cache_utils, "DummyLayer", LinearAttentionLayer)
-# Exactly these: a subclass may keep more of the text than `crop` knows of (DeepSeek V4's compressed entries).
+# Only these types: a subclass may keep more of the text than `crop` handles (DeepSeek V4's compressed entries).
 CROPPABLE = {DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, LinearAttentionLayer, DummyLayer}
 
 
 @dataclass
 class SlotState:
-    """One slot: its text, and how much of it is computed."""
+    """Hold the text of one slot, and how much of it is computed."""
 
     text: Tensor | None = None  # (1, n): all accepted tokens
-    state: Any = None  # the model's own cache; None before its first forward, and for a model that keeps none
-    num_computed_tokens: int = 0  # tokens of the text that are in it
-    newest: Any = None  # of its newest forward: the state after the drafts, the drafts (1, nodes), how many are in it
+    state: Any = None  # the model's own cache; None before its first forward, and for a model without one
+    num_computed_tokens: int = 0  # tokens of the text in the state
+    newest: Any = None  # of its newest forward: the state after the drafts, the drafts (1, nodes), their number in it
     finished: bool = False
 
     @property
@@ -67,7 +68,7 @@ class SlotState:
         return 0 if self.finished or self.text is None else self.text.shape[1] - self.num_computed_tokens
 
     def extend(self, target: "Target", tokens: Tensor, layers: Sequence[int]) -> TargetOutput:
-        """A forward of text (1, length) that follows, and of what is not computed before it."""
+        """Run a forward of text (1, length) that follows, and of what is not computed before it."""
         assert self.text is not None
         self.text = torch.cat([self.text, tokens], dim=1)
         new = self.text[:, self.num_computed_tokens :]
@@ -79,24 +80,22 @@ class SlotState:
         return output._replace(aux_hidden_states=output.aux_hidden_states[:, -tokens.shape[1] :])
 
     def commit(self, count: int) -> None:
-        """Keep the first `count` drafts of its newest forward."""
+        """Accept the first `count` drafts of its newest forward."""
         assert self.text is not None and self.newest is not None
         (state, tokens, drafts), self.newest = self.newest, None
         self.text = torch.cat([self.text, tokens[:, :count]], dim=1)
         if state is not None and (drafts == count or (drafts > count and can_crop(state))):
             if can_crop(state):
-                state.crop(count - drafts)  # also where it is 0: a window drops what it no longer needs
+                state.crop(count - drafts)  # also if it is 0: a window drops what it no longer needs
             self.state, self.num_computed_tokens = state, self.text.shape[1]
 
 
 class StateCache:
-    """One own cache of the model per slot, and one forward for each.
-
-    The same interface as heads/target/cache.py's, as far as decoding uses it. lengths, seq_lens: as there.
-    """
+    """Hold the model's own cache for each slot, with one forward for each. It implements the part of KVCache's interface
+    that decoding uses. lengths, seq_lens: as there."""
 
     kv_bucket: int | None = None
-    entries = lag = 0  # a state has no room to be counted, and is in no prefix cache
+    entries = lag = 0  # a state's size is not counted, and it is not in the prefix cache
 
     def __init__(self, batch: int, capacity: int, device: torch.device | str):
         self.batch, self.capacity, self.device = batch, capacity, torch.device(device)
@@ -109,40 +108,40 @@ class StateCache:
         self.seq_lens = torch.tensor(lengths, device=self.device)[:, None]
 
     def set_bucket(self, room: int) -> None:
-        """Nothing is captured here."""
+        """Do nothing: there are no captured forwards."""
 
     def clear(self) -> None:
         self.reorder([None] * self.batch, self.capacity)
 
-    def reorder(self, slots: list[int | None], capacity: int, most: int | None = None) -> None:
-        """As `KVCache.reorder`, but a state has no room to be counted."""
+    def reorder(self, slots: list[int | None], capacity: int, max_entries: int | None = None) -> None:
+        """Make these slots the batch, as `KVCache.reorder` does, without a limit of entries."""
         self.batch, self.capacity = len(slots), capacity
         lengths = [0 if slot is None else self.lengths[slot] for slot in slots]
         self.slots = [SlotState() if slot is None else self.slots[slot] for slot in slots]
         self.set_lengths(lengths)
 
     def erase(self, slot: int) -> None:
-        """Forget all that a slot holds, whose sequence has ended."""
+        """Forget the state of a slot whose sequence has ended."""
         self.slots[slot] = SlotState(finished=True)
 
     def erase_uncommitted(self, slot: int) -> None:
-        """Rejected drafts were in a fork, which is gone."""
+        """Do nothing: rejected drafts were in a fork, which is gone."""
 
     def copy_from(self, slots: list[int], other: "StateCache", others: list[int]) -> None:
-        """These slots, which are empty, become these `others` of another cache."""
+        """Copy slots `others` of another cache to these empty slots."""
         lengths = [*self.lengths]
         for slot, theirs in zip(slots, others, strict=True):
             self.slots[slot], lengths[slot] = other.slots[theirs], other.lengths[theirs]
         self.set_lengths(lengths)
 
     def mask(self, among: Tensor) -> Tensor:
-        """As it is: what a token of a chain sees, the model's own masks say."""
+        """Return `among` unchanged: the model's own masks determine what a token of a chain sees."""
         return among
 
     def prefill(
         self, target: "Target", tokens: Tensor, lengths: Sequence[int], layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """As `Target.prefill`: whole prompts, or of a target that supports chains a part of each."""
+        """Run a forward of whole prompts as `Target.prefill` does, or of parts if the target supports chains."""
         outputs = []
         for slot, row, length in zip(self.slots, tokens, lengths, strict=True):
             if slot.text is None:
@@ -153,7 +152,7 @@ class StateCache:
         return as_batch(outputs, max(lengths))
 
     def prefill_slot(self, slot: SlotState, target: "Target", layers: Sequence[int] = ()) -> TargetOutput:
-        """A forward of the whole text into a new state."""
+        """Run a forward of the whole text into a new state."""
         assert slot.text is not None
         if not target.supports_caching:
             output, slot.state = target.generate_next(slot.text)
@@ -165,8 +164,8 @@ class StateCache:
         return output
 
     def forward_chains(self, target: "Target", tokens: Tensor, layers: Sequence[int] = ()) -> TargetOutput:
-        """A forward of drafts (batch, nodes), a chain per slot after its text. What it gives of finished slots means
-        nothing."""
+        """Run a forward of drafts (batch, nodes), a chain per slot after its text. The output of finished slots is
+        undefined."""
         outputs = [self.forward_chain(slot, target, tokens[i : i + 1], layers) for i, slot in enumerate(self.slots)]
         return as_batch(outputs, tokens.shape[1])
 
@@ -182,8 +181,8 @@ class StateCache:
             slot.newest = state, tokens, 1
             return output
         length, boundary = slot.text.shape[1], target.rope_boundary
-        real = nodes if target.context is None else min(nodes, target.context - length)  # the rest is never kept
-        # Drafts beyond the boundary are computed with the whole text, which they rotate otherwise; nothing of that is kept.
+        real = nodes if target.context is None else min(nodes, target.context - length)  # the rest is never accepted
+        # Drafts beyond the boundary are computed with the whole text, rotated by the other angles; that state is discarded.
         early = real if boundary is None or length > boundary else min(real, boundary - length)
         if boundary is not None and slot.num_computed_tokens <= boundary < length:
             self.prefill_slot(slot, target)
@@ -192,7 +191,7 @@ class StateCache:
                 slot.text[:, slot.num_computed_tokens :], slot.num_computed_tokens, slot.state, keep_logits=1
             )
             slot.num_computed_tokens = length
-        # A lone bonus token is always accepted, so what it does to the state may stay.
+        # A single bonus token is always accepted, so it may change the state.
         state, parts = slot.state if nodes == 1 else fork(slot.state), []
         if early:
             new = torch.cat([slot.text[:, slot.num_computed_tokens :], tokens[:, :early]], dim=1)
@@ -200,8 +199,8 @@ class StateCache:
             parts.append((output, early))
         slot.newest = state, tokens, early
         if early < real:
-            whole = torch.cat([slot.text, tokens[:, :real]], dim=1)
-            parts.append((target.forward_from(whole, 0, None, layers, keep_logits=real - early)[0], real - early))
+            text = torch.cat([slot.text, tokens[:, :real]], dim=1)
+            parts.append((target.forward_from(text, 0, None, layers, keep_logits=real - early)[0], real - early))
         logits, aux_hidden_states = (
             torch.cat([output[kind][:, -count:] for output, count in parts], dim=1) for kind in (0, 1)
         )
@@ -209,9 +208,9 @@ class StateCache:
         return parts[0][0]._replace(logits=pad(logits, rest), aux_hidden_states=pad(aux_hidden_states, rest))
 
     def commit(self, path: list[list[int]], padded_path: Tensor | None = None, counts: Tensor | None = None) -> None:
-        """Keep the first nodes of every slot's chain, as many as `path[slot]` names; none means that it has ended."""
+        """Accept the first nodes of every slot's chain, the number of nodes in `path[slot]`; 0 means that it has ended."""
         for slot, nodes in zip(self.slots, path, strict=True):
-            assert nodes == list(range(len(nodes))), f"{nodes} is no chain's path"
+            assert nodes == list(range(len(nodes))), f"{nodes} is not the path of a chain"
             slot.finished = slot.finished or not nodes
             if not slot.finished:
                 slot.commit(len(nodes))
@@ -219,23 +218,23 @@ class StateCache:
 
 
 def can_crop(state: Any) -> bool:
-    """Can its newest entries be dropped without a trace?"""
-    # A cache with its own `crop` keeps more than its layers do (MiniMax), which `is_croppable` says since 5.23 only.
+    """Return whether its newest entries can be dropped without a trace."""
+    # A cache with its own `crop` keeps more than its layers do (MiniMax), which `is_croppable` only reports since 5.23.
     if not isinstance(state, Cache) or type(state).crop is not Cache.crop:
         return False
     return all(type(layer) in CROPPABLE for layer in state.layers) and state.is_croppable
 
 
 def as_batch(outputs: Sequence[TargetOutput], length: int) -> TargetOutput:
-    """Outputs of forwards of one sequence each, their hidden states padded on the right."""
+    """Concatenate outputs of forwards of single sequences. Hidden states are padded on the right."""
     states = [output.aux_hidden_states for output in outputs]
     padded = [pad(state, (0, 0, 0, length - state.shape[1])) for state in states]
     return TargetOutput(torch.cat([output.logits for output in outputs]), torch.cat(padded))
 
 
 def fork(state: Any) -> Any:
-    """A cache to go on from, while this one stays as it is. Keys and values are shared: forwards concatenate, which makes new
-    ones. States that are written into are copied; they do not grow with the text."""
+    """Copy a cache to continue from without changing it. Keys and values are shared, because forwards concatenate and so
+    make new tensors. States that are written into are copied; they do not grow with the text."""
     if not isinstance(state, Cache):
         return copy.deepcopy(state)
     twin = copy.copy(state)

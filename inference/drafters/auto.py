@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.target import Target
-from foredraft.heads.target.device import synchronise
+from foredraft.heads.target.device import synchronize
 from foredraft.inference.drafters.base import Accepted, Drafter, PendingAccepted, bonus_only
 from foredraft.inference.drafters.block import BlockTree
 from foredraft.inference.drafters.cached_tree import CachedTree
@@ -206,7 +206,7 @@ class AutoTree(Drafter):
 
     def now(self) -> float:
         """Seconds, when the device has done what it was given."""
-        synchronise(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:

@@ -16,7 +16,7 @@ def as_supported(drafter: Drafter, target: Target) -> Drafter:
         return drafter
     if not target.supports_chains:
         reason = "for several tokens at once than for single tokens"
-        if target.mixes_rows:
+        if target.is_batch_variant:
             reason = "in a batch with other texts, because it quantizes their activations together"
         warnings.warn(
             f"{target.name or target.config.model_type} computes different logits {reason}. Drafting is disabled, because "
@@ -24,7 +24,7 @@ def as_supported(drafter: Drafter, target: Target) -> Drafter:
             stacklevel=4,
         )
         return NoDrafter()
-    if target.picks_keys:
+    if target.uses_sparse_indexer:
         warnings.warn(
             f"{target.name or target.config.model_type} attends only to the keys with the highest indexer scores. If two "
             "scores are equal up to rounding, a forward over several tokens may select another key than a forward over one. "

@@ -17,7 +17,7 @@ import torch
 from omegaconf import DictConfig
 
 from foredraft import Target, generate, load_drafter
-from foredraft.heads.target.locating import locate
+from foredraft.heads.target.resolve_path import resolve_path
 from foredraft.inference.drafters import Drafter
 from foredraft.inference.evaluation.measure import left_pad
 from foredraft.train.cli import ROOT
@@ -133,7 +133,7 @@ def rivals(target: Target, cfg: DictConfig, folder: Path, longest: int) -> dict[
         if cfg.batch_size == 1:
             lookup = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
             found["transformers, prompt lookup"] = transformers(target, cfg, **lookup)
-    path, chain = str(Path(locate(target.name, target.dtype))), cfg.chain
+    path, chain = str(Path(resolve_path(target.name, target.dtype))), cfg.chain
     job = {"target": path, "dtype": str(target.dtype).removeprefix("torch."), "eager": cfg.eager}
     job |= {"max_model_len": longest + cfg.max_new_tokens + 2 * chain, "batch_size": cfg.batch_size}
     job |= {"max_new_tokens": cfg.max_new_tokens, "ignore_eos": cfg.ignore_eos}

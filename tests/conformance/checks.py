@@ -10,7 +10,7 @@ from foredraft.heads import Target
 
 @contextmanager
 def skipped_where_refused() -> Iterator[None]:
-    """A test is skipped with the sentence by which a user is refused, or that names a package which the model needs."""
+    """Skip a test with the sentence by which a user is refused, or that names a package which the model needs."""
     try:
         yield
     except (ValueError, ImportError) as error:
@@ -18,7 +18,7 @@ def skipped_where_refused() -> Iterator[None]:
 
 
 def check_texts(texts: list[list[int]], expected: list[list[int]], what: str) -> None:
-    """Raises RuntimeError that says where each first differs."""
+    """Raise RuntimeError with the place where each text first differs."""
     if texts != expected:
         pairs = [list(zip(*pair, strict=True)) for pair in zip(expected, texts, strict=True)]
         where = [next((i for i, (a, b) in enumerate(pair) if a != b), None) for pair in pairs]

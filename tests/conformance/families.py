@@ -72,8 +72,8 @@ def families() -> dict[str, type[PreTrainedConfig]]:
 
 
 def default_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """What a config says by default; not what it computes of that, which shrinks otherwise. Raises ValueError where
-    transformers makes no model of it."""
+    """Return a config's defaults, without what it computes from them, which shrinks otherwise. Raises ValueError if
+    transformers cannot make a model of it."""
     if kind.model_type in NO_TEXT:
         raise ValueError(
             f"transformers makes no causal model of {kind.model_type}'s default config: {NO_TEXT[kind.model_type]}"
@@ -92,7 +92,7 @@ def default_settings(kind: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def check_family(target: Target, new_tokens: int) -> list[str]:
-    """Returns how it is drafted for, and what else is to be known of it."""
+    """Return how it is drafted for, and other facts about it."""
     target.model.generation_config.eos_token_id = None
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, target.vocab_size - 8, (n,), generator=generator).tolist() for n in PROMPTS]
@@ -101,7 +101,7 @@ def check_family(target: Target, new_tokens: int) -> list[str]:
         try:
             decode(target, prompts, temperature, new_tokens)
         except RuntimeError as error:
-            if not target.picks_keys:
+            if not target.uses_sparse_indexer:
                 raise
             decode(in_float64(target), prompts, temperature, new_tokens)
             found.append(f"in float64; in float32 an indexer picked another key at a near-tie ({error})")
@@ -109,7 +109,8 @@ def check_family(target: Target, new_tokens: int) -> list[str]:
 
 
 def as_transformers(target: Target, prompt: list[int], new_tokens: int) -> list[str]:
-    """Raises RuntimeError where transformers' `generate` writes another text, and says where it does with its cache alone."""
+    """Raise RuntimeError if transformers' `generate` writes another text, with the place where it does so only with its
+    cache."""
     ids, model = torch.tensor([prompt]), copy.deepcopy(target.model)
     model.generation_config = GenerationConfig()  # BART's forces a last token
     ours = generate(target, None, ids, max_new_tokens=new_tokens, eos_token_id=-1).new_tokens[0]
@@ -129,12 +130,12 @@ def as_transformers(target: Target, prompt: list[int], new_tokens: int) -> list[
 
 def in_float64(target: Target) -> Target:
     model = copy.deepcopy(target.model).double()
-    model.set_experts_implementation("eager")  # torch's grouped products know no float64
+    model.set_experts_implementation("eager")  # torch's grouped products do not support float64
     return Target(model)
 
 
 def decode(target: Target, prompts: list[list[int]], temperature: float, new_tokens: int) -> None:
-    """Drafted text must be the target's own, in one sequence and in a ragged batch."""
+    """Check that drafted text is the target's own, in one sequence and in a ragged batch."""
     settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature}
     alone = [
         generate(target, None, torch.tensor([prompt]), seed=number, **settings).new_tokens[0]

@@ -33,7 +33,7 @@ LLAMA: dict[str, Any] = {  # what files that were not seen whole do not say
 
 
 def check_head(published: dict[str, Any], new_tokens: int, name: str = "") -> DraftHead:
-    """Raises ValueError where a user is refused. name: of the file, which may tell what the file does not."""
+    """Raise ValueError if a user is refused. name: of the file, which may reveal what the file does not."""
     config = {name: value for name, value in published.items() if name not in DROPPED}
     config = shrink_head(filled(config, name.lower()) if published.get("_partial") else config)
     depth = next((layers for part, layers in DEPTHS.items() if part in name.lower()), None)
@@ -52,7 +52,7 @@ def check_head(published: dict[str, Any], new_tokens: int, name: str = "") -> Dr
 
 
 def shrink_head(config: dict[str, Any]) -> dict[str, Any]:
-    """The same config for a target of width 32: what is a size becomes small, what is odd stays odd."""
+    """Shrink a config for a target of width 32: sizes become small, unusual settings stay unusual."""
     for inner in ("transformer_layer_config", "model"):
         if isinstance(config.get(inner), dict):
             outer = {key: value for key, value in config.items() if key != inner}
@@ -79,8 +79,7 @@ def shrink_head(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def filled(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """A file that was not seen whole, with the usual values in the place of what was not seen. Kinds that one key tells
-    stay as they are."""
+    """Add the usual values in the place of what was not seen of a file. Kinds that one key identifies stay unchanged."""
     if "medusa_num_heads" in config:
         return config
     if is_block(config):
@@ -104,8 +103,8 @@ def layer_ids(config: dict[str, Any]) -> list[int]:
 
 
 def a_target(ids: list[int], depth: int | None) -> Target:
-    """A Llama of this depth, or with as many layers as the head's layer ids point to, in either of the two countings of three
-    ids."""
+    """Make a Llama of this depth, or with the number of layers that the head's layer ids point to, in either of the two
+    numberings of three ids."""
     sizes = range(max(ids, default=0) + 1, max(ids, default=0) + 8)
     usual = (n for n in sizes if ids in ([2, n // 2, n - 3], [1, n // 2 - 1, n - 4]))
     layers = depth or next(usual, max(8, max(ids, default=0) + 3))
@@ -114,7 +113,7 @@ def a_target(ids: list[int], depth: int | None) -> Target:
 
 
 def weights(config: dict[str, Any]) -> dict[str, Tensor]:
-    """In the layout that the config's keys name; for a kind that is not known here, too few."""
+    """Make weights in the layout that the config's keys name; too few for a kind that is not supported."""
     kinds = f"{config.get('architectures')}{config.get('model_type')}{config.get('speculators_model_type')}".lower()
     if is_block(config):
         return block(config)
@@ -147,7 +146,7 @@ def layer(config: dict[str, Any], prefix: str, width: int) -> dict[str, Tensor]:
 
 
 def latent_attention(config: dict[str, Any], width: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of DeepSeek's projections."""
+    """Return shapes of DeepSeek's projections."""
     heads, (query, latent, plain, rotated, value) = config["num_attention_heads"], (config[name] for name in LATENT)
     return {
         "self_attn.q_a_proj": (query, width),
@@ -161,7 +160,8 @@ def latent_attention(config: dict[str, Any], width: int) -> dict[str, tuple[int,
 
 
 def eagle3(config: dict[str, Any], prefix: str | None = None, fused: int | None = None) -> dict[str, Tensor]:
-    """prefix: of the decoder layer's names. fused: how many hidden states it takes. None: as the config says."""
+    """Make weights. prefix: of the decoder layer's names. fused: the number of hidden states that it takes; None: from the
+    config."""
     prefix = prefix or ("layers.0" if "transformer_layer_config" in config else "midlayer")
     flags, rows = config | (config.get("eagle_config") or {}), config.get("draft_vocab_size") or VOCAB
     fused = fused or len(layer_ids(config)) or 3
@@ -185,7 +185,7 @@ def is_block(config: dict[str, Any]) -> bool:
 
 
 def block(config: dict[str, Any]) -> dict[str, Tensor]:
-    """DFlash's layers, and what DSpark and Domino add."""
+    """Make DFlash's layers, and what DSpark and Domino add."""
     inner, own = config.get("transformer_layer_config", config), config | (config.get("dflash_config") or {})
     dim = inner.get("head_dim") or HIDDEN // inner["num_attention_heads"]
     found = {"fc.weight": random(HIDDEN, len(layer_ids(config)) * HIDDEN)}
@@ -225,7 +225,7 @@ def medusa(config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def hydra(config: dict[str, Any]) -> dict[str, Tensor]:
-    """Hydra++: dropouts take the even places of a stack, and its later layers are one."""
+    """Make Hydra++: dropouts take the even places of a stack, and its later layers are one."""
     found: dict[str, Tensor] = {}
     for i in range(config["hydra_num_heads"]):
         for name in ("linear", "res_connection"):

@@ -1,5 +1,5 @@
 """A published config.json made small: what is a size becomes small, what is structure (layer pattern, rope, windows, experts,
-latent attention, wrappers) stays as it is."""
+latent attention, wrappers) stays unchanged."""
 
 import math
 from typing import Any
@@ -73,7 +73,7 @@ IMAGES |= dict.fromkeys(("adapter_in_dim", "adapter_out_dim"), HIDDEN)
 
 
 def shrink(config: dict[str, Any]) -> dict[str, Any]:
-    """The same model, small. Per-layer settings keep their first `LAYERS` entries."""
+    """Shrink a model's config. Per-layer settings keep their first `LAYERS` entries."""
     full = config.get("num_hidden_layers")
     small = {name: part(name, value, config) for name, value in config.items() if name not in DROPPED}
     # Layers that share the keys of those before need one of every kind on both sides.
@@ -117,7 +117,7 @@ def part(name: str, value: Any, config: dict[str, Any]) -> Any:
 
 
 def rope(value: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Rope of a head of `ROTATED` dimensions; what divides them keeps its proportions."""
+    """Return the rope of a head with `ROTATED` dimensions; its divisors keep their proportions."""
     if any(isinstance(entry, dict) for entry in value.values()):
         return {name: entry and rope(entry, config) for name, entry in value.items()}
     share = value.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
@@ -133,5 +133,5 @@ def rope(value: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_head_dim(config: dict[str, Any]) -> int:
-    """Of the small config."""
+    """Return the head_dim of the small config."""
     return ROTATED if config.get("head_dim") else HIDDEN // SIZES["num_attention_heads"]

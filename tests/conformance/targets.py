@@ -27,7 +27,7 @@ PROMPTS = (100, 5, 30)  # tokens of the ragged batch: texts cross windows, chunk
 
 
 def check_target(published: dict[str, Any], new_tokens: int) -> str:
-    """Raises ValueError where a user is refused. published: config.json. new_tokens: decoded per prompt. Returns how it is
+    """Raise ValueError if a user is refused. published: config.json. new_tokens: decoded per prompt. Returns how it is
     drafted for."""
     target = small_target(published)
     heads = [kind.for_target(target, 3) for kind in (Eagle3Head, MedusaHead)]
@@ -41,7 +41,7 @@ def check_target(published: dict[str, Any], new_tokens: int) -> str:
 
 
 def small_target(published: dict[str, Any]) -> Target:
-    """A target of this config's structure, through the same files as a downloaded one."""
+    """Load a target with this config's structure from the same files as a downloaded one."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(shrink(published)))
         config = read_config(folder)
@@ -62,7 +62,7 @@ def small_family(kind: type[PreTrainedConfig]) -> Target:
 
 
 def train(head: DraftHead, target: Target, steps: int = 3) -> None:
-    """A few steps on packed rows of random tokens."""
+    """Train a few steps on packed sequences of random tokens."""
     model = DistillationModel(head, target, kl_div)
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
@@ -79,7 +79,7 @@ def train(head: DraftHead, target: Target, steps: int = 3) -> None:
 
 
 def decode(target: Target, head: DraftHead, temperature: float, new_tokens: int) -> None:
-    """Drafted text must be the target's own."""
+    """Check that drafted text is the target's own."""
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, target.vocab_size, (length,), generator=generator).tolist() for length in PROMPTS]
     settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature, "seed": 3}
@@ -89,7 +89,7 @@ def decode(target: Target, head: DraftHead, temperature: float, new_tokens: int)
 
 
 def export(heads: list[DraftHead], target: Target) -> None:
-    """Written in an engine's layout, and loaded again from it."""
+    """Write a head in an engine's layout, and load it again from there."""
     with tempfile.TemporaryDirectory() as folder:
         for head in heads:
             exported = (engines.medusa if isinstance(head, MedusaHead) else engines.vllm)(head, target)

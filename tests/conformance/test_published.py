@@ -1,11 +1,11 @@
-"""Configs as they are published, shrunken, through all that this project does.
+"""Check published configs, shrunken, through all that this project does.
 
     FOREDRAFT_PUBLISHED=FOLDER python -m pytest -m conformance -rs tests/conformance
 
 takes the config.json files of FOLDER, a test each (of FOLDER/targets: whether they load, train, decode as they do alone and
 export; of FOLDER/heads: whether they are recognised, load on a target of their shape and draft), and every family of
 transformers (whether it decodes as transformers does, and drafted as alone, in one sequence and in ragged batches). What is
-refused is skipped, with the sentence that a user would get. The other tests check the checks, with configs of their own.
+refused is skipped, with the sentence that a user would get. The other tests check the checks, with separate configs.
 """
 
 import json
@@ -27,7 +27,7 @@ NEW = 48  # tokens that are decoded of each prompt
 
 
 def files(folder: Path) -> list[Any]:
-    """A parameter per config.json. Raises ValueError where the folder holds none."""
+    """Return a parameter per config.json. Raises ValueError if the folder has none."""
     kinds = {"targets": lambda config, name: check_target(config, NEW)}
     kinds["heads"] = lambda config, name: check_head(config, NEW, name)
     found = [(part, file) for part in kinds for file in sorted((folder / part).glob("*.json"))]
@@ -60,7 +60,7 @@ def test_a_family_does_what_it_should_or_is_refused(name: str) -> None:
 
 
 def example(name: str) -> dict[str, Any]:
-    """A config.json as it is published."""
+    """Read a published config.json."""
     return json.loads((ROOT / "tests" / "conformance" / "examples" / f"{name}.json").read_text())
 
 

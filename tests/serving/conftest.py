@@ -34,7 +34,8 @@ def call(python: Path | str, *arguments: str | Path) -> None:
 
 
 def train_heads(make_folder: Callable[[str], Path], steps: int, kinds: dict[str, list[str]]) -> Path:
-    """A folder with <kind>/head each: FOREDRAFT_SERVING_HEADS, or one whose heads are trained here for a few minutes."""
+    """Return a folder with <kind>/head each: FOREDRAFT_SERVING_HEADS, or one whose heads are trained here for a few
+    minutes."""
     if "FOREDRAFT_SERVING_HEADS" in os.environ:
         return Path(os.environ["FOREDRAFT_SERVING_HEADS"])
     folder = make_folder("heads")
@@ -45,7 +46,7 @@ def train_heads(make_folder: Callable[[str], Path], steps: int, kinds: dict[str,
 
 
 def held_out(target: Target) -> list[list[int]]:
-    """Beginnings of files that nothing is trained on."""
+    """Return the first tokens of files that nothing is trained on."""
     found = itertools.islice((text for _, text in stdlib.documents("test", tests=False) if len(text) > 2000), PROMPTS)
     return [target.text_tokenizer(text[:1000])["input_ids"][:64] for text in found]
 
@@ -56,7 +57,8 @@ def rows(embedded: Target) -> list[list[int]]:
 
 
 def chat_prompts(target: Target) -> list[list[int]]:
-    """Of those in the repository the ones with long answers: told to ignore end tokens, engines choose others."""
+    """Return prompts of the repository with long answers: engines choose other tokens if they are told to ignore end
+    tokens."""
     form = ChatFormat(target.text_tokenizer)
     lines = (ROOT / "scripts" / "smollm2" / "prompts.jsonl").read_text().splitlines()
     rows = [form.prompt([{"role": "user", "content": json.loads(line)["turns"][0]}]) for line in lines]

@@ -14,8 +14,8 @@ rms_norm = _custom_ops.rms_norm
 
 
 def by_layer(out, x, weight, epsilon):
-    """DFlash norms the keys of all its layers in one call, by weights (layers, dim). The kernel that vLLM 0.32 has for a CPU
-    takes the first layer's for all; CUDA's does not."""
+    """Normalize the keys of each layer of DFlash separately. It norms those of all layers in one call, by weights (layers,
+    dim), and vLLM 0.32's CPU kernel uses the first layer's for all; CUDA's does not."""
     if weight.dim() == 1:
         rms_norm(out, x, weight, epsilon)
     else:

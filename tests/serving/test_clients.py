@@ -62,7 +62,7 @@ def test_a_client_s_own_loop_runs(server, name):
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
 def test_a_load_generator_measures_the_server(server, model, embedded, tmp_path, path):
-    """guidellm wants answers of a fixed length, and counts in every part of a stream."""
+    """Run guidellm, which needs answers of a fixed length and counts in every chunk of a stream."""
     given = typed(f"""
         --backend kind=openai_http,target={server.url},model=tiny,request_format={path}
         --profile kind=concurrent,streams=4 --constraint kind=max_requests,count=24
@@ -82,7 +82,7 @@ def test_a_load_generator_measures_the_server(server, model, embedded, tmp_path,
 
 
 def test_a_harness_scores_with_the_target_s_log_likelihoods(server, model, embedded, tmp_path, monkeypatch):
-    """lm-eval's local-completions: a task of choices, texts that are scored whole, and texts that are continued."""
+    """Run lm-eval's local-completions: a task of choices, texts that are scored whole, and texts that are continued."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": text, "good": good, "bad": bad}) + "\n" for text, good, bad in ROWS))

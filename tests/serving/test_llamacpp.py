@@ -1,4 +1,4 @@
-"""The witness on laptops: heads that were trained here, in the GGUF files that we write, drafted with by llama.cpp's server.
+"""Check our GGUF files with llama.cpp's server, which drafts with heads that were trained here.
 
     bash scripts/llamacpp_env.sh && python -m pytest -m serving tests/serving/test_llamacpp.py
 
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.mtp import MTPHead
-from foredraft.heads.target.locating import gguf_of, locate
+from foredraft.heads.target.resolve_path import gguf_of, resolve_path
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import run, texts
 from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, PROMPTS, QUIET, SMOLLM2, call, chat_prompts, train_heads
@@ -39,21 +39,21 @@ KINDS = {"eagle3": [], "dflash": [], "jetspec": [], "dflash2": ["head.selector_t
 
 
 def convert(model: Path, out: Path, *more: str | Path) -> Path:
-    """What llama.cpp's own converter makes of a folder of transformers'."""
+    """Convert a folder in transformers' format with llama.cpp's own converter."""
     if not out.is_file():
         call(sys.executable, CONVERT, ENVIRONMENT / "llama.cpp", model, "--outfile", out, *more)
     return out
 
 
 class Out(NamedTuple):
-    """Of llama.cpp or of us: the texts, and how many steps accepted at least d drafts, d = 1 .. depth."""
+    """Hold the texts of llama.cpp or of our engine, and how many steps accepted at least d drafts, d = 1 .. depth."""
 
     texts: list[list[int]]
     per_position: list[int]
 
     @property
     def emitted(self) -> float:
-        """Tokens per forward of the target; a text's first is of its prompt's."""
+        """Return the acceptance length; a text's first token comes from its prompt."""
         tokens = sum(len(text) - 1 for text in self.texts)
         return tokens / (tokens - sum(self.per_position))
 
@@ -85,8 +85,7 @@ def decode(
 
 
 def chain(head: DraftHead, target: Target, rows: list[list[int]], depth: int) -> Out:
-    """The same of our own engine. A step's drafts that stand behind a text's end are not counted: llama.cpp does not make
-    them."""
+    """Decode the same with our own engine. Drafts after the end of a text are not counted: llama.cpp does not make them."""
     drafter = drafter_for(head, target, width=1, depth=depth, nodes=depth + 1, min_probability=0)
     out = run(target, drafter, rows, max_new_tokens=NEW_TOKENS, eos_token_id=-1)
     accepted = [count - 1 for generation in out for step in generation.steps for count in step.emitted]
@@ -94,7 +93,7 @@ def chain(head: DraftHead, target: Target, rows: list[list[int]], depth: int) ->
 
 
 def drafts(head: DraftHead) -> int:
-    """Of a block all: the slots of a shorter one would see fewer of the others."""
+    """Return all drafts of a block: the slots of a shorter one would see fewer of the others."""
     return head.depth if isinstance(head, BlockHead) else DEPTH
 
 
@@ -115,7 +114,7 @@ def heads(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory) -> Path:
-    """A folder for what is converted once."""
+    """Return a folder for what is converted once."""
     return tmp_path_factory.mktemp("gguf")
 
 
@@ -148,8 +147,8 @@ def test_the_engine_accepts_at_the_places_where_we_do(heads, embedded, exact, ro
 
 
 def test_an_mtp_layer_accepts_at_the_places_where_we_do(rows, tmp_path):
-    """Of the one architecture whose MTP layers have no experts, by random weights. Its layers are recurrent: where a step
-    rejects drafts, llama.cpp decodes the accepted ones again and gets a token more, so a count may differ by one."""
+    """Use the only architecture whose MTP layers have no experts, with random weights. Its layers are recurrent: if a step
+    rejects drafts, llama.cpp decodes the accepted ones again and gains a token more, so a count may differ by one."""
     target = Target.from_pretrained(write_qwen(tmp_path / "qwen"), dtype="float32", device="cpu")
     head, rows = MTPHead.for_target(target).eval(), rows[:8]
     save_head(head, tmp_path / "head", target)
@@ -164,7 +163,8 @@ def test_an_mtp_layer_accepts_at_the_places_where_we_do(rows, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_converters_file_is_ours_to_the_byte(heads, tmp_path, kind):
-    """All but what the file is called and counted: general.name, size_label and tags, and how far those push what follows."""
+    """Compare all but the file's name and counts: general.name, size_label and tags, and how far those shift what
+    follows."""
     head = heads / kind / "head"
     ours = export(head, tmp_path)
     theirs = convert(head, tmp_path / "theirs.gguf", "--target-model-dir", EMBEDDED, "--outtype", "f32")
@@ -175,7 +175,7 @@ def test_the_converters_file_is_ours_to_the_byte(heads, tmp_path, kind):
 
 
 def quantized(source: Path, out: Path, kind: str) -> Path:
-    """A GGUF file whose matrices are in another number format."""
+    """Return a GGUF file whose matrices are in another number format."""
     reader, number = gguf.GGUFReader(source), gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
@@ -196,7 +196,8 @@ def quantized(source: Path, out: Path, kind: str) -> Path:
 
 
 def dequantized(source: Path, folder: Path, kind: str) -> Path:
-    """A target of transformers with the numbers that such a file has. Blocks lie in rows, whose order does not matter."""
+    """Return a target in transformers' format with the numbers of such a file. Blocks lie in rows, whose order does not
+    matter."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", "self_generated"))
     number, weights = gguf.GGMLQuantizationType[kind], load_file(source / "model.safetensors")
     for name, tensor in weights.items():
@@ -210,7 +211,8 @@ def dequantized(source: Path, folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("number", ["Q8_0", "Q4_0", "Q4_1"])
 def test_a_quantised_target_accepts_what_its_dequantised_weights_do(heads, exact, rows, tmp_path, number):
-    """llama.cpp rounds what goes into a product as well, and keeps keys and values in half precision by default."""
+    """Expect small differences: llama.cpp also rounds the inputs of products, and keeps keys and values in half precision
+    by default."""
     file = quantized(exact, tmp_path / "target.gguf", number)
     target = Target.from_pretrained(dequantized(EMBEDDED, tmp_path / "target", number), dtype="float32", device="cpu")
     head = load_head(heads / "eagle3" / "head", Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu"))
@@ -236,10 +238,10 @@ def test_parity_compares_with_the_server(heads, exact, tmp_path):
 
 @pytest.mark.parametrize("weights", ["f32", "Q4_1"])
 def test_smollm2_accepts_at_the_places_where_we_do(files, tmp_path, weights):
-    """A chat model of 135M parameters and the head in the repository: its dequantised weights in float32, and the file that
-    users have."""
+    """Use a chat model of 135M parameters and the head in the repository: its dequantized weights in float32, and the file
+    that users have."""
     target = Target.from_pretrained(SMOLLM2, dtype="float32", device="cpu")
-    folder, head = Path(locate(SMOLLM2, "float32")), ROOT / "scripts" / "smollm2" / "eagle3"
+    folder, head = Path(resolve_path(SMOLLM2, "float32")), ROOT / "scripts" / "smollm2" / "eagle3"
     rows = chat_prompts(target)
     file = gguf_of(SMOLLM2, None, None) if weights == "Q4_1" else None
     file = file or convert(folder, files / "smollm2-f32.gguf", "--outtype", "f32")
@@ -253,7 +255,7 @@ def test_smollm2_accepts_at_the_places_where_we_do(files, tmp_path, weights):
     print(f"{theirs.emitted:.3f} tokens per forward in llama.cpp, {ours.emitted:.3f} here")
     if all(same):
         assert theirs.per_position == ours.per_position
-    if weights == "Q4_1":  # its products round otherwise, so it writes texts of its own, which may be easier to draft
+    if weights == "Q4_1":  # its products round differently, so it writes other texts, which may be easier to draft
         assert theirs.emitted >= 0.97 * ours.emitted
     else:
         assert sum(same) >= 0.9 * len(rows)  # two engines may part at a near-tie

@@ -1,4 +1,4 @@
-"""The witness: heads that were trained here, in the files that we ship, drafted with by an engine that others wrote.
+"""Check the files that we ship with an engine that others wrote, which drafts with heads that were trained here.
 
     bash scripts/vllm_env.sh && python -m pytest -m serving tests/serving
 
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from foredraft.heads import Target, load_head
 from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, ParallelHead
-from foredraft.heads.target.locating import locate
+from foredraft.heads.target.resolve_path import resolve_path
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import per_depth, run
 from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, SMOLLM2, call, chat_prompts, train_heads
@@ -46,7 +46,7 @@ def heads(tmp_path_factory) -> Path:
 def decode(
     folder: Path, rows: list[list[int]], speculative: dict[str, Any] | None, target: Path = EMBEDDED
 ) -> dict[str, Any]:
-    """What vLLM writes and counts."""
+    """Return what vLLM writes and counts."""
     folder.mkdir(parents=True, exist_ok=True)
     job = {"target": str(target), "speculative": speculative, "prompts": rows, "new_tokens": NEW_TOKENS}
     (folder / "job.json").write_text(json.dumps(job | {"output": str(folder / "out.json")}))
@@ -66,7 +66,7 @@ def export(heads: Path, kind: str, name: str, folder: Path) -> Path:
 
 
 def chain(head: DraftHead, target: Target, rows: list[list[int]], depth: int) -> tuple[list[list[int]], list[float]]:
-    """Our own texts, and the share of steps that accept d drafts of a chain, d = 1 .. depth."""
+    """Return our own texts, and the share of steps that accept d drafts of a chain, d = 1 .. depth."""
     if isinstance(head, ParallelHead):
         drafter = drafter_for(head, target, accuracies=[[1.0]] * depth, nodes=depth + 1)
     else:
@@ -119,8 +119,11 @@ def smollm2_heads(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_smollm2_accepts_at_the_places_where_we_do(smollm2_heads, tmp_path, kind):
-    """A chat model of 135M parameters, in float32."""
-    target, folder = Target.from_pretrained(SMOLLM2, dtype="float32", device="cpu"), Path(locate(SMOLLM2, "float32"))
+    """Use a chat model of 135M parameters, in float32."""
+    target, folder = (
+        Target.from_pretrained(SMOLLM2, dtype="float32", device="cpu"),
+        Path(resolve_path(SMOLLM2, "float32")),
+    )
     head, rows = smollm2_heads[kind], chat_prompts(target)
     given = (f"checkpoint={head}", "format=vllm", f"output_dir={tmp_path / 'export'}", f"target.path={folder}")
     call(sys.executable, "scripts/export.py", *given)
@@ -160,6 +163,6 @@ def test_the_speculators_package_drafts_the_same_logits(heads, embedded, rows, t
     call(PYTHON, HERE / "speculators_logits.py", exported, tmp_path / "in.safetensors", tmp_path / "out.safetensors")
     theirs = load_file(tmp_path / "out.safetensors")
     for step, hidden in enumerate(head(aux_hidden_states, embedded.embed(tokens), text)[:DEPTH]):
-        # Our slot p is of the draft that began at p - step; the last slots know no token behind.
+        # Our slot p is of the draft that started at p - step; the last slots have no token after them.
         ours = head.logits(hidden, step + 1)[0, step : length - 1]
         torch.testing.assert_close(ours, theirs[str(step)][0, : length - 1 - step], atol=1e-3, rtol=1e-3)

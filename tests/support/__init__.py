@@ -14,18 +14,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def typed(line: str) -> list[str]:
-    """Arguments as they are typed, over several lines."""
+    """Split arguments that are typed over several lines."""
     return shlex.split(line)
 
 
 def names(group: str) -> list[str]:
-    """What a user may choose for a config group, in alphabetical order: names("head") gives draft_model, eagle, ... without
-    auto, which is no head."""
+    """Return a user's choices for a config group, in alphabetical order: names("head") gives draft_model, eagle, ...
+    without auto, which is not a head."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml") if (group, path.stem) != ("head", "auto"))
 
 
 def nightly_but(cases: Collection[Any], *by_day: Any) -> list:
-    """Parameters (a name, or a tuple of several), of which all but those given are left to the nightly run."""
+    """Return parameters (a name, or a tuple of several), of which all but the given ones are left to the nightly run."""
     assert {*by_day} <= {*cases}
     single = {case: case if isinstance(case, tuple) else (case,) for case in cases}
     return [pytest.param(*single[case], marks=() if case in by_day else pytest.mark.nightly) for case in cases]

@@ -82,7 +82,7 @@ class Pair(NamedTuple):
 
 @functools.cache
 def pair(family: str, attention: str) -> Pair:
-    """A model as transformers makes it, and a target from a copy of it."""
+    """Return a model as transformers makes it, and a target from a copy of it."""
     torch.manual_seed(0)
     plain = hf.AutoModelForCausalLM.from_config(
         copy.deepcopy(FAMILIES[family]), attn_implementation=attention, dtype=torch.float32

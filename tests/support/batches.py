@@ -1,4 +1,4 @@
-"""Random tokens as training reads them and as decoding begins with them."""
+"""Random tokens as training reads them and as decoding starts with them."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ PROMPT = torch.randint(1, 300, (30,), generator=torch.Generator().manual_seed(1)
 
 
 def prompt(length: int, seed: int = 0) -> Tensor:
-    """(1, length) random tokens."""
+    """Return (1, length) random tokens."""
     return torch.randint(1, 300, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
 def batch(*lengths: int) -> PackedBatch:
-    """One row of documents of these lengths."""
+    """Return one sequence of documents of these lengths."""
     documents = torch.tensor([[number for number, length in enumerate(lengths) for _ in range(length)]])
     positions = torch.tensor([[place for length in lengths for place in range(length)]])
     tokens = torch.randint(1, 300, documents.shape)
@@ -30,6 +30,6 @@ def documents(*lengths: int, prompt: int = 3) -> list[Document]:
 
 
 def batch_of(packed: Packed) -> dict[str, Tensor]:
-    """All rows of `packed` as one batch."""
+    """Return all sequences of `packed` as one batch."""
     rows = [packed[row] for row in range(len(packed))]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

@@ -13,7 +13,7 @@ WIDTH = 272
 TALK = """<|im_start|>user
 How do the bees of this valley find their way home when the evening is dark?<|im_end|>
 <|im_start|>user
-Which river would a traveller cross on foot, and where does the old road begin again?<|im_end|>
+Which river would a traveller cross on foot, and where does the old road start again?<|im_end|>
 <|im_start|>assistant
 They remember the light of the morning, and the shape of every hill that stands between them and the hive.<|im_end|>
 <|im_start|>assistant
@@ -22,7 +22,7 @@ A bridge was built there long ago. Few people cross it now, but the stones are s
 
 
 def save_bigram_chat(path: Path, template: str = CHATML, text: str = TALK) -> Path:
-    """A directory as a user would have it. text: which token follows which, and how often."""
+    """Save a directory as a user would have it. text: determines which token follows which, and how often."""
     words = tokenizer(template, eos="<|im_end|>")
     ids = words(text, add_special_tokens=False)["input_ids"]
     logits = torch.full((WIDTH, WIDTH), -12.0)

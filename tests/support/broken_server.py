@@ -1,4 +1,4 @@
-"""`foredraft serve` whose engine meets a bug with texts that begin with token 1, and ends its thread with those of 2."""
+"""`foredraft serve` whose engine meets a bug with texts that start with token 1, and ends its thread with those of 2."""
 
 from foredraft.inference.engine import Engine
 from foredraft.scripts.serve import main

@@ -23,7 +23,7 @@ TAGGED = (
 def tokenizer(
     template: str | None, bos: str = "<s>", eos: str = "</s>", special: list[str] = SPECIAL
 ) -> PreTrainedTokenizerFast:
-    """One token per byte, and the special tokens whole."""
+    """Return a tokenizer with one token per byte, and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE({sign: number for number, sign in enumerate(alphabet)}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

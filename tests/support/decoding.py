@@ -21,7 +21,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def requests() -> list[Request]:
-    """Six of different lengths, budgets and settings."""
+    """Return six requests of different lengths, budgets and settings."""
     sizes = zip((3, 11, 1, 7, 5, 9), (12, 30, 5, 18, 1, 24), PARAMS, strict=True)
     return [Request(prompt(length, i), params, new, seed=i) for i, (length, new, params) in enumerate(sizes)]
 
@@ -29,7 +29,7 @@ def requests() -> list[Request]:
 def run(
     engine: Engine, asked: Sequence[Request], between: Callable[[int], object] = lambda step: None, *late: Request
 ) -> tuple[list[list[int]], list[str | None]]:
-    """Texts and reasons; between(step) is called before each step, and adds those that come late."""
+    """Return texts and reasons; between(step) is called before each step, and adds late requests."""
     texts, reasons = {request: [] for request in (*asked, *late)}, dict.fromkeys((*asked, *late))
     for request in asked:
         engine.add(request)
@@ -45,5 +45,5 @@ def run(
 
 
 def alone(target: Target, asked: Sequence[Request]) -> list[list[int]]:
-    """Each request's text, decoded plainly and by itself."""
+    """Return each request's text, decoded separately and without drafts."""
     return [run(Engine(target), [request])[0][0] for request in asked]

@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 class Random(Drafter):
-    """Drafts a random tree of random tokens, another one in every step."""
+    """Draft a random tree of random tokens, another one in every step."""
 
     depth, nodes = 4, 9
 
@@ -55,7 +55,7 @@ class Random(Drafter):
 
 
 class OneBranch(Drafter):
-    """Drafts the same tokens in every step and keeps what it observes."""
+    """Draft the same tokens in every step and record what it observes."""
 
     def __init__(self, draft: list[int]):
         self.drafted, self.depth, self.nodes = draft, len(draft), len(draft) + 1
@@ -72,12 +72,13 @@ class OneBranch(Drafter):
 
 
 class Oracle(Drafter):
-    """Drafts what each sequence will say, right up to a random depth and wrong from there on, or always right."""
+    """Draft what each sequence will write, correctly up to a random depth and incorrectly from there on, or always
+    correctly."""
 
     depth, nodes, branches = 5, 6, False
 
     def __init__(self, texts: list[list[int]], vocab: int, right: bool = False):
-        """texts: prompts with their continuations."""
+        """Remember texts, which are prompts with their continuations."""
         self.texts, self.vocab, self.right = texts, vocab, right
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
@@ -124,7 +125,7 @@ def drafters(target) -> dict[str, Drafter]:
 
 
 def build_drafter(name: str, target: Target, model: Path, head: Path) -> Drafter:
-    """The drafter of conf/drafter/<name>.yaml; model, head: what those that need one are given for `path`."""
+    """Build the drafter of conf/drafter/<name>.yaml; model, head: the `path` of those that need one."""
     settings = composed("lossless", f"drafter={name}").drafter
     paths = {
         "head": f"{head}",

@@ -10,7 +10,7 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turn(x: Tensor, position: int, theta: float = 5000.0) -> Tensor:
-    """Rotary position of one vector (dim,)."""
+    """Rotate one vector (dim,) by its position."""
     half = len(x) // 2
     angles = torch.tensor([position * theta ** (-2 * i / len(x)) for i in range(half)])
     left, right = x[:half], x[half:]
@@ -18,8 +18,8 @@ def turn(x: Tensor, position: int, theta: float = 5000.0) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, own: list[int], places: list[int], sees) -> Tensor:
-    """(n, heads * dim): of queries (n, heads, dim) at positions `own` over keys and values (m, kv heads, dim) at `places`;
-    sees(j, p): may query j see key p?"""
+    """Return attention (n, heads * dim) of queries (n, heads, dim) at positions `own` over keys and values (m, kv heads,
+    dim) at `places`; sees(j, p): may query j see key p?"""
     groups, rows = q.shape[1] // k.shape[1], []
     for j, own_place in enumerate(own):
         out = []

@@ -31,13 +31,13 @@ PRELOADED = [
     "foredraft.train.optimizer",
     "torch.distributed.run",
 ]
-if not os.path.exists("/dev/nvidiactl"):  # it asks for the device, and CUDA that has begun cannot be forked
+if not os.path.exists("/dev/nvidiactl"):  # it asks for the device, and CUDA cannot be forked once it has started
     PRELOADED.append("deepspeed")  # accelerate imports it where it is installed, for two more seconds
 
 
 def serve(address: str) -> dict | None:
-    """Forks for every connection one process that attends to it. Gives None at the end of the tests, and in each process that
-    is to run a program the request."""
+    """Start one process for every connection. Return None at the end of the tests, and the request in each process that is
+    to run a program."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -53,7 +53,8 @@ def serve(address: str) -> dict | None:
 
 
 def attend(connection: socket.socket) -> dict:
-    """Starts the program, tells the connection its process id and how it ended. Returns in the program's process alone."""
+    """Start the program, and send its process id and how it ended to the connection. Returns only in the program's
+    process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     request, descriptors = receive(connection)
     child = os.fork() if request is not None else None
@@ -87,7 +88,7 @@ def become(request: dict, descriptors: list[int]) -> None:
 
 
 def receive(connection: socket.socket) -> tuple[dict | None, list[int]]:
-    """A request is its length, with standard input, output and error attached, and as much JSON."""
+    """Read a request: its length, with standard input, output and error attached, and that much JSON."""
     head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
     if len(head) < 8:
         return None, list(descriptors)
@@ -100,7 +101,8 @@ def receive(connection: socket.socket) -> tuple[dict | None, list[int]]:
 
 
 def run_program(arguments: list[str]) -> None:
-    """As `python arguments` would, in this process: `script ...`, `-m module ...` or `-c code ...`, all after -u or not."""
+    """Run what `python arguments` would run, in this process: `script ...`, `-m module ...` or `-c code ...`, optionally
+    after -u."""
     if arguments[0] == "-u":
         arguments = arguments[1:]
         for stream in (sys.stdout, sys.stderr):
@@ -121,7 +123,8 @@ def run_program(arguments: list[str]) -> None:
 
 
 def leave_with(code: int) -> None:
-    """The very last thing at exit, in place of taking thousands of modules down, which takes most of a second."""
+    """Exit immediately, as the last thing at exit, instead of unloading thousands of modules, which takes most of a
+    second."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code == -signal.SIGINT:

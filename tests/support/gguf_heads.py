@@ -69,8 +69,9 @@ def gguf_head(name: str, target: Target) -> DraftHead:
 
 
 def write_qwen(folder: Path) -> Path:
-    """A small target of Qwen3.5's kind with the test model's tokenizer and an MTP layer in its file: weights that are
-    the same on every machine. The embedding is large beside what layers add; the MTP layer starts from it and drafts well."""
+    """Write a small target of Qwen3.5's kind with the test model's tokenizer and an MTP layer in its file. Weights are the
+    same on every machine. The embedding is large compared with what layers add, so the MTP layer, which starts from it,
+    drafts well."""
     config = Qwen3_5TextConfig(**QWEN)
     model = Qwen3_5ForCausalLM(config)
     layer = {f"mtp.layers.0.{name}": t for name, t in model.model.layers[-1].state_dict().items()}
@@ -82,7 +83,7 @@ def write_qwen(folder: Path) -> Path:
         )  # a hash of places: Murmur's last step
         for factor in (2246822507, 3266489909):
             bits = (bits ^ bits >> 15) * factor % 2**32
-        values = (bits >> 16).float() / 2**15 - 1  # multiples of 2^-15, which lose nothing beside a norm's 1
+        values = (bits >> 16).float() / 2**15 - 1  # multiples of 2^-15, which lose nothing when added to a norm's 1
         large = "embed_tokens" in name or "lm_head" in name
         weights[name] = (values * (1 if large else 2**-4)).view_as(tensor).clone()
     weights["mtp.fc.weight"][:, :128] += torch.eye(128)
@@ -95,7 +96,7 @@ def write_qwen(folder: Path) -> Path:
 
 
 def write_target(path: Path, tokens: int, pre: str = "default") -> Path:
-    """A GGUF file that has so many tokens, and no tensors."""
+    """Write a GGUF file with this number of tokens and without tensors."""
     import gguf
 
     writer = gguf.GGUFWriter(path, "llama")
@@ -109,8 +110,8 @@ def write_target(path: Path, tokens: int, pre: str = "default") -> Path:
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """{"keys": {name: value}, "tensors": {name: [number format, shape, SHA-256 of its bytes]}}, tensors in the file's order.
-    Of long values the digest; of what the whole file is called and counted, nothing."""
+    """Return {"keys": {name: value}, "tensors": {name: [number format, shape, SHA-256 of its bytes]}}, tensors in the
+    file's order. Long values are digests; the file's name and counts are omitted."""
     import gguf
 
     reader = gguf.GGUFReader(path)

@@ -32,7 +32,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of a query or key projection in the order in which llama.cpp rotates them."""
+    """Reorder the rows of a query or key projection as llama.cpp rotates them."""
     rows = weight.view(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return rows.transpose(1, 2).reshape(weight.shape)
 
@@ -52,7 +52,7 @@ def write_metadata(writer: GGUFWriter, metadata: dict[str, Any]) -> None:
 
 
 def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, pre: str) -> dict[str, Any]:
-    """Of a byte-level tokenizer."""
+    """Return the metadata of a byte-level tokenizer."""
     raw = json.loads(tokenizer.backend_tokenizer.to_str())
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     merges = [" ".join(merge) for merge in raw["model"]["merges"]]
@@ -76,7 +76,7 @@ def write_gguf(
     tensors: dict[str, np.ndarray] | None = None,
     **changes: Any,
 ) -> None:
-    """A Llama in float32. tensors: more of them. changes: architecture; metadata, None leaving one out."""
+    """Write a Llama in float32. tensors: additional ones. changes: architecture; metadata, where None omits a key."""
     config = model.config
     writer = GGUFWriter(file, changes.pop("architecture", "llama"))
     metadata: dict[str, Any] = {

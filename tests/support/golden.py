@@ -83,7 +83,7 @@ def medusa(heads: int, blocks: int, projections: bool) -> Weights:
 
 
 def hydra(target: Target) -> Weights:
-    """The first block of an MLP reads hidden states and embeddings side by side."""
+    """Make Hydra's weights: the first block of an MLP reads hidden states and embeddings, concatenated."""
     weights: Weights = {}
     for i in range(3):
         for part in ("linear", "res_connection"):
@@ -93,7 +93,8 @@ def hydra(target: Target) -> Weights:
 
 
 def hydra_pp(target: Target) -> Weights:
-    """Dropouts take the even places; layers 3, 5 and 7 are one; a whole LlamaModel is saved, under its misspelt name."""
+    """Make Hydra++'s weights: dropouts take the even places; layers 3, 5 and 7 are one; a whole LlamaModel is saved, under
+    its misspelled name."""
     weights: Weights = {}
     for i in range(3):
         for part in ("linear", "res_connection"):
@@ -108,7 +109,7 @@ def hydra_pp(target: Target) -> Weights:
 
 
 def backbone(taps: int) -> Weights:
-    """Of a block drafter."""
+    """Make the backbone of a block drafter."""
     weights = {"fc.weight": random(H, taps * H), "hidden_norm.weight": norm(), "norm.weight": norm()}
     for name in (f"layers.{i}" for i in range(LAYERS)):
         weights |= layer(name, H) | qk_norms(name) | {f"{name}.input_layernorm.weight": norm()}
@@ -145,7 +146,7 @@ def convolutions() -> Weights:
 
 
 def lattice(numbered: bool) -> Weights:
-    """numbered: as ModelOpt's exporter leaves the names of layers in a row."""
+    """Make LiLiCorr's weights. numbered: with numbered layers, as from ModelOpt's exporter."""
     w, k, b = 16, 4, 4  # width, candidates, block size
     feature_norm, up, down = ("feature_mlp.0", "1", "3") if numbered else ("feature_norm", "up_proj", "down_proj")
     weights = {f"{feature_norm}.weight": norm(5), f"{feature_norm}.bias": random(5)}
@@ -167,7 +168,7 @@ def lattice(numbered: bool) -> Weights:
 
 
 def refiner(prefix: str, names: dict[str, str]) -> Weights:
-    """names: of the authors' -> of these files, where they differ."""
+    """Make xPress's weights. names: the authors' names -> those of these files, if they differ."""
     shapes = {"w1": (V, RANK), "w2": (V, RANK), "down_h": (RANK, H), "down_g": (RANK, H), "in_proj": (RANK, 3 * RANK)}
     shapes |= {"mlp.gate_proj": (2 * RANK, RANK), "mlp.up_proj": (2 * RANK, RANK), "mlp.down_proj": (RANK, 2 * RANK)}
     weights = {f"{prefix}.{names.get(name, name)}.weight": random(*shape) for name, shape in shapes.items()}
@@ -217,7 +218,7 @@ LAYOUTS: dict[str, tuple[Callable[[Target], Weights], str]] = {
     "medusa_v2": (lambda target: medusa(3, 2, projections=False), "medusa_lm_head.safetensors"),
     "hydra": (hydra, "hydra_lm_head.pt"),
     "hydra_pp": (hydra_pp, "hydra_lm_head.pt"),
-    # The newest: the block's size inside, sliding layers, a class of its own.
+    # The newest: the block's size inside, sliding layers, its own class.
     "zlab": (lambda target: backbone(3), SAFE),
     "jetspec": (lambda target: backbone(1), SAFE),
     # The kind stands in the architecture and the settings alone.
@@ -226,7 +227,7 @@ LAYOUTS: dict[str, tuple[Callable[[Target], Weights], str]] = {
     "modelopt_lilicorr": (lambda target: backbone(2) | lattice(numbered=True), SAFE),
     # With convolutions; the kind stands in the architecture and the settings alone.
     "sglang_lilicorr": (lambda target: backbone(2) | lattice(numbered=False) | convolutions(), SAFE),
-    # Flat settings beside z-lab's.
+    # Flat settings next to z-lab's.
     "vllm_xpress": (lambda target: backbone(2) | refiner("xpress_head", {}), SAFE),
     "speculators_xpress": (lambda target: backbone(2) | refiner("refiner_head", SPECULATORS_REFINER), SAFE),
     # Flat settings, and the target's embedding and lm_head along.
@@ -262,7 +263,7 @@ def write(directory: Path, config: Any, weights: Weights, file: str = SAFE) -> P
 
 
 def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor, config: dict) -> Tensor:
-    """One decoder layer, causally, of x (length, width) with positions from 0."""
+    """Compute one causal decoder layer of x (length, width) with positions from 0."""
     w = {name.removeprefix(f"{prefix}."): tensor for name, tensor in weights.items() if name.startswith(f"{prefix}.")}
     length, width = len(x), int(HD * config.get("partial_rotary_factor", 1))
     theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10000.0)
@@ -289,8 +290,8 @@ def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Te
 def eagle3_drafts(
     config: dict, weights: dict[str, Tensor], states: list[Tensor], embedded: Tensor, chain: Tensor
 ) -> list[Tensor]:
-    """Logits (draft vocabulary,) of each depth. states: the three fused hidden states (length, H); embedded: (length, H), of
-    the token after each position; chain: (depths - 1, H), of the tokens drafted so far."""
+    """Return logits (draft vocabulary,) of each depth. states: the three fused hidden states (length, H); embedded:
+    (length, H), of the token after each position; chain: (depths - 1, H), of the tokens drafted so far."""
     w, prefix = {name: tensor.float() for name, tensor in weights.items()}, "midlayer"
     prefix = prefix if f"{prefix}.hidden_norm.weight" in w else "layers.0"
     layer = config.get("transformer_layer_config", config)
@@ -315,8 +316,8 @@ def eagle3_drafts(
 def eagle_drafts(
     config: dict, weights: dict[str, Tensor], last: Tensor, embedded: Tensor, chain: Tensor
 ) -> list[Tensor]:
-    """The hidden states (H,) of each depth of EAGLE-1. last: the target's last hidden states (length, H), after its final
-    norm; embedded, chain: as above."""
+    """Return hidden states (H,) of each depth of EAGLE-1. last: the target's last hidden states (length, H), after its
+    final norm; embedded, chain: as above."""
     w, drafts = {name: tensor.float() for name, tensor in weights.items()}, []
     for token in [*chain, None]:
         fused = torch.cat([embedded, last], -1) @ w["fc.weight"].T + w.get("fc.bias", torch.zeros(H))
@@ -327,7 +328,7 @@ def eagle_drafts(
 
 
 def medusa_drafts(config: dict, weights: dict[str, Tensor], last: Tensor, lm_head: Tensor) -> list[Tensor]:
-    """Logits (vocabulary,) of each depth. last: (H,), the newest hidden state."""
+    """Return logits (vocabulary,) of each depth. last: (H,), the newest hidden state."""
     w, blocks, found = {key: tensor.float() for key, tensor in weights.items()}, config.get("medusa_num_layers", 2), []
     while f"{len(found)}.0.linear.weight" in w:
         x, i = last, len(found)
@@ -338,8 +339,8 @@ def medusa_drafts(config: dict, weights: dict[str, Tensor], last: Tensor, lm_hea
 
 
 def hydra_draft(config: dict, weights: dict[str, Tensor], last: Tensor, behind: list[Tensor]) -> Tensor:
-    """Logits of depth len(behind). last: the target's last hidden states (length, H); behind: the embeddings (H,) of the root
-    and of the tokens drafted so far."""
+    """Return logits of depth len(behind). last: the target's last hidden states (length, H); behind: the embeddings (H,) of
+    the root and of the tokens drafted so far."""
     w = {name: tensor.float() for name, tensor in weights.items()}
     i = len(behind) - 1
     if config["hydra_head_arch"] == "prefix-mlp":

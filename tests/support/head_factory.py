@@ -13,7 +13,7 @@ from tests.support import names
 from tests.support.configs import composed
 
 # What tests change in conf/head/<kind>.yaml, so that a head is small and each of its parts is in use. A kind without a line
-# here is built as its yaml says. A name that is no yaml is a variant: {"kind": the yaml it changes, ...}.
+# here is built as its yaml says. A name without a yaml is a variant: {"kind": the yaml it changes, ...}.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "domino": {"block_size": 4, "num_hidden_layers": 2, "emb_dim": 8, "gru_hidden_dim": 12},
     "domino in place": {
@@ -112,7 +112,7 @@ BLOCK_KINDS = [
 
 
 def build_head(kind: str, target: Target, **overrides: Any) -> DraftHead:
-    """The head of conf/head/<kind>.yaml with these keys changed, with the weights that a training run starts from."""
+    """Build the head of conf/head/<kind>.yaml with these keys changed, with the initial weights of a training run."""
     settings = composed("train", f"head={kind}").head
     if "draft_vocab_size" in settings:
         overrides = {"counts": torch.arange(target.vocab_size)} | overrides
@@ -120,7 +120,7 @@ def build_head(kind: str, target: Target, **overrides: Any) -> DraftHead:
 
 
 def criterion(name: str, head: DraftHead, target: Target) -> DistillationModel:
-    """With the loss, as its yaml has them, in the middle of the training."""
+    """Build the objective with the loss of its yaml, in the middle of the training."""
     settings = composed("train", f"head={OVERRIDES.get(name, {}).get('kind', name)}")
     made = instantiate(settings.objective, head=head, target=target, loss=build(settings.loss, settings.loss_args))
     made.progress = 0.5
@@ -128,8 +128,8 @@ def criterion(name: str, head: DraftHead, target: Target) -> DistillationModel:
 
 
 def make_head(name: str, target: Target, **overrides: Any) -> DraftHead:
-    """A head of a kind or of a variant, in eval mode, with noise on its weights: a norm that is left out at weights of one,
-    or a layer at weights of zero, would not show."""
+    """Make a head of a kind or of a variant, in eval mode, with noise on its weights: a norm with weights of one, or a
+    layer with weights of zero, could be left out without a trace."""
     settings = {"kind": name} | OVERRIDES.get(name, {}) | overrides
     head = build_head(target=target, **settings)
     with torch.no_grad():

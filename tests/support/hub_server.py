@@ -33,11 +33,11 @@ class Repo:
         return hashlib.sha1(repr((self.commits, sorted(self.files.items()))).encode()).hexdigest()
 
     def at(self, revision: str) -> dict[str, bytes] | None:
-        """The files of a revision: a commit, or main."""
+        """Return the files of a revision: a commit, or main."""
         return self.files if revision in ("main", self.sha) else self.history.get(revision)
 
     def entry(self, path: str, files: dict[str, bytes]) -> dict[str, Any]:
-        """As /tree and /paths-info describe a file."""
+        """Describe a file as /tree and /paths-info do."""
         content = files[path]
         blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
         found: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": blob}
@@ -176,7 +176,7 @@ class Requests(BaseHTTPRequestHandler):
         return self.json({"url": f"{hub.url}/{name}", "name": name})
 
     def batch(self, hub: HubServer, asked: dict[str, Any]) -> None:
-        """Where to put each object; nothing for those that are there already."""
+        """Return where to upload each object, except those that exist."""
         objects = []
         for item in asked["objects"]:
             put = {"upload": {"href": f"{hub.url}/lfs/{item['oid']}"}}

@@ -66,7 +66,7 @@ CONFIGS: dict[str, hf.PreTrainedConfig | None] = {
         first_k_dense_replace=1,
     ),
     "bloom": hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3),
-    # Its states stand beside the layers of its cache.
+    # Its states are next to the layers of its cache.
     "minimax": hf.MiniMaxConfig(
         **SIZES,
         head_dim=8,
@@ -95,7 +95,7 @@ CONFIGS: dict[str, hf.PreTrainedConfig | None] = {
 
 @functools.cache
 def pair(kind: str) -> Pair:
-    """A model as transformers makes it, and a target from a copy of it."""
+    """Return a model as transformers makes it, and a target from a copy of it."""
     if CONFIGS[kind] is None:
         pytest.skip(f"transformers {hf.__version__} has no {kind}")
     torch.manual_seed(0)

@@ -26,15 +26,15 @@ from foredraft.train.trainer import HeadTrainer
 
 
 class Fate:
-    """Counts moments, and does something at one of them: by default it dies."""
+    """Count moments, and act at one of them: by default it dies."""
 
     def __init__(self, moment: int, number: int, act: Callable[[], None] | None = None):
-        """number: of the signal; where it is SIGKILL, a file that is being written then stays half written."""
+        """Set when to act. number: of the signal; with SIGKILL, a file that is being written then stays half written."""
         self.left, self.number = moment, number
         self.act = act or (lambda: os.kill(os.getpid(), number))
 
     def at(self, place: Any, name: str, writes: int | None = None) -> None:
-        """Calls of place.name are moments; `writes`: its argument of this number is the file that it writes."""
+        """Count calls of place.name as moments; `writes`: the number of its argument that is the written file."""
         original: Callable[..., Any] = getattr(place, name)
 
         def met(*args: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ class Fate:
 
 
 def of_a_run(fate: Fate) -> None:
-    """The moments that matter."""
+    """Mark the moments that matter in a run."""
     fate.at(HeadTrainer, "training_step")
     fate.at(HeadTrainer, "evaluate")
     fate.at(torch.optim.AdamW, "step")

@@ -1,7 +1,7 @@
 """scripts/extract.py, but it fails and dies on the way:  python -m tests.support.mortal_engine TARGET FOLDER SEED DEATHS
 
-Each life is a fork of this process, which spares it the imports; after so many deaths the last one lives on. When and how one
-fails or dies is drawn with SEED. Prints its address, and then every failure and death.
+Each life is a fork of this process, which spares it the imports; after that number of deaths the last one lives on. When
+and how one fails or dies is drawn with SEED. Prints its address, and then every failure and death.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The command line as users type it, in processes of its own, and what such a process says when it ends."""
+"""The command line as users type it, in separate processes, and what such a process reports when it ends."""
 
 import atexit
 import json
@@ -46,10 +46,8 @@ READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "TORCH", "CUDA")
 
 @cache
 def forking_python() -> str:
-    """A program that takes the arguments of `python` and forks (fork_server.py); python itself where there is no forking.
-
-    FOREDRAFT_TESTS_FORK=0 starts an interpreter each time, to see whether forking makes a difference.
-    """
+    """Return a program that takes the arguments of `python` and forks (fork_server.py), or python if forking is not
+    available. FOREDRAFT_TESTS_FORK=0 starts an interpreter each time, to compare."""
     if not sys.platform.startswith("linux") or os.environ.get("FOREDRAFT_TESTS_FORK") == "0":
         return sys.executable
     folder = Path(tempfile.mkdtemp(prefix="fork-"))
@@ -71,19 +69,19 @@ def forking_python() -> str:
 
 
 def inherited() -> dict[str, str]:
-    """This process's environment. One thread: sums of floats come out alike in every run."""
+    """Return this process's environment. One thread: sums of floats are equal in every run."""
     ours = {name: value for name, value in os.environ.items() if name != "FOREDRAFT_TRACE"}
     return ours | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def python_for(environment: dict[str, str]) -> str:
-    """The program `python` for a child with these variables: one that forks, unless they are read by imports."""
+    """Return the program `python` for a child with these variables: one that forks, unless imports read them."""
     return sys.executable if any(name.startswith(READ_AT_IMPORT) for name in environment) else forking_python()
 
 
 def start(*command: str, cwd: Path, real: bool = False, **environment: str) -> subprocess.Popen:
-    """A command. Python forks, and so does what torchrun starts; `real`: the process itself is a new interpreter, which has
-    the process id that is told, and children of its own."""
+    """Start a command. Python forks, and so does what torchrun starts; `real`: the process is a new interpreter with the
+    reported process id and its own children."""
     python = python_for(environment)
     if not real:
         command = tuple(python if part == sys.executable else part for part in command)
@@ -101,29 +99,29 @@ def start(*command: str, cwd: Path, real: bool = False, **environment: str) -> s
 
 
 def script(path: str, *arguments: str, cwd: Path, **environment: str) -> Ended:
-    """`python path arguments`, with a path in this repository, to its end."""
+    """Run `python path arguments`, with a path in this repository, to its end."""
     return end(start(sys.executable, str(ROOT / path), *arguments, cwd=cwd, **environment))
 
 
 def program(*arguments: str, cwd: Path, real: bool = False, **environment: str) -> subprocess.Popen:
-    """`python train/run.py` with these arguments."""
+    """Run `python train/run.py` with these arguments."""
     return start(sys.executable, str(ROOT / "train" / "run.py"), *arguments, cwd=cwd, real=real, **environment)
 
 
 def torchrun(*arguments: str, cwd: Path, processes: int = 2) -> subprocess.Popen:
-    """Processes on this machine, on a port that is free. torchrun itself is real, so that its children can be found."""
+    """Run processes on this machine, on a free port. torchrun itself is real, so that its children can be found."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     command += ["--rdzv-backend", "c10d"]
     return start(*command, "--rdzv-endpoint", "localhost:0", *arguments, cwd=cwd, real=True)
 
 
 def children(process: subprocess.Popen) -> list[int]:
-    """The process ids of what a real process has started."""
+    """Return the process ids of what a real process has started."""
     return [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 def until(process: subprocess.Popen, text: str) -> str:
-    """What the process prints up to a line in which this pattern is found."""
+    """Return what the process prints up to a line that matches this pattern."""
     assert process.stdout is not None
     printed = ""
     for line in process.stdout:
@@ -134,8 +132,8 @@ def until(process: subprocess.Popen, text: str) -> str:
 
 
 def reserved_port() -> int:
-    """A port on which nobody listens, for a program that cannot take one itself: it stays bound, by a socket that lets
-    others bind it too, so that nobody is given it."""
+    """Yield a port on which nobody listens, for a program that cannot choose one itself. It stays bound by a socket that
+    lets others bind it too, so nobody else gets it."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
@@ -147,7 +145,7 @@ RESERVED: list[socket.socket] = []
 
 
 def end(process: subprocess.Popen, typed: str | None = None) -> Ended:
-    """Waits for it; how long is the test's own limit (pytest-timeout)."""
+    """Wait for a process; the limit is the test's own (pytest-timeout)."""
     try:
         out, err = process.communicate(typed)
     finally:
@@ -156,7 +154,7 @@ def end(process: subprocess.Popen, typed: str | None = None) -> Ended:
 
 
 def losses(directory: Path) -> list[float]:
-    """Of each log entry of the run in this folder."""
+    """Return the loss of each log entry of the run in this folder."""
     return [entry["loss"] for entry in json.loads((directory / "history.json").read_text()) if "loss" in entry]
 
 
@@ -166,7 +164,7 @@ def printed(out: str) -> list[tuple[str, str, str]]:
 
 
 def complaint(ended: Ended) -> str:
-    """The one sentence on stderr, of a run that bad input ended before it did anything."""
+    """Return the only sentence on stderr, of a run that ended on bad input before it did anything."""
     assert ended.code == 2, ended
     assert "Traceback" not in ended.err and not printed(ended.out)
     lines = [line.removeprefix("error: ") for line in ended.err.splitlines() if line.startswith("error: ")]

@@ -1,4 +1,4 @@
-"""A server as users start it, in a process of its own on a free loopback port."""
+"""A server as users start it, in a separate process on a free loopback port."""
 
 import http.client
 import json
@@ -29,7 +29,7 @@ class Served:
         return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
 
     def raw(self, body: bytes, path: str = "/v1/chat/completions", **headers: str) -> socket.socket:
-        """A connection that has sent this and read nothing."""
+        """Return a connection that has sent this and read nothing."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=120)
         facts = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(body))} | headers
         head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in facts.items())
@@ -59,7 +59,7 @@ class Served:
 
 @contextmanager
 def served(folder: Path, *arguments: str, program: str = "scripts/serve.py", **environment: str) -> Iterator[Served]:
-    """`python scripts/serve.py` with these arguments, from when it answers; killed in the end if it still runs."""
+    """Yield `python scripts/serve.py` with these arguments, once it answers; it is killed at the end if it still runs."""
     number, log = tempfile.mkstemp(".log", "serve-", folder)
     command = [python_for(environment), str(ROOT / program), "port=0", *arguments]
     with open(number, "w") as opened:
@@ -75,6 +75,6 @@ def served(folder: Path, *arguments: str, program: str = "scripts/serve.py", **e
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
-    """How long is the test's own limit (pytest-timeout)."""
+    """Wait for a condition; the limit is the test's own (pytest-timeout)."""
     while not condition():
         time.sleep(0.02)

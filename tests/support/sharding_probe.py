@@ -19,12 +19,12 @@ from tests.support.batches import batch
 def compare(path: str) -> None:
     whole = Target.from_pretrained(path, dtype="float32", device="cpu")
     rank = int(os.environ["RANK"])
-    torch.manual_seed(rank)  # each process has text of its own
+    torch.manual_seed(rank)  # each process has its own text
     texts = [batch(40, 25), batch(*((9, 30, 12, 14) if rank else (65,)))]
     total = sum(parameter.numel() for parameter in whole.model.parameters())
     for kind in COLLECTIVE:
         target = Target.from_pretrained(path, dtype="float32", device="cpu", sharding=kind)
-        for text, packed in zip(texts, (True, False), strict=True):  # as they are, and document by document
+        for text, packed in zip(texts, (True, False), strict=True):  # unchanged, and document by document
             with torch.no_grad(), patch.object(Target, "supports_packed_rows", packed):
                 found, wanted = (online.forward_target(each, text, [1, 3]) for each in (target, whole))
             for ours, theirs in zip(found, wanted, strict=True):

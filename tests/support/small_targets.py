@@ -28,7 +28,7 @@ def eagle(target: Target) -> DynamicTree:
 
 
 def without_layers(target: Target, path: Path) -> Path:
-    """A directory with its checkpoint in files of some weights, of which only those of its ends are left."""
+    """Save a directory with its checkpoint in several files, of which only those of its ends are left."""
     target.model.save_pretrained(path, max_shard_size="20KB")
     if target.tokenizer is not None:
         target.tokenizer.save_pretrained(path)
@@ -42,6 +42,6 @@ def without_layers(target: Target, path: Path) -> Path:
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Random tokens, said twice, so that there is something to look up."""
+    """Return random tokens, repeated once, so that there is something to look up."""
     half = torch.randint(1, 300, (length // 2,), generator=torch.Generator().manual_seed(seed)).tolist()
     return (half + half + [7])[:length]

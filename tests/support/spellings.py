@@ -9,7 +9,8 @@ STRIP = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
 
 
 def sentencepiece(decoder: decoders.Decoder | None = None) -> PreTrainedTokenizerFast:
-    """As Llama 2's: a space before the first word, which decoding takes off again, and bytes for what has no token."""
+    """Make a tokenizer like Llama 2's: a space before the first word, which decoding removes, and bytes for what has no
+    token."""
     signs = sorted({sign for word in WORDS for sign in word})
     merges = [(word[:end], word[end]) for word in WORDS for end in range(1, len(word))]
     tokens = [*MARKS, *(f"<0x{byte:02X}>" for byte in range(256)), *signs, *(a + b for a, b in merges)]
@@ -25,12 +26,12 @@ def sentencepiece(decoder: decoders.Decoder | None = None) -> PreTrainedTokenize
 
 
 def metaspace() -> PreTrainedTokenizerFast:
-    """As T5's and XLM's: the same, told by one step."""
+    """Make a tokenizer like T5's and XLM's: the same in one step."""
     return sentencepiece(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]))
 
 
 def byte_level() -> PreTrainedTokenizerFast:
-    """As GPT-2's, with a token that ends within a character."""
+    """Make a tokenizer like GPT-2's, with a token that ends within a character."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     parts = [("Ġ", "ð"), ("Ġð", "Ł"), ("b", "l"), ("Ġ", "bl")]
     vocab = [*alphabet, *(a + b for a, b in parts)]
@@ -42,7 +43,7 @@ def byte_level() -> PreTrainedTokenizerFast:
 
 
 def word_pieces() -> PreTrainedTokenizerFast:
-    """As BERT's: a space between tokens, none before what continues a word."""
+    """Make a tokenizer like BERT's: a space between tokens, none before what continues a word."""
     vocab = ["[UNK]", "the", "sky", "##s", "blue", "##er", "."]
     raw = Tokenizer(models.WordPiece({word: number for number, word in enumerate(vocab)}, unk_token="[UNK]"))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)

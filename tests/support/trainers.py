@@ -16,7 +16,7 @@ from tests.support.configs import composed
 
 
 def make_trainer(target: Target, directory: Path, optim: str = "adamw", n_gpu: int = 0, **settings: Any) -> HeadTrainer:
-    """n_gpu: what transformers finds on a machine with so many."""
+    """Make a trainer. n_gpu: what transformers finds on a machine with this many."""
     settings = {
         "bf16": False,
         "optim": optim,

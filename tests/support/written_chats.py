@@ -45,7 +45,7 @@ PLAIN = {
 }
 TWO_THOUGHTS = [("2 and 3.", "It is 5."), ("5 and 4.", "Then 9.")]
 THOUGHTS_FIRST = {
-    "thoughts": ["2 and 3.\n</think>\n\nIt is 5."],  # the generation prompt begins the thoughts
+    "thoughts": ["2 and 3.\n</think>\n\nIt is 5."],  # the generation prompt opens the reasoning
     "thoughts, two turns": [f"{thought}\n</think>\n\n{answer}" for thought, answer in TWO_THOUGHTS],
     "thoughts in the text": ["2 and 3.\n</think>\n\nIt is 5."],
 }
@@ -91,10 +91,10 @@ WROTE: dict[str, dict[str, list[str]]] = {  # without the end of the turn
     | SHORT
     | {
         "a tool": [DEEPSEEK_CALL, "It is 5."],
-        # After a tool's result the prompt opens no thoughts, and the template shows none.
+        # After a tool's result the prompt opens no reasoning, and the template shows none.
         "thoughts and a tool": ["Call it.</think>" + DEEPSEEK_CALL, "It is 5."],
     },
-    "gemma4": PLAIN  # which shows thoughts before calls only
+    "gemma4": PLAIN  # which only shows reasoning before calls
     | {
         "thoughts": ["It is 5."],
         "a tool": ["<|tool_call>call:add{a:2,b:3}<tool_call|><|tool_response>", "It is 5."],
@@ -210,5 +210,5 @@ ENDS = ("<|call|>", "<|observation|>", "<|tool_response>")  # of an answer that 
 
 
 def wrote(model: str, name: str) -> list[str]:
-    """All that the model emits, answer by answer."""
+    """Return all that the model emits, answer by answer."""
     return [text if text.endswith(ENDS) else text + MODELS[model].end for text in WROTE[model][name]]

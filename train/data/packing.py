@@ -141,7 +141,7 @@ def read_images(
         inputs.append(reader.read(places))
         here = slice(first, end)
         every[:, here] = reader.positions(row["tokens"][here], inputs[-1])
-        own = reader.see_each_other(row["tokens"][here])
+        own = reader.bidirectional_groups(row["tokens"][here])
         block[here] = torch.where(own < 0, own, own + first)  # other numbers than in other documents
         at += [[0, first]] * len(places)
     row["positions"] = every[0].clone()

@@ -24,7 +24,7 @@ def load_target(cfg: DictConfig) -> Target:
             f"target.sharding={cfg.target.sharding} is for a target's layers, and hidden_states.load_full_target=false loads "
             "none: set target.sharding=null"
         )
-    target = instantiate(cfg.target, ends_only=True)
+    target = instantiate(cfg.target, embeddings_only=True)
     if stored:
         target.remote_hidden_states = offline.StoredProbe(target, Path(settings.path))
     else:

@@ -96,7 +96,7 @@ def offline(
             write_manifest(facts, directory)
         distributed.barrier()
         wait_for([directory / MANIFEST])
-    if not load_full_target and not target.ends_only:
+    if not load_full_target and not target.embeddings_only:
         drop_layers(target)
     return StoredRows(packed, directory, layers, verify)
 
@@ -108,7 +108,7 @@ def describe(
     row = bytes_per_position(target, layers, dtype, top_k) * packed.length
     return {
         "target": target.name,
-        "target_hash": None if target.ends_only else target_hash(target),
+        "target_hash": None if target.embeddings_only else target_hash(target),
         "ends_hash": ends_hash(target),
         "layers": list(layers),
         "dtype": dtype,
@@ -127,7 +127,7 @@ def target_hash(target: Target) -> str:
 
 
 def ends_hash(target: Target) -> str:
-    """Return a hash of what `ends_only` leaves of it, of more numbers, since a fine-tune may change few there."""
+    """Return a hash of what `embeddings_only` leaves of it, of more numbers, since a fine-tune may change few there."""
     inputs, outputs = target.model.get_input_embeddings(), target.model.get_output_embeddings()
     return hash_of({"embedding": inputs.weight, "lm_head": outputs.weight}, 1 << 16)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from foredraft.heads.target import Target
 from foredraft.heads.target.documents import spans
-from foredraft.heads.target.ends import WHOLE, end_modules
+from foredraft.heads.target.ends import HINT_FULL_TARGET, end_modules
 from foredraft.heads.target.sharding import full_tensor
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states.engine import EngineError
@@ -42,11 +42,11 @@ def all_states(target: Target, norm: nn.Module, tokens: list[int]) -> Tensor:
 @torch.no_grad()
 def final_norm(target: Target) -> nn.Module:
     """Return the module that makes the last hidden state. Raise ValueError if that is not a single module."""
-    if target.ends_only:  # then it is the one with a weight for each of the hidden size's numbers
+    if target.embeddings_only:  # then it is the one with a weight for each of the hidden size's numbers
         norms = [module for _, module in end_modules(target.model) if next(module.parameters()).ndim == 1]
         if len(norms) != 1:
             raise ValueError(
-                f"the final norm of {target.name} is one of {len(norms)}, which its forward tells: {WHOLE}"
+                f"the final norm of {target.name} is one of {len(norms)}, which its forward tells: {HINT_FULL_TARGET}"
             )
         return norms[0]
     seen: deque[tuple[nn.Module, Any, Any]] = deque(maxlen=16)  # it is among the last that are called

@@ -64,7 +64,7 @@ def server(
     client, urls = connect(url, run, timeout, patience)
     norm, wanted = final_norm(target), [*layers, target.num_layers]
     tokens = probe_text(packed)
-    probe = None if target.ends_only else Probe(tokens, all_states(target, norm, tokens), target)
+    probe = None if target.embeddings_only else Probe(tokens, all_states(target, norm, tokens), target)
     for one in urls:
         given = client.states(tokens, [one])
         if probe is not None:

@@ -27,7 +27,7 @@ class Judge:
         """Choose the prompts. settings: the section `judge`. Prompts come from the validation part: the measurement at the
         end has others, which nothing was chosen on."""
         self.settings, self.target = settings, target
-        rows = prompts(target.text_tokenizer, data.validation, settings.prompts, settings.prompt_tokens)
+        rows = prompts(target.text_tokenizer, data.validation, settings.num_prompts, settings.prompt_tokens)
         room = (target.context or 10**9) - settings.max_new_tokens
         if (longest := max(map(len, rows))) > room:
             raise ValueError(

@@ -1,8 +1,8 @@
-"""A head as one GGUF file: keys, names and number formats are those that llama.cpp's converter writes and its loaders
+"""A head as one GGUF file. Keys, names and number formats are those that llama.cpp's converter writes and its loaders
 `eagle3` and `dflash` read (b11434: convert_hf_to_gguf.py HEAD --target-model-dir TARGET).
 
-Beside it stands our config.json, by which the file is read back here: the gate of an export holds against the head what is in
-the file, in the order of rows and the numbers that llama.cpp gets.
+Our config.json is next to it, with which the file can be read back here. So the export gate compares the head with the
+contents of the file, in llama.cpp's order of rows and with its numbers.
 """
 
 import copy
@@ -41,14 +41,14 @@ class GGUFFormat(Format):
     weight_files = (FILE,)
 
     def __init__(self, layout: Format, dtype: str, target_gguf: str | None = None):
-        """layout: that of our own files, whose names and config.json are written out from. dtype: one of DTYPES.
+        """Set how to write. layout: of our own files, whose names and config.json are converted. dtype: one of DTYPES.
         target_gguf: a file to copy the tokenizer from."""
         self.kind, self.layout, self.dtype, self.target_gguf = layout.kind, layout, dtype, target_gguf
         self.arch = "eagle3" if issubclass(layout.kind, Eagle3Head) else "dflash"
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
-        """None: files.py gives a GGUF file's tensors the names of our own files, and that is how they are read."""
+        """Return None: files.py converts a GGUF file's tensors to the names of our own files, and these are matched."""
         return None
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
@@ -58,23 +58,26 @@ class GGUFFormat(Format):
         return self.layout.export_config(head, target)
 
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        """Under llama.cpp's names, in the head's own dtype."""
+        """Return the tensors with llama.cpp's names, in the head's own dtype."""
         assert isinstance(head, Head)
         config = head.config
         heads = config.num_attention_heads, config.num_key_value_heads
         return to_gguf(self.layout.export_weights(head, target), self.arch, *heads)
 
     def restored(self, tensors: dict[str, Tensor], head: Head) -> dict[str, Tensor]:
-        """Such tensors under the names of our own files, as the head has them."""
+        """Convert such tensors back to the names of our own files."""
         return from_gguf(tensors, self.arch, head.config.num_attention_heads, head.config.num_key_value_heads)
 
     def stored(self, head: DraftHead, target: Target) -> DraftHead:
         assert isinstance(head, Head)
         weights = self.export_weights(head, target)
-        kept = {name: dequantize(*quantize(name, tensor, self.dtype)) for name, tensor in weights.items()}
-        if all(torch.equal(kept[name], tensor.to(kept[name].dtype)) for name, tensor in weights.items()):
+        rounded_weights = {name: dequantize(*quantize(name, tensor, self.dtype)) for name, tensor in weights.items()}
+        if all(
+            torch.equal(rounded_weights[name], tensor.to(rounded_weights[name].dtype))
+            for name, tensor in weights.items()
+        ):
             return head
-        named = self.restored(kept, head)
+        named = self.restored(rounded_weights, head)
         rounded = copy.deepcopy(head, {id(target): target}).cpu().float()
         state = rounded.state_dict()
         rounded.load_state_dict(
@@ -133,7 +136,7 @@ class GGUFFormat(Format):
 
 
 def add_rope(writer: Any, config: LlamaConfig) -> None:
-    """The rope's scaling, then its base. llama3's is a tensor (`rope_factors`)."""
+    """Write the scaling and the base of the rope. llama3's scaling is a tensor (`rope_factors`)."""
     rope, types = config.rope_parameters, package().RopeScalingType
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(types[rope["rope_type"].upper()])
@@ -151,7 +154,7 @@ def add_rope(writer: Any, config: LlamaConfig) -> None:
 
 
 def rope_factors(head: Head) -> Tensor:
-    """(head_dim / 2,) float32: what llama.cpp divides every frequency of the plain rope by."""
+    """Return (head_dim / 2,) float32: the divisors of the frequencies of the default rope in llama.cpp."""
     dim = head.config.head_dim
     plain = head.config.rope_parameters["rope_theta"] ** -(torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     return plain / head.rotary.rope.inv_freq.cpu()
@@ -167,7 +170,7 @@ def add_block_settings(writer: Any, head: DFlashHead, target: Target) -> None:
         writer.add_uint32("dflash.conv_group_size", head.group)
         writer.add_uint32("dflash.selector_rank", head.correction)
         writer.add_uint32("dflash.selector_top_k", head.candidates)
-    if target.config.model_type.startswith("gemma"):  # its embeddings are scaled, and stored unscaled
+    if target.config.model_type.startswith("gemma"):  # its embeddings are scaled, but stored unscaled
         writer.add_embedding_scale(target.hidden_size**0.5)
     writer.add_array("dflash.target_layers", head.layers)
     if head.window is not None:
@@ -175,7 +178,7 @@ def add_block_settings(writer: Any, head: DFlashHead, target: Target) -> None:
         writer.add_sliding_window_pattern([kind == SLIDING for kind in head.layer_types])
     if head.causal:
         writer.add_causal_attention(True)
-    if "mrope_section" in target_rope:  # of text all sections have the same positions
+    if "mrope_section" in target_rope:  # in text all sections have the same positions
         writer.add_rope_dimension_sections([head.config.head_dim // 2, 0, 0, 0])
     if isinstance(head, DSparkHead):
         writer.add_bool("dflash.sample_from_anchor", head.sample_from_anchor)

@@ -1,7 +1,7 @@
-"""An MTP layer as llama.cpp's `--mtp` converts it: the last block of its target's architecture without the others, beside
+"""An MTP layer as llama.cpp's `--mtp` converts it: the last block of its target's architecture without the others, and
 copies of the target's embedding, last norm and lm_head (b11434: src/models/qwen35.cpp, the only layer without experts).
 
-`convert_hf_to_gguf.py FOLDER` of an export format=mtp makes one file of target and layer, which needs no second one.
+`convert_hf_to_gguf.py FOLDER` of an export with format=mtp makes one file of target and layer, which needs no second one.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ COPIES = {
     "embed_tokens.weight": "token_embd.weight",
     "norm.weight": "output_norm.weight",
 }
-SECTIONS = [11, 11, 10, 0]  # of Qwen3.5's rotary positions, where its config leaves them out; of text all are the same
+SECTIONS = [11, 11, 10, 0]  # of Qwen3.5's rotary positions, if its config omits them; in text all are the same
 
 
 class NextnFormat(GGUFFormat):
@@ -31,9 +31,9 @@ class NextnFormat(GGUFFormat):
         self.arch = NEXTN
 
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        own = shift_norms(self.layout.export_weights(head, target), norm_offset(target))
+        weights = shift_norms(self.layout.export_weights(head, target), norm_offset(target))
         block = f"{BLOCK}.{target.num_layers}"
-        return copies(target) | {f"{block}.{NEXTN_NAMES[name]}": own[name] for name in sorted(own)}
+        return copies(target) | {f"{block}.{NEXTN_NAMES[name]}": weights[name] for name in sorted(weights)}
 
     def restored(self, tensors: dict[str, Tensor], head: Head) -> dict[str, Tensor]:
         return from_nextn(tensors)
@@ -57,11 +57,12 @@ class NextnFormat(GGUFFormat):
 
 
 def copies(target: Target) -> dict[str, Tensor]:
-    """The target's own tensors, as its files hold them, its norm whole; no lm_head where the embedding serves as one."""
-    found: dict[str, Tensor] = {}
+    """Return the target's own tensors as stored in its files, with complete norms, and without lm_head if it is the
+    embedding."""
+    tensors: dict[str, Tensor] = {}
     for name, path in sorted(weight_map(target).items()):
         short = name.removeprefix("model.").removeprefix("language_model.")
         if short in COPIES:
             with safe_open(path, framework="pt") as opened:
-                found[COPIES[short]] = opened.get_tensor(name)
-    return shift_norms(found, norm_offset(target))
+                tensors[COPIES[short]] = opened.get_tensor(name)
+    return shift_norms(tensors, norm_offset(target))

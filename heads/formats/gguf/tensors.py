@@ -1,8 +1,8 @@
-"""Tensors of a head under llama.cpp's names and back, in any number format that the package gguf writes.
+"""Convert tensors of a head to llama.cpp's names and back, in any number format that the package gguf writes.
 
-Names are those of llama.cpp's converter and of its loaders `eagle3` and `dflash`. llama.cpp rotates neighbouring numbers of
-EAGLE-3's queries and keys, transformers the two halves of a head, so their rows are interleaved there; `dflash` rotates
-halves, too.
+Names are those of llama.cpp's converter and of its loaders `eagle3` and `dflash`. llama.cpp rotates neighbouring dimensions
+of EAGLE-3's queries and keys, transformers the two halves of a head, so their rows are interleaved in the file. `dflash`
+also rotates halves.
 """
 
 import re
@@ -55,7 +55,7 @@ NAMES = {  # by llama.cpp's architecture
         "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
     },
 }
-# An MTP layer is a block of its target's architecture, after the last one, and has norms like it.
+# An MTP layer is a block of its target's architecture, after the last one, with the same kind of norms.
 NEXTN, NEXTN_NAMES = (
     "qwen35",
     {f"mtp.layers.0.{ours}": theirs for ours, theirs in LAYER_NAMES.items()}
@@ -71,7 +71,7 @@ ROPE_FREQS = "rope_freqs.weight"  # follows from config.json
 
 
 def package() -> ModuleType:
-    """The package gguf; ValueError where it is not installed."""
+    """Return the package gguf. Raises ValueError if it is not installed."""
     try:
         import gguf
     except ModuleNotFoundError:
@@ -80,13 +80,13 @@ def package() -> ModuleType:
 
 
 def to_gguf_name(name: str, arch: str) -> str:
-    """llama.cpp's name of the tensor that our files call `name`."""
+    """Return llama.cpp's name of the tensor with our name `name`."""
     layer = re.fullmatch(LAYER, name)
     return f"{BLOCK}.{layer[1] or 0}.{LAYER_NAMES[layer[2]]}" if layer else NAMES[arch][name]
 
 
 def from_gguf_name(name: str, arch: str) -> str | None:
-    """Our files' name of llama.cpp's tensor `name`; None for one that no head has."""
+    """Return our name of llama.cpp's tensor `name`; None if it is not part of a head."""
     layer = re.fullmatch(rf"{BLOCK}\.(\d+)\.(.+)", name)
     if layer is None:
         return next((ours for ours, theirs in NAMES[arch].items() if theirs == name), None)
@@ -95,12 +95,13 @@ def from_gguf_name(name: str, arch: str) -> str | None:
 
 
 def interleave(weight: Tensor, heads: int) -> Tensor:
-    """Rows of a projection (heads * dim, in), the halves of every head interleaved."""
+    """Reorder the rows of a projection (heads * dim, in) so that the halves of every head are interleaved."""
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 def to_gguf(weights: dict[str, Tensor], arch: str, heads: int, kv_heads: int) -> dict[str, Tensor]:
-    """`weights` under llama.cpp's names and in its order of rows. d2t holds ids there, no offsets; t2d is left out."""
+    """Return `weights` with llama.cpp's names and order of rows. There d2t contains ids instead of offsets, and t2d is
+    omitted."""
     out: dict[str, Tensor] = {}
     for name in sorted(weights.keys() - {"d2t", "t2d"}):
         tensor = weights[name]
@@ -113,7 +114,7 @@ def to_gguf(weights: dict[str, Tensor], arch: str, heads: int, kv_heads: int) ->
 
 
 def from_gguf(tensors: dict[str, Tensor], arch: str, heads: int, kv_heads: int) -> dict[str, Tensor]:
-    """The inverse of `to_gguf`, t2d left out. A name that no head has is kept, for the layout to refuse."""
+    """Apply the inverse of `to_gguf`, without t2d. An unknown name is retained, for the layout to refuse."""
     out: dict[str, Tensor] = {}
     for theirs, tensor in tensors.items():
         name = from_gguf_name(theirs, arch) or theirs
@@ -125,21 +126,22 @@ def from_gguf(tensors: dict[str, Tensor], arch: str, heads: int, kv_heads: int) 
 
 
 def from_nextn(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of an MTP layer under the names of our files, their norms whole, without what is the target's."""
+    """Return the tensors of an MTP layer with the names of our files, with complete norms and without the target's
+    tensors."""
     ours = {theirs: name for name, theirs in NEXTN_NAMES.items()}
     blocks = {re.sub(rf"^{BLOCK}\.\d+\.", "", name): name for name in tensors if name.startswith(f"{BLOCK}.")}
     return {ours.get(short, name): tensors[name] for short, name in blocks.items()}
 
 
 def quantize(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, int]:
-    """The bytes of a tensor, and the number format that they are in: `dtype`, but float32 for what llama.cpp keeps in it
-    (norms, biases, kernels), and float16 for rows that `dtype` cannot divide into its blocks."""
+    """Return the bytes of a tensor and their number format: `dtype`, but float32 for what llama.cpp keeps in it (norms,
+    biases, kernels), and float16 for rows that `dtype` cannot divide into its blocks."""
     gguf = package()
     if not tensor.is_floating_point():
         return tensor.contiguous().numpy(), gguf.GGMLQuantizationType.I64
     data = tensor.float().contiguous().numpy()
-    whole = data.ndim < 2 or name.endswith("_norm.weight") or not name.endswith(".weight")
-    kind = gguf.GGMLQuantizationType["F32" if whole else DTYPES[dtype]]
+    unquantized = data.ndim < 2 or name.endswith("_norm.weight") or not name.endswith(".weight")
+    kind = gguf.GGMLQuantizationType["F32" if unquantized else DTYPES[dtype]]
     try:
         return gguf.quants.quantize(data, kind), kind
     except gguf.QuantError:
@@ -148,7 +150,7 @@ def quantize(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, int]:
 
 
 def dequantize(data: np.ndarray, kind: int) -> Tensor:
-    """float32, or int64 for ids; a copy."""
+    """Return a copy in float32, or int64 for ids."""
     gguf = package()
     if kind == gguf.GGMLQuantizationType.I64:
         return torch.from_numpy(data.astype(np.int64))
@@ -156,22 +158,23 @@ def dequantize(data: np.ndarray, kind: int) -> Tensor:
 
 
 def read_gguf(path: Path) -> dict[str, Tensor]:
-    """A head's tensors under the names of our own files, in float32. Raises ValueError for what is no head's GGUF file."""
+    """Read a head's tensors with the names of our own files, in float32. Raises ValueError if the file is not a head's
+    GGUF."""
     gguf = package()
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{path} is damaged or no GGUF file: {error}") from None
+        raise ValueError(f"{path} is damaged or not a GGUF file: {error}") from None
     fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     arch = fields.get("general.architecture")
     if arch not in NAMES and f"{arch}.nextn_predict_layers" not in fields:
         raise ValueError(
-            f"{path} holds no head but a model of architecture {arch}: one of {', '.join((*NAMES, NEXTN))}"
+            f"{path} is not a head but a model of architecture {arch}: one of {', '.join((*NAMES, NEXTN))} is needed"
         )
     try:
         tensors = {t.name: dequantize(t.data, t.tensor_type) for t in reader.tensors if t.name != ROPE_FREQS}
     except NotImplementedError as error:
-        raise ValueError(f"{path} holds numbers that cannot be read here: {error}") from None
-    if arch not in NAMES:  # our files' norms are differences to 1, as the target's are
+        raise ValueError(f"{path} contains numbers that cannot be read: {error}") from None
+    if arch not in NAMES:  # norms in our files are differences from 1, like the target's
         return {name: t - 1 if "norm" in name else t for name, t in from_nextn(tensors).items()}
     return from_gguf(tensors, arch, fields[f"{arch}.attention.head_count"], fields[f"{arch}.attention.head_count_kv"])

@@ -1,6 +1,6 @@
-"""The tokenizer in a head's GGUF file. llama.cpp wants to know there how many tokens there are, and which one masks; no text
-is ever split by it, so the target's rule of splitting (`tokenizer.ggml.pre`) is written as "default" unless a GGUF of the
-target says it."""
+"""The tokenizer in a head's GGUF file, from which llama.cpp reads the number of tokens and the mask token. It never splits
+text with it, so the target's rule of splitting (`tokenizer.ggml.pre`) is written as "default", unless a GGUF of the target
+states it."""
 
 import json
 import tempfile
@@ -14,8 +14,8 @@ PREFIX = "tokenizer."
 
 
 def add_vocabulary(writer: Any, target: Target, target_gguf: str | None) -> None:
-    """Write the target's tokenizer: that of the file `target_gguf`, or its own. Raises ValueError where it has none that can
-    be written."""
+    """Write the target's tokenizer: that of the file `target_gguf`, or its own. Raises ValueError if it cannot be
+    written."""
     if target_gguf is not None:
         return copy_vocabulary(writer, Path(target_gguf), target.vocab_size)
     with tempfile.TemporaryDirectory() as name:
@@ -25,8 +25,8 @@ def add_vocabulary(writer: Any, target: Target, target_gguf: str | None) -> None
         model = json.loads((folder / "tokenizer.json").read_text())["model"]
         if model["type"] != "BPE":
             raise ValueError(
-                f"the tokenizer of {target.name} is of type {model['type']}, and only BPE can be written here: give a GGUF "
-                "of the target, format.target_gguf=FILE, whose tokenizer is copied"
+                f"the tokenizer of {target.name} is of type {model['type']}, and only BPE can be written: set "
+                "format.target_gguf=FILE to a GGUF of the target, whose tokenizer is copied"
             )
         if model.get("byte_fallback"):
             add_pieces(writer, folder, target.vocab_size)
@@ -36,7 +36,7 @@ def add_vocabulary(writer: Any, target: Target, target_gguf: str | None) -> None
 
 def copy_vocabulary(writer: Any, path: Path, vocab_size: int) -> None:
     if not path.is_file():
-        raise ValueError(f"format.target_gguf={path} is no file: give the GGUF of the target, or null")
+        raise ValueError(f"format.target_gguf={path} is not a file: give the GGUF of the target, or null")
     fields = {name: field for name, field in package().GGUFReader(path).fields.items() if name.startswith(PREFIX)}
     tokens = fields.get("tokenizer.ggml.tokens")
     count = 0 if tokens is None else len(tokens.data)
@@ -47,16 +47,16 @@ def copy_vocabulary(writer: Any, path: Path, vocab_size: int) -> None:
 
 
 def add_bytes(writer: Any, folder: Path, target: Target) -> None:
-    """Byte-level BPE, as GPT-2 has it."""
+    """Write byte-level BPE, as in GPT-2."""
     gguf, tokenizer = package(), target.text_tokenizer
     added = tokenizer.added_tokens_decoder
     tokens, kinds = unused(target.vocab_size)
     for token, number in tokenizer.get_vocab().items():
-        if number >= target.vocab_size:  # one that the target only takes (an image's), or has no row for
+        if number >= target.vocab_size:  # a token that the target only reads (for images), or has no row for
             continue
         special = number in added and added[number].special
-        own = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
-        tokens[number], kinds[number] = token, own if number in added else gguf.TokenType.NORMAL
+        kind = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
+        tokens[number], kinds[number] = token, kind if number in added else gguf.TokenType.NORMAL
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
@@ -65,7 +65,7 @@ def add_bytes(writer: Any, folder: Path, target: Target) -> None:
 
 
 def add_pieces(writer: Any, folder: Path, vocab_size: int) -> None:
-    """BPE over characters that falls back to bytes, as Llama 2 has it."""
+    """Write BPE over characters that falls back to bytes, as in Llama 2."""
     gguf = package()
     tokens, kinds = unused(vocab_size)
     scores = [-1000.0] * vocab_size
@@ -80,5 +80,5 @@ def add_pieces(writer: Any, folder: Path, vocab_size: int) -> None:
 
 
 def unused(count: int) -> tuple[list[Any], list[int]]:
-    """So many tokens that no text has: a target's embedding often has more rows than its tokenizer names."""
+    """Return this many unused tokens: a target's embedding often has more rows than its tokenizer has tokens."""
     return [f"[PAD{number}]" for number in range(count)], [package().TokenType.UNUSED] * count

@@ -8,7 +8,7 @@ from foredraft.heads.target import Target
 
 
 class ToyHead(ParallelHead):
-    """Per depth one matrix on the last hidden state; the target's lm_head makes tokens of it."""
+    """Draft with one matrix per depth on the last hidden state; the target's lm_head turns the result into a token."""
 
     kind = "toy"
     target: Target

@@ -1,4 +1,4 @@
-"""What a target's path names: a directory, a Hub id, a GGUF file here or on the Hub, or a package of the index."""
+"""Resolve a target's path: a directory, a Hub id, a GGUF file here or on the Hub, or a package of the index."""
 
 from pathlib import Path
 
@@ -9,17 +9,15 @@ from foredraft.heads.target import gguf, packages
 from foredraft.heads.target.loading import check_path, first_line, has_bfloat16_products, resolve_dtype
 
 
-def locate(
+def resolve_path(
     path: str | Path,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     gguf_file: str | None = None,
     revision: str | None = None,
 ) -> str:
-    """The directory or Hub id that transformers reads. What comes as a GGUF file is dequantised into a directory first, in
-    `dtype`; "auto" is bfloat16 where the device computes in it.
-
-    Raises ValueError that names the path when there is no model."""
+    """Return the directory or Hub id for transformers. A GGUF file is first dequantized into a directory, in `dtype`; "auto"
+    is bfloat16 if the device supports it. Raises ValueError with the path if there is no model."""
     file = gguf_of(str(path), gguf_file, revision)
     if file is None:
         return check_path(path)
@@ -30,23 +28,25 @@ def locate(
 
 
 def full_name(path: str | Path, gguf_file: str | None = None) -> str:
-    """One path for both, by which the same model is found again."""
+    """Combine both to one path that names the model."""
     return str(path) if gguf_file is None else f"{path}/{gguf_file}"
 
 
 def gguf_of(path: str, gguf_file: str | None, revision: str | None) -> Path | None:
-    """The GGUF file that a path names, on this machine; None where it names none."""
+    """Return the GGUF file that a path names, on this machine; None if it names none."""
     if path.startswith(packages.PREFIX):
-        return packages.fetched(path)
+        return packages.fetch(path)
     path = full_name(path, gguf_file)
     if Path(path).suffix != ".gguf":
         if gguf_file is not None:
-            raise ValueError(f"target.gguf_file={gguf_file} is no name of a GGUF file")
+            raise ValueError(f"target.gguf_file={gguf_file} is not the name of a GGUF file")
         return None
     if Path(path).is_file() or path.count("/") < 2 or path.startswith((".", "/", "~")):
         return Path(path).expanduser()
     owner, repository, name = path.split("/", 2)
     try:
         return Path(hf_hub_download(f"{owner}/{repository}", name, revision=revision, etag_timeout=10))
-    except Exception as error:  # of the network, of the Hub, by one of two HTTP libraries
-        raise ValueError(f"target {path} is no file here, and the Hub does not give it: {first_line(error)}") from error
+    except Exception as error:  # from the network, from the Hub, or from one of two HTTP libraries
+        raise ValueError(
+            f"target {path} is not a file, and the Hub does not provide it: {first_line(error)}"
+        ) from error

@@ -1,0 +1,23 @@
+"""The style check finds a docstring without a verb and a phrase to avoid, and nothing else."""
+
+from pathlib import Path
+
+import pytest
+
+from foredraft.scripts.style_check import complaints
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "lines"),
+    [
+        ("a.py", 'def f():\n    """Return the mask."""\n    beside = 1  # next to it\n', []),
+        ("a.py", 'def f():\n    """The mask."""\n', [1]),
+        ("a.py", 'class F:\n    """Index of the mask."""\n', [1]),
+        ("a.py", 'x = 1\nraise ValueError(f"""{x}\nis no\nnumber""")\n', [3]),
+        ("a.md", "One\nbeside another\n", [2]),
+        ("a.yaml", "key: 1  # so many\n", [1]),
+    ],
+)
+def test_complaints(tmp_path: Path, name: str, text: str, lines: list[int]) -> None:
+    (tmp_path / name).write_text(text)
+    assert [int(line.split(":")[1]) for line in complaints(str(tmp_path / name))] == lines
