@@ -56,7 +56,9 @@ def test_a_chat_answers_line_by_line(tmp_path: Path):
     assert ended.code == 0, ended.err
     figures = [line for line in ended.out.splitlines() if "tokens/s, acceptance length" in line]
     assert len(figures) == 3 and "\n" in ended.out
-    first, second = ended.out.split(figures[0])[0], ended.out.split(figures[0])[1].split("6 tokens")[0]
+    legend, answers = ended.out.split("\n", 1)
+    assert legend.startswith("[in brackets]: a draft that the target accepted.")
+    first, second = answers.split(figures[0])[0], answers.split(figures[0])[1].split("6 tokens")[0]
     assert first.strip() == second.strip()  # /new: the same question in the same place
     assert "takes 2048" in " ".join(ended.out.split()) and "/new starts over" in " ".join(ended.out.split())
 
