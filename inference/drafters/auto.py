@@ -21,9 +21,9 @@ from foredraft.heads.target import Target
 from foredraft.heads.target.device import synchronise
 from foredraft.inference.drafters.base import Accepted, Drafter, PendingAccepted, bonus_only
 from foredraft.inference.drafters.block import BlockTree
+from foredraft.inference.drafters.cached_tree import CachedTree
 from foredraft.inference.drafters.costs import PLAIN, Plan
 from foredraft.inference.drafters.dynamic import DynamicTree
-from foredraft.inference.drafters.cached_tree import CachedTree
 from foredraft.inference.drafters.memory import Case, Memory
 from foredraft.inference.drafters.static import StaticTree
 from foredraft.inference.sampling import Sampling
