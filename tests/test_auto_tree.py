@@ -14,6 +14,7 @@ from foredraft.heads import Target
 from foredraft.heads.target import cuda_graphs
 from foredraft.inference import Engine, Request, generate
 from foredraft.inference.drafters import AutoTree, DraftModel, SuffixDrafter, Switch, remembered
+from foredraft.inference.drafters.auto import plans_of
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.costs import ENOUGH, NODE, PLAIN, Costs, Plan
 from foredraft.inference.drafters.dynamic import DynamicTree
@@ -140,6 +141,17 @@ def test_the_first_tokens_are_never_slower_than_the_baseline(small, right, node,
         written += len(path)
     speed, best = written / drafter.spent, max((1 + min(plan.levels, right)) / cost(plan) for plan in drafter.plans)
     assert speed > (0.975 if best < 1.15 else 1 + 0.6 * (best - 1))  # and most of what can be gained is gained
+
+
+def test_every_plan_is_a_part_of_the_next_one_and_a_gpu_captures_few_sizes(small):
+    for tree in (itself(small, 8), DraftModel(small, small, nodes=32, depth=6, width=3)):
+        plans = {device: plans_of(tree, torch.device(device)) for device in ("cpu", "cuda")}
+        for sizes in plans.values():
+            assert sizes == sorted(sizes) and sizes[-1] == Plan(tree.nodes, tree.depth)
+            assert [plan.levels for plan in sizes] == sorted(plan.levels for plan in sizes)
+        assert (
+            {plan.nodes for plan in plans["cuda"][:-1]} <= {2, 4, 8, 16} < {plan.nodes for plan in plans["cpu"]} | {16}
+        )
 
 
 def test_a_head_that_drafts_all_levels_at_once_is_charged_for_it_once():

@@ -31,7 +31,9 @@ from foredraft.inference.tree import TokenTree
 
 HeadTree = DynamicTree | BlockTree | StaticTree  # its best nodes are a smaller tree
 
-SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes of the trees that it chooses from, next to the largest
+# Nodes of the trees that it chooses from, next to the largest. A GPU pads trees to powers of two, and captures each size.
+SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+PADDED = tuple(size for size in SIZES if size & (size - 1) == 0)
 EVERY = 4  # steps between choices
 MARGIN = 1.03  # a plan must promise this much more than the last one to take its place
 # Plain steps that trials may cost at first, and share of the time that they may cost later; and plain steps by which drafts
@@ -42,11 +44,11 @@ PLAIN_EVERY = 64  # steps after which a plain one is timed again
 OPTIMISM = 1.0  # standard errors by which a plan may be better than seen, when it is considered for a trial
 
 
-def plans_of(tree: HeadTree) -> list[Plan]:
+def plans_of(tree: HeadTree, device: torch.device) -> list[Plan]:
     """Return the sizes to choose from, each a part of the next one. A tree's depth grows more slowly than its nodes."""
     full = Plan(tree.nodes, tree.depth)
     grows = isinstance(tree, DynamicTree) and tree.branches
-    sizes = [size for size in SIZES if size < full.nodes]
+    sizes = [size for size in (SIZES if device.type == "cpu" else PADDED) if size < full.nodes]
     levels = [round(log2(size)) + 1 if grows else size - 1 for size in sizes]
     return [Plan(size, min(most, size - 1, full.levels)) for size, most in zip(sizes, levels, strict=True)] + [full]
 
@@ -56,7 +58,7 @@ class AutoTree(Drafter):
         """inner: with the largest tree that may be used."""
         self.inner, self.device, self.broadcast = inner, target.device, target.broadcast
         self.layers, self.nodes, self.branches = inner.layers, inner.nodes, inner.branches
-        self.plans = plans_of(inner)
+        self.plans = plans_of(inner, target.device)
         self.full = self.plans[-1]
         device = "cpu" if target.device.type == "cpu" else "other"
         self.memory = Memory(self.plans, device, by_level=isinstance(inner, DynamicTree))
