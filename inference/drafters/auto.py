@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from math import log2
 
+import torch
 from torch import Tensor
 
 from foredraft.heads.target import Target
