@@ -220,10 +220,10 @@ def test_the_screenshot_shows_a_real_model_with_drafts(browser, tmp_path, monkey
     monkeypatch.delenv("FOREDRAFT_CACHE", raising=False)  # the model stays where a user's own runs find it
     facts = ["target=smollm2", f"drafter={ROOT / 'scripts/smollm2/eagle3'}+suffix"]
     with served(tmp_path, *facts, FOREDRAFT_REMEMBER="1") as running:
-        page = browser.new_page(viewport={"width": 1000, "height": 860})
+        page = browser.new_page(viewport={"width": 1000, "height": 880})
         page.goto(running.url)
         page.click("#form summary")
-        page.fill("#tokens", "96")
+        page.fill("#tokens", "80")
         page.click("#form summary")
         page.check("#compare")
         for question in ("Give me three tips for staying healthy.", "List three reasons to learn to swim."):
