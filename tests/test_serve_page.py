@@ -27,7 +27,8 @@ OBSERVER = """() => { window.changes = 0
 # Which calls of `ask` begin and end, in this order.
 WATCH = """() => { window.calls = []
   const inner = ask
-  window.ask = async (...given) => { calls.push("asked"); try { await inner(...given) } finally { calls.push("answered") } } }"""
+  window.ask = async (...given) => {
+    calls.push("asked"); try { await inner(...given) } finally { calls.push("answered") } } }"""
 
 
 @pytest.fixture(scope="module")
