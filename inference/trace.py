@@ -24,6 +24,7 @@ class Trace(NamedTuple):
     path: list[int]  # accepted nodes, node 0 first
     logprobs: list[float]  # log-probability of the new token after each node of the path
     top: list[list[tuple[int, float]]]  # the likeliest tokens after each node of the path, with log-probabilities
+    hidden: int = 0  # number of rejected drafts that are left out of the nodes
 
 
 def trace_sequences(
@@ -88,8 +89,8 @@ def trace(
 ) -> Trace:
     length = int(counts[0])
     accepted = {int(node) for node in path[:length]}
-    shown = accepted if hide_rejected else {node for node, token in enumerate(tokens) if node == 0 or token >= 0}
-    real = sorted(shown)
+    drafted = {node for node, token in enumerate(tokens) if node == 0 or token >= 0}
+    real = sorted(accepted if hide_rejected else drafted)
     position = {node: index for index, node in enumerate(real)}
     return Trace(
         [int(tokens[node]) for node in real],
@@ -98,4 +99,5 @@ def trace(
         [position[int(node)] for node in path[:length]],
         logprobs[:length],
         [list(zip(map(int, row), best, strict=True)) for row, best in zip(ids[:length], values[:length], strict=True)],
+        len(drafted) - len(real),
     )

@@ -29,7 +29,9 @@ def main(cfg: DictConfig) -> None:
         )
     drafter = instantiate(cfg.drafter, target=target)
     params = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
-    chat = Chat(target, drafter, params, cfg.max_new_tokens, cfg.seed, Console(highlight=False), cfg.colour)
+    marks = Marks(Console(highlight=False), cfg.colour)
+    chat = Chat(target, drafter, params, cfg.max_new_tokens, cfg.seed, marks)
+    marks.explain()
     opening = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
     chat.messages += opening
     ask = reader(cfg.history)
@@ -59,6 +61,43 @@ def reader(history: str | None) -> Callable[[], str]:
     return lambda: session.prompt("> ")
 
 
+class Marks:
+    """Show accepted drafts in another style than the target's own tokens: colour and underline, or brackets."""
+
+    def __init__(self, console: Console, wanted: bool):
+        """Choose the style. wanted: False shows no difference. NO_COLOR leaves the underline; a terminal without styles
+        gets brackets."""
+        self.console, self.wanted = console, wanted
+        self.has_styles = console.is_terminal and not console.is_dumb_terminal
+        self.is_open = False  # is the last text an accepted draft's, in brackets?
+
+    def explain(self) -> None:
+        """Print the legend, if there are marks."""
+        if not self.wanted:
+            return
+        colour = "" if self.console.no_color else "green and "
+        self.write(f"{colour}underlined" if self.has_styles else "in brackets", True)
+        self.write(
+            ": a draft that the target accepted. Everything else the target wrote itself, one token per forward.\n"
+        )
+
+    def write(self, text: str, drafted: bool = False) -> None:
+        marked = self.wanted and drafted
+        if self.has_styles or not self.wanted:
+            self.console.print(Text(text, "green underline" if marked else ""), end="", soft_wrap=True)
+        elif text:
+            edge = "" if marked == self.is_open else "[" if marked else "]"
+            self.is_open = marked
+            self.console.print(Text(edge + text), end="", soft_wrap=True)
+
+    def close(self) -> None:
+        """End the brackets of an answer."""
+        if self.is_open:
+            self.write("\n")
+        else:
+            self.console.print()
+
+
 class Chat:
     """Hold a conversation and answer its questions."""
 
@@ -69,27 +108,25 @@ class Chat:
         params: SamplingParams,
         max_new_tokens: int,
         seed: int,
-        console: Console,
-        colour: bool,
+        marks: Marks,
     ):
-        """Start an empty conversation. colour: show drafted tokens in green. seed: of answer 0; answer n has seed + n."""
+        """Start an empty conversation. seed: of answer 0; answer n has seed + n."""
         self.target, self.drafter, self.params, self.max_new_tokens = target, drafter, params, max_new_tokens
-        self.seed, self.console, self.drafted = seed, console, "green" if colour else ""
+        self.seed, self.marks, self.console = seed, marks, marks.console
         self.messages: list[dict[str, str]] = []
 
     def answer(self, question: str) -> None:
         """Stream the answer and its cost. After Ctrl-C the tokens up to then stay in the conversation."""
         asked = [*self.messages, {"role": "user", "content": question}]
-        engine = Engine(
-            self.target, self.drafter
-        )  # a new one, because an interrupted step leaves an inconsistent state
+        # A new engine, because an interrupted step leaves an inconsistent state.
+        engine = Engine(self.target, self.drafter)
         try:
             request = self.request(asked)
             engine.add(request)
         except ValueError as error:
             self.console.print(f"{error}; /new starts over", style="red")
             return
-        writer = AnswerWriter(self.target, request.prompt, self.console, self.drafted)
+        writer = AnswerWriter(self.target, request.prompt, self.marks)
         try:
             while engine.has_work:
                 for output in engine.step():
@@ -115,11 +152,11 @@ class Chat:
 class AnswerWriter:
     """Write an answer to the terminal."""
 
-    def __init__(self, target: Target, prompt: list[int], console: Console, drafted: str):
+    def __init__(self, target: Target, prompt: list[int], marks: Marks):
         tokenizer = target.text_tokenizer
         self.detokenizer = Detokenizer(tokenizer, prompt=answer_context(tokenizer, prompt))
-        self.console, self.drafted = console, drafted
-        self.text, self.tokens, self.accepted, self.forwards = "", 0, 0, 0
+        self.marks = marks
+        self.text, self.tokens, self.gained, self.forwards, self.accepted = "", 0, 0, 0, 0
         self.started = time.perf_counter()
 
     def push(self, output: RequestOutput) -> None:
@@ -127,22 +164,27 @@ class AnswerWriter:
         if accepted is None:
             self.started = time.perf_counter()  # the prefill is done
         else:
-            self.forwards, self.accepted = self.forwards + 1, self.accepted + len(tokens)
+            self.forwards, self.gained = self.forwards + 1, self.gained + len(tokens)
+            self.accepted += min(accepted, len(tokens))
         self.tokens += len(tokens)
         for index, token in enumerate(tokens):
-            self.show(self.detokenizer.push(token), self.drafted if index < (accepted or 0) else "")
+            self.show(self.detokenizer.push(token), index < (accepted or 0))
 
-    def show(self, text: str, style: str = "") -> None:
+    def show(self, text: str, drafted: bool = False) -> None:
         self.text += text
-        self.console.print(Text(text, style), end="", soft_wrap=True)
+        self.marks.write(text, drafted)
 
     def end(self) -> str:
-        """Print a line about the cost. Returns the text."""
+        """Return the whole text, after a line about its cost."""
         self.show(self.detokenizer.end())
+        self.marks.close()
         seconds = max(time.perf_counter() - self.started, 1e-9)
-        length = f", acceptance length {self.accepted / self.forwards:.2f}" if self.forwards else ""
-        speed = f"{self.tokens} tokens, {self.accepted / seconds:.1f} tokens/s{length}"
-        self.console.print(f"\n{speed}", style="dim")
+        speed = f"{self.tokens} tokens, {self.gained / seconds:.1f} tokens/s"
+        if self.forwards:
+            speed += (
+                f", acceptance length {self.gained / self.forwards:.2f} ({self.accepted} tokens were accepted drafts)"
+            )
+        self.marks.console.print(speed, style="dim")
         return self.text
 
 

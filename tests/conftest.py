@@ -1,5 +1,6 @@
 """The fixtures of all tests: a tiny random target saved as transformers saves any model, its heads, drafters and texts."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +22,8 @@ from tests.support.head_factory import KINDS, make_head
 from tests.support.hub_server import TOKEN, HubServer
 from tests.support.processes import Ended
 from tests.support.tiny import TEXT, VOCAB, tiny_config
+
+os.environ["FOREDRAFT_REMEMBER"] = "0"  # no test drafts by what another one timed
 
 # The longest files start first, so that none is left for the end of a run in several processes (measured in CPU time).
 SLOWEST = typed("""

@@ -1,8 +1,10 @@
 """Which tree, if any, `tree=auto` uses: its steps take what the tests say."""
 
-import itertools
-from collections import deque
+import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,16 +13,18 @@ from torch import Tensor
 from foredraft.heads import Target
 from foredraft.heads.target import cuda_graphs
 from foredraft.inference import Engine, Request, generate
-from foredraft.inference.drafters import AutoTree, DraftModel, SuffixDrafter, Switch
-from foredraft.inference.drafters.auto import FIRST, PLAIN, TIMED, Case, Plan, Times
+from foredraft.inference.drafters import AutoTree, DraftModel, SuffixDrafter, Switch, remembered
+from foredraft.inference.drafters.auto import plans_of
 from foredraft.inference.drafters.base import Accepted
+from foredraft.inference.drafters.costs import ENOUGH, NODE, PLAIN, Costs, Plan
+from foredraft.inference.drafters.dynamic import DynamicTree
+from foredraft.inference.drafters.memory import CHANCE, WEIGHT, Case, Hits
 from foredraft.inference.sampling import Sampling, SamplingParams
-from foredraft.inference.tree import TokenTree
+from foredraft.inference.tree import TokenTree, chain
+from tests.support import ROOT
 from tests.support.drafters import OneBranch
 from tests.support.small_targets import prompt, random_model
 from tests.support.tape import Tape
-
-FEW = TIMED + 1
 
 
 @pytest.fixture(scope="module")
@@ -29,35 +33,37 @@ def small() -> Target:
 
 
 class Timed(AutoTree):
-    """Imitate steps that take `cost(plan)`, of which a full tree's drafting takes `drafting`."""
+    """Its steps take `cost(plan)`, of which drafting a level takes `drafting`."""
 
     def __init__(self, inner, target: Target, cost: Callable[[Plan], float], drafting: float = 0.0):
         super().__init__(inner, target)
-        self.cost, self.ticks = cost, itertools.count(0.0, drafting)
+        self.cost, self.level, self.clock, self.spent = cost, drafting, 0.0, 0.0
 
     def now(self) -> float:
-        return next(self.ticks)
+        self.clock += self.level * self.plan.levels
+        return self.clock
 
     def observe_seconds(self, seconds: float | None) -> None:
+        self.spent += self.cost(self.plan)
         super().observe_seconds(self.cost(self.plan))
 
 
 class Useless(OneBranch):
-    """Draft a tree that is never right; it has what AutoTree needs of an inner drafter."""
+    """A tree that is never right; what AutoTree needs of an inner drafter."""
 
     ranks = torch.arange(2)[None]
 
     def resize(self, nodes: int, levels: int) -> None:
-        assert nodes > 1, "steps without drafts ask no drafter"
+        assert nodes > 1, "a step without drafts asks no drafter"
 
 
-def itself(target: Target) -> DraftModel:
-    """Make a drafter whose chains of four are always right: five tokens a step."""
-    return DraftModel(target, target, nodes=5, depth=4, width=1, min_probability=0)
+def itself(target: Target, length: int = 4) -> DraftModel:
+    """Its chains are always right: of four, five tokens a step."""
+    return DraftModel(target, target, nodes=length + 1, depth=length, width=1, min_probability=0)
 
 
 class Short(DraftModel):
-    """Draft correctly only at depths 1 and 2."""
+    """Right at depths 1 and 2 alone."""
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tree = super().propose(accepted, gumbel)
@@ -66,7 +72,7 @@ class Short(DraftModel):
 
 
 class TimedSwitch(Switch):
-    """Imitate steps that take a second, plus a hundredth for each node."""
+    """Its steps take a second, but for nodes, of which each takes a hundredth."""
 
     auto: Timed
 
@@ -89,145 +95,227 @@ def nodes_of_steps(target: Target, drafter: AutoTree, count: int, batch: int = 1
     return nodes[:count]
 
 
-def know(drafter: AutoTree, drafting: float, *steps: tuple[Plan, float]) -> None:
-    """Record what a full tree's drafting took, and steps of each plan, often enough."""
-    for plan, seconds in steps:
-        drafter.times.steps[plan] = deque([seconds] * TIMED)
-    drafter.times.drafting.extend([drafting] * TIMED)
+def costs_of(*steps: tuple[int, float], batch: int = 1, near: Costs | None = None) -> Costs:
+    """Costs after enough steps with trees of each size."""
+    costs = Costs(batch, "cpu", near)
+    for nodes, seconds in steps:
+        for _ in range(ENOUGH):
+            costs.add(nodes, seconds)
+    return costs
 
 
-@pytest.mark.parametrize(("per_node", "tried"), [(0.0, FIRST), (0.1, 15)])
-def test_auto_ends_up_decoding_plainly_where_nothing_is_gained(small, per_node, tried):
-    drafter = Timed(Useless([-1, -1]), small, lambda plan: 1.1 if plan == PLAIN else 1.1 + per_node * plan.nodes)
-    nodes = nodes_of_steps(small, drafter, 300)
-    full = [number for number, count in enumerate(nodes) if count > 1]
-    assert full[:tried] == list(range(FEW, FEW + tried)) and full[tried] > FEW + tried
-    pauses = [b - a for a, b in itertools.pairwise(full[tried - 1 :])]
-    assert pauses[1:] == sorted(pauses[1:]) and pauses[1] > 30  # it explores ever more rarely
-    assert len(full) - tried <= 6
+class Chains(DynamicTree):
+    """Proposes chains without a model."""
+
+    def __init__(self) -> None:
+        self.layers, self.branches, self.nodes, self.depth = [], False, 9, 8
+
+    def resize(self, nodes: int, levels: int) -> None:
+        self.nodes = nodes
+
+    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
+        pass
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        self.ranks = torch.arange(self.nodes - 1)[None]
+        return chain(torch.zeros(1, self.nodes, dtype=torch.long))
 
 
-def test_auto_begins_plainly_then_with_a_small_tree(small):
-    large = DraftModel(small, small, nodes=16, depth=15, width=1, min_probability=0)
-    assert nodes_of_steps(small, Timed(large, small, lambda plan: 1.0), 3 * FEW) == [1] * FEW + [8] * FEW + [16] * FEW
+@pytest.mark.parametrize("right", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("node", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("level", [0.0, 0.2, 1.5])
+def test_the_first_tokens_are_never_slower_than_the_baseline(small, right, node, level):
+    """`right`: drafts of each chain that are accepted. node, level: what verifying and drafting one more costs."""
+
+    def cost(plan: Plan) -> float:
+        return 1.0 + node * (plan.nodes - 1) + level * plan.levels
+
+    drafter, written = Timed(Chains(), small, cost, level), 0
+    drafter.begin(1, 300, Sampling.of([SamplingParams()], 1024))
+    accepted = Accepted(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, 0), [1], [[0]])
+    while written < 200:
+        tree = drafter.propose(accepted, None)
+        path = list(range(1 + min(right, tree.tokens.shape[1] - 1)))
+        drafter.observe([path], tree.tokens)
+        drafter.observe_seconds(0.0)
+        written += len(path)
+    speed, best = written / drafter.spent, max((1 + min(plan.levels, right)) / cost(plan) for plan in drafter.plans)
+    assert speed > (0.975 if best < 1.15 else 1 + 0.6 * (best - 1))  # and most of what can be gained is gained
 
 
-def test_a_tree_that_is_too_large_for_a_batch_is_looked_at_rarely(small):
-    large = Short(small, small, nodes=16, depth=15, width=1, min_probability=0)
-    drafter = Timed(large, small, lambda plan: 40.0 if plan.nodes == 16 else 1 + plan.nodes / 100)
-    nodes = nodes_of_steps(small, drafter, 500, batch=4)
-    assert nodes[30:].count(16) == 0 and nodes[-1] in range(2, 16)
+def test_every_plan_is_a_part_of_the_next_one_and_a_gpu_captures_few_sizes(small):
+    for tree in (itself(small, 8), DraftModel(small, small, nodes=32, depth=6, width=3)):
+        plans = {device: plans_of(tree, torch.device(device)) for device in ("cpu", "cuda")}
+        for sizes in plans.values():
+            assert sizes == sorted(sizes) and sizes[-1] == Plan(tree.nodes, tree.depth)
+            assert [plan.levels for plan in sizes] == sorted(plan.levels for plan in sizes)
+        assert (
+            {plan.nodes for plan in plans["cuda"][:-1]} <= {2, 4, 8, 16} < {plan.nodes for plan in plans["cpu"]} | {16}
+        )
 
 
-def test_trees_that_disappoint_are_no_reason_to_look_at_the_largest(small):
-    """Let every tree but the small one seem cheap until it is timed."""
-    inner = Short(small, small, nodes=16, depth=15, width=1, min_probability=0)
-    drafter = Timed(inner, small, lambda plan: {1: 1.0, 8: 1.9, 16: 20.0}.get(plan.nodes, 3.5))
-    nodes = nodes_of_steps(small, drafter, 300, batch=8)
-    assert len(set(nodes)) > 4 and nodes[3 * FEW :].count(16) <= 1
+def test_a_head_that_drafts_all_levels_at_once_is_charged_for_it_once():
+    costs = Costs(1, "cpu", by_level=False)
+    for nodes in (1, 1, 1, 2):
+        costs.add(nodes, 1.5 if nodes > 1 else 1.0, Plan(2, 1) if nodes > 1 else PLAIN, 0.5 if nodes > 1 else None)
+    assert costs.draft(Plan(9, 8)) == costs.draft(Plan(2, 1)) == 0.5
+
+
+def test_auto_begins_plainly_then_drafts_little(small):
+    nodes = nodes_of_steps(small, Timed(itself(small, 15), small, lambda plan: 1.0 + plan.nodes / 100), 30)
+    assert nodes[:ENOUGH] == [1] * ENOUGH and nodes[ENOUGH] <= 3
+    assert max(nodes[: 2 * ENOUGH]) < 16 and nodes[-5:].count(16) >= 4
 
 
 def test_auto_decodes_plainly_where_drafts_are_right_but_cost_more_than_they_gain(small):
     drafter = Timed(itself(small), small, lambda plan: 1.0 if plan == PLAIN else 6.0 * plan.nodes)
-    nodes = nodes_of_steps(small, drafter, 200)
-    assert nodes[-100:].count(1) >= 98
+    assert nodes_of_steps(small, drafter, 200)[-100:].count(1) >= 98
 
 
 def test_auto_drafts_where_it_pays(small):
-    drafter = Timed(itself(small), small, lambda plan: 1.0 + 0.1 * plan.levels, drafting=0.4)
+    drafter = Timed(itself(small), small, lambda plan: 1.0 + 0.1 * plan.levels, drafting=0.05)
     nodes = nodes_of_steps(small, drafter, 60)
-    assert nodes[-20:].count(5) >= 18  # all but an exploration of steps without drafts
+    assert nodes[-20:].count(5) >= 18  # all but a plain step
+
+
+def test_auto_drafts_no_deeper_than_it_pays(small):
+    inner = Short(small, small, nodes=9, depth=8, width=1, min_probability=0)
+    drafter = Timed(inner, small, lambda plan: 1.0 + 0.3 * plan.levels)
+    assert nodes_of_steps(small, drafter, 300)[-100:].count(3) >= 90  # of two drafts
 
 
 def test_a_machine_that_grows_slower_is_no_reason_to_change_the_tree(small):
     slower = [1.0]
-    drafter = Timed(itself(small), small, lambda plan: slower[0] * (1.0 + 0.1 * plan.levels), drafting=0.4)
+    drafter = Timed(itself(small), small, lambda plan: slower[0] * (1.0 + 0.1 * plan.levels))
     nodes_of_steps(small, drafter, 60)
     slower[0] = 6.0  # five tokens in 8.4 would be less than one in a plain step of before
-    assert nodes_of_steps(small, drafter, 60).count(5) >= 57
+    assert nodes_of_steps(small, drafter, 60).count(5) >= 45
 
 
-def test_the_levels_share_the_drafting_and_the_nodes_the_rest(small):
-    """Let a level cost one baseline step and a node almost nothing: two drafts, of which one is right, are drafted after
-    all."""
-    drafter = Timed(itself(small), small, lambda plan: 1.0)
-    drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
-    know(drafter, 4.0, (PLAIN, 1.0), (drafter.full, 5.4))
-    assert drafter.seconds(Plan(2, 1)) == pytest.approx(1 + 1 + 0.4 / 4)
-    assert drafter.seconds(Plan(5, 2)) == pytest.approx(1 + 2 + 0.4)
+def test_what_is_seen_of_a_large_tree_is_known_of_smaller_ones():
+    """Ranks 0, 3 and 5: two nodes hold the first, six the first two, eight all three."""
+    plans = [Plan(2, 1), Plan(6, 2), Plan(8, 3), Plan(16, 3)]
+    hits = Hits(plans)
+    for _ in range(100):
+        hits.add(Plan(8, 3), [0, 3, 5])
+    first, second, third, larger = hits.gains()
+    assert (first, second, third) == pytest.approx((2, 3, 4), abs=0.2) and larger == pytest.approx(third)
+    assert hits.tried[3] == [0, 0, 0] and hits.gains(1.0)[3] >= larger
 
 
-def test_a_small_tree_that_was_timed_bends_what_nodes_cost(small):
-    large = DraftModel(small, small, nodes=24, depth=8, width=3, min_probability=0)
-    drafter = AutoTree(large, small)
-    drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
-    know(drafter, 0.0, (PLAIN, 1.0), (Plan(8, 7), 1.2), (drafter.full, 5.0))
-    assert drafter.seconds(Plan(4, 3)) == pytest.approx(1 + 0.2 * 3 / 7)
-    assert drafter.seconds(Plan(16, 7)) == pytest.approx(1.2 + 3.8 * 8 / 16)
+def test_a_plan_that_was_never_seen_is_taken_for_the_smaller_one():
+    hits = Hits([Plan(2, 1), Plan(4, 3)])
+    assert hits.gains() == pytest.approx([1 + CHANCE, 1 + CHANCE + CHANCE**2 + CHANCE**3])
+    hits.add(Plan(2, 1), [0])
+    chance = (1 + WEIGHT * CHANCE) / (1 + WEIGHT)
+    assert hits.gains() == pytest.approx([1 + chance, 1 + chance + chance**2 + chance**3])
 
 
-def test_a_new_tree_takes_turns_with_the_last_one(small):
-    inner = Short(small, small, nodes=5, depth=4, width=1, min_probability=0)
-    drafter = Timed(inner, small, lambda plan: 1.0 + 0.5 * plan.levels, drafting=2.0)
-    nodes = nodes_of_steps(small, drafter, 200)
-    first = FEW + next(n for n, count in enumerate(nodes[FEW:]) if count < 5)
-    turns = nodes[first : first + 2 * FEW - 1]
-    assert set(turns[::2]) == {nodes[first]} and set(turns[1::2]) == {5}
-    assert nodes[-50:].count(3) >= 45 - TIMED  # two drafts, but for explorations
+def test_costs_between_measured_sizes_are_interpolated():
+    costs = costs_of((1, 1.0), (8, 1.7), (16, 3.3))
+    assert costs.verify(1) == 1.0 and costs.verify(4) == pytest.approx(1.3) and costs.verify(12) == pytest.approx(2.5)
+    assert costs.verify(32) == pytest.approx(3.3 + 16 * 2.3 / 15)  # beyond them a node costs what it cost so far
+    assert costs_of((1, 2.0)).verify(5) == pytest.approx(2.0 * (1 + 4 * NODE["cpu"]))
 
 
-@pytest.mark.parametrize(
-    ("over_plain", "drafted", "drafts"),
-    [(1.02, True, True), (1.02, False, False), (1.05, False, True), (0.98, True, False)],
-)
-def test_drafting_starts_where_it_gains_enough_and_ends_where_it_loses(small, over_plain, drafted, drafts):
-    drafter = AutoTree(Useless([-1]), small)
-    drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
-    drafter.best = drafter.full if drafted else PLAIN
-    drafter.paths.append([0])  # one draft accepted: two tokens in a step
-    know(drafter, 0.0, (PLAIN, 1.0), (drafter.full, 2 / over_plain))
-    assert drafter.choose() == (drafter.full if drafts else PLAIN)
+def test_the_cost_of_drafting_is_no_cost_of_verification():
+    costs, plan = costs_of((1, 1.0)), Plan(5, 4)
+    for _ in range(ENOUGH):
+        costs.add(5, 2.0, plan, 0.75)
+    assert costs.draft(plan) == 0.75 and costs.verify(5) == 1.25 and costs.seconds(plan) == 2.0
+    assert costs.draft(Plan(9, 8)) == 1.5  # twice the levels
 
 
-@pytest.mark.parametrize(("promise", "then"), [(1.04, Plan(5, 4)), (1.08, Plan(4, 3))])
-def test_another_tree_than_the_largest_must_promise_more(small, promise, then):
-    """Try three drafts instead of four, for different speeds."""
-    drafter = AutoTree(itself(small), small)
-    drafter.begin(1, 100, Sampling.of([SamplingParams()], 1024))
-    drafter.paths.append([0, 1, 2, 3])
-    know(drafter, 1.0, (PLAIN, 1.0), (drafter.full, 2.0), (Plan(4, 3), 4 / (5 / 2 * promise)))
-    assert drafter.choose() == then
+def test_a_node_costs_as_much_for_each_sequence_of_a_larger_batch():
+    alone = costs_of((1, 1.0), (5, 2.2))
+    assert costs_of((1, 1.5), batch=8, near=alone).verify(5) == pytest.approx(1.5 * (1 + 4 * 8 * 0.3))
 
 
-@pytest.mark.parametrize(("cost", "then"), [(0.1, 5), (6.0, 1)])
-def test_auto_tries_no_full_tree_at_first_in_a_batch_of_another_size(small, cost, then):
-    """Expect that its gain is known by then, and its cost in the nearest batch size."""
-    drafter = Timed(itself(small), small, lambda plan: 1.0 + (cost if plan != PLAIN else 0.0))
-    times = drafter.all_times[Case(4, False)] = Times()
-    for plan in (PLAIN, drafter.full):
-        times.steps[plan] = deque([10 * drafter.cost(plan)] * TIMED)
-    times.drafting.extend([0.0] * TIMED)
-    drafter.all_paths[False] = deque([[0, 1, 2, 3]] * FIRST)
-    assert nodes_of_steps(small, drafter, 20, batch=2) == [1] * FEW + [then] * (20 - FEW)
+def kept(small: Target, cost: Callable[[Plan], float] = lambda plan: 1.0) -> Timed:
+    drafter = Timed(itself(small), small, cost)
+    remembered(drafter, small, "itself", {})
+    return drafter
 
 
-def test_a_node_costs_as_much_for_each_sequence_of_a_larger_batch(small):
-    """Expect that five tokens for 2.2 seconds pay for one sequence; for eight they take 10.6, and none needs to be tried
-    for that."""
-    drafter = Timed(itself(small), small, lambda plan: 1.0 + 0.3 * 8 * (plan.nodes - 1))
-    times = drafter.all_times[Case(1, False)] = Times()
-    for plan, seconds in ((PLAIN, 1.0), (drafter.full, 2.2)):
-        times.steps[plan] = deque([seconds] * TIMED)
-    times.drafting.extend([0.0] * TIMED)
-    drafter.all_paths[False] = deque([[0, 1, 2, 3]] * FIRST)
-    assert nodes_of_steps(small, drafter, 20, batch=8) == [1] * 20
-    drafter.begin(2, 100, Sampling.of([SamplingParams(temperature=1.0)], 1024))
-    know(drafter, 0.0, (PLAIN, 1.5))
-    assert drafter.seconds(drafter.full) == pytest.approx(1.5 + 2 * 1.2)
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    monkeypatch.setenv("FOREDRAFT_REMEMBER", "1")
+    return tmp_path / "drafting"
+
+
+def test_the_next_run_starts_from_what_the_last_one_learned(small, cache):
+    first = kept(small)
+    before = nodes_of_steps(small, first, 60)
+    assert before[:ENOUGH] == [1] * ENOUGH
+    first.memory.write()
+    (file,) = cache.iterdir()
+    assert file.stat().st_size < 4000
+    then = kept(small)
+    assert then.memory.hits[False].gains() == pytest.approx(first.memory.hits[False].gains(), abs=0.2)
+    assert then.memory.costs[Case(1, False)].verify(5) == first.memory.costs[Case(1, False)].verify(5)
+    assert nodes_of_steps(small, then, 5) == [5] * 5
+
+
+def test_what_was_learned_is_written_when_the_drafter_goes(small, cache):
+    drafter = kept(small)
+    nodes_of_steps(small, drafter, 20)
+    del drafter
+    assert len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"about": 1}', "about", "costs", "hits", "seconds"])
+def test_a_file_that_is_damaged_or_of_something_else_is_ignored(small, cache, damage):
+    drafter = kept(small)
+    nodes_of_steps(small, drafter, 60)
+    drafter.memory.write()
+    (file,) = cache.iterdir()
+    dumped = json.loads(file.read_text())
+    if damage == "about":
+        dumped["about"]["torch"] = "0.1"
+    elif damage == "costs":
+        dumped["costs"] = [[1, False, {"verifying": "no"}]]
+    elif damage == "hits":
+        dumped["hits"]["True"] = [[1, 2], [3]]
+    elif damage == "seconds":
+        dumped["costs"][0][2]["verifying"] = [[1, -5.0]]
+    file.write_text(json.dumps(dumped) if damage in dumped or damage == "seconds" else damage)
+    assert nodes_of_steps(small, kept(small), 5)[:ENOUGH] == [1] * ENOUGH
+
+
+def test_nothing_is_read_or_written_where_it_is_switched_off(small, cache, monkeypatch):
+    monkeypatch.setenv("FOREDRAFT_REMEMBER", "0")
+    drafter = kept(small)
+    nodes_of_steps(small, drafter, 20)
+    del drafter
+    assert not cache.exists()
+
+
+def test_processes_that_write_at_once_leave_one_whole_file(small, cache):
+    drafter = kept(small)
+    nodes_of_steps(small, drafter, 20)
+    drafter.memory.write()
+    (file,) = cache.iterdir()
+    code = f"""
+import json, pathlib
+from foredraft.inference.drafters.dynamic import DynamicTree
+from foredraft.inference.drafters.memory import Memory, write
+from foredraft.inference.drafters.costs import Costs
+file = pathlib.Path({str(file)!r})
+about = json.loads(file.read_text())["about"]
+costs = Costs(1, "cpu")
+for _ in range(3): costs.add(1, 1.0)
+for _ in range(100):
+    write(file, about, {{(1, True): costs}}, {{}}, [])
+    json.loads(file.read_text())
+"""
+    started = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(2)]
+    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    assert list(cache.iterdir()) == [file]
 
 
 def test_seconds_are_those_of_decoding_steps_alone(small, monkeypatch):
-    """Check that prefill chunks, steps of another engine and steps that capture are not counted."""
+    """No prefill chunk, no step of another engine and no step that captures is among them."""
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
     target, now, seen = Target(small.model, small.tokenizer, small.name), [0.0], list[float | None]()
     monkeypatch.setattr("foredraft.inference.engine.time.perf_counter", lambda: now[0])
@@ -252,7 +340,7 @@ def test_seconds_are_those_of_decoding_steps_alone(small, monkeypatch):
 
 @pytest.mark.parametrize("head_is_right", [True, False])
 def test_a_switch_takes_the_suffix_or_the_head_by_what_each_promises(small, head_is_right):
-    """Use a prompt whose greedy continuation has been seen: suffixes are right, and as cheap as a baseline step."""
+    """A prompt whose greedy continuation has been seen: suffixes are right, and as cheap as a plain step."""
     inner = itself(small) if head_is_right else Useless([-1, -1])
     switch = TimedSwitch(SuffixDrafter(longest=24, nodes=12), Timed(inner, small, lambda plan: 1.0))
     ids = torch.tensor([prompt(9)])
@@ -263,12 +351,12 @@ def test_a_switch_takes_the_suffix_or_the_head_by_what_each_promises(small, head
         assert torch.equal(out.sequences, text)  # past outputs are remembered, so the second time all is known
         chosen.append(out.acceptance_length)
     assert chosen[-1] > 6 > 5 >= chosen[0]  # eleven drafts by the suffix, four by the head
-    assert switch.accepted / switch.expected > 0.9
+    assert switch.auto.memory.suffix[1] / switch.auto.memory.suffix[0] > 0.9
 
 
 def test_a_switch_learns_that_suffixes_are_wrong(small):
     class Liar(SuffixDrafter):
-        """Expect a token that never comes."""
+        """Sure of a token that never comes."""
 
         def draft(self, slot: int, text: list[int]) -> tuple[list[tuple[int, int]], float]:
             return [(-1, 0)] * 4, 3.0
@@ -277,4 +365,4 @@ def test_a_switch_learns_that_suffixes_are_wrong(small):
     ids = torch.tensor([prompt(9)])
     steps = [step for _ in range(4) for step in generate(small, switch, ids, max_new_tokens=101, eos_token_id=-1).steps]
     assert any(step.accepted == [0] and step.nodes == 5 for step in steps[:20])  # it was tried
-    assert all(step.accepted == [4] for step in steps[-10:-1])
+    assert [step.accepted for step in steps[-10:-1]].count([4]) >= 8

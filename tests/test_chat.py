@@ -1,11 +1,12 @@
 """Masks, token by token: what the target writes in a conversation is supervised, all of it and nothing else."""
 
+import io
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from foredraft.scripts.chat import Chat
+from foredraft.scripts.chat import Chat, Marks
 from foredraft.scripts.preview import runs
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.columns import cut_off
@@ -48,9 +49,51 @@ def test_a_conversation_that_a_template_refuses_is_dropped_with_its_words():
 def test_a_system_prompt_that_a_template_refuses_is_said_in_a_chat():
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
     target = SimpleNamespace(text_tokenizer=tokenizer(template), eos_token_ids=[])
-    chat = Chat(target, None, None, 8, 0, Console(), False)
+    chat = Chat(target, None, None, 8, 0, Marks(Console(), False))
     with pytest.raises(ValueError, match="the chat template does not support this conversation: no system role"):
         chat.request([{"role": "system", "content": "be kind"}, ONE[0]])
+
+
+UNDERLINED, GREEN = "\x1b[4m", "\x1b[4;32m"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environment", "wanted", "legend", "answer"),
+    [
+        (True, {}, True, f"{GREEN}green and underlined\x1b[0m: a draft", f"a{GREEN} b\x1b[0m{GREEN} c\x1b[0m d\n"),
+        (
+            True,
+            {"NO_COLOR": "1"},
+            True,
+            f"{UNDERLINED}underlined\x1b[0m: a draft",
+            f"a{UNDERLINED} b\x1b[0m{UNDERLINED} c",
+        ),
+        (True, {"TERM": "dumb"}, True, "[in brackets]: a draft", "a[ b c] d\n"),
+        (False, {}, True, "[in brackets]: a draft", "a[ b c] d\n"),
+        (False, {}, False, "", "a b c d\n"),
+    ],
+)
+def test_accepted_drafts_are_marked_with_and_without_colours(terminal, environment, wanted, legend, answer):
+    written = io.StringIO()
+    environment = {"TERM": "xterm", "COLUMNS": "200"} | environment
+    marks = Marks(Console(file=written, force_terminal=terminal, _environ=environment), wanted)
+    marks.explain()
+    explained = written.getvalue()
+    assert explained.startswith(legend) and explained.count("\n") == wanted
+    for text, drafted in (("a", False), (" b", True), ("", False), (" c", True), (" d", False)):
+        marks.write(text, drafted)
+    marks.close()
+    assert written.getvalue().removeprefix(explained).startswith(answer)
+
+
+def test_brackets_end_with_the_answer():
+    written = io.StringIO()
+    marks = Marks(Console(file=written), True)
+    for _ in range(2):
+        marks.write("a")
+        marks.write(" b", True)
+        marks.close()
+    assert written.getvalue() == "a[ b]\na[ b]\n"
 
 
 def test_a_template_whose_answers_begin_otherwise_is_refused():

@@ -56,9 +56,11 @@ def test_a_chat_answers_line_by_line(tmp_path: Path):
     assert ended.code == 0, ended.err
     figures = [line for line in ended.out.splitlines() if "tokens/s, acceptance length" in line]
     assert len(figures) == 3 and "\n" in ended.out
-    first, second = ended.out.split(figures[0])[0], ended.out.split(figures[0])[1].split("6 tokens")[0]
+    legend, answers = ended.out.split("\n", 1)
+    assert legend.startswith("[in brackets]: a draft that the target accepted.")
+    first, second = answers.split(figures[0])[0], answers.split(figures[0])[1].split("6 tokens")[0]
     assert first.strip() == second.strip()  # /new: the same question in the same place
-    assert "takes 2048" in " ".join(ended.out.split()) and "/new starts over" in " ".join(ended.out.split())
+    assert "at most 2048" in " ".join(ended.out.split()) and "/new starts over" in " ".join(ended.out.split())
 
 
 BAD = [("word " * 3000).strip(), "", 5, None, ["a"]]
@@ -83,7 +85,7 @@ def test_prompts_that_cannot_be_answered_leave_the_others(target: Target, tiny_p
         ids = torch.tensor([target.text_tokenizer(prompts[number]).input_ids])
         out = generate(target, None, ids, temperature=1.0, seed=3 + number, max_new_tokens=9)
         assert answers[number]["text"] == target.text_tokenizer.decode(out.new_tokens[0], skip_special_tokens=True)
-    assert "tokens, the target" in answers[1]["error"] and "is empty" in answers[2]["error"]
+    assert "supports at most" in answers[1]["error"] and "is empty" in answers[2]["error"]
     assert all("no prompt" in answers[number]["error"] for number in (3, 5, 6)) and answers[9]["error"] == "not JSON"
     assert "in.jsonl:2: " in first.err
     for more in ([], ["retry_errors=true"]):

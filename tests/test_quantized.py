@@ -99,7 +99,7 @@ def test_its_float32_copy_is_packed_too(packed, path):
     half = Target.from_pretrained(path, dtype="bfloat16", device="cpu", quantization=packed.quantization)
     exact = float32_target(half)
     assert exact is not None
-    assert exact.quantization == packed.quantization and exact.dtype == torch.float32_target
+    assert exact.quantization == packed.quantization and exact.dtype == torch.float32
     assert torch.equal(exact.forward(prompt()).logits, packed.forward(prompt()).logits)
 
 

@@ -14,7 +14,7 @@ from foredraft.inference.evaluation.report import Sample
 from foredraft.inference.serve.choice import Echo
 from foredraft.inference.serve.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
 from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt, token_texts_of
-from foredraft.scripts.chat import Writing
+from foredraft.scripts.chat import Marks, AnswerWriter
 from foredraft.scripts.preview import runs
 from foredraft.train.data.corpus import Document
 from tests.support.spellings import byte_level, metaspace, sentencepiece, word_pieces
@@ -125,10 +125,10 @@ def test_a_chat_in_the_terminal_has_its_spaces():
     tokenizer = sentencepiece()
     blue, mark = tokenizer.convert_tokens_to_ids(["▁blue", "<|assistant|>"])
     for prompt, expected in (([blue, mark], "blue blue"), ([mark, blue], " blue blue")):
-        writing = Writing(SimpleNamespace(text_tokenizer=tokenizer), prompt, Console(file=io.StringIO()), "")
-        writing.push(RequestOutput(None, [blue], None, 1, None))
-        writing.push(RequestOutput(None, [blue], 0, 1, "length"))
-        assert writing.end() == expected
+        writer = AnswerWriter(SimpleNamespace(text_tokenizer=tokenizer), prompt, Marks(Console(file=io.StringIO()), False))
+        writer.push(RequestOutput(None, [blue], None, 1, None))
+        writer.push(RequestOutput(None, [blue], 0, 1, "length"))
+        assert writer.end() == expected
 
 
 def test_log_probabilities_never_name_two_tokens_alike():

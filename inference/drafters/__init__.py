@@ -11,6 +11,7 @@ from foredraft.heads.checkpoint import find, load_head, read_config
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.packing import pack
 from foredraft.heads.target import Target
+from foredraft.inference.drafters import memory
 from foredraft.inference.drafters.adaptive import AdaptiveLength
 from foredraft.inference.drafters.auto import AutoTree, HeadTree
 from foredraft.inference.drafters.base import Drafter, NoDrafter
@@ -66,7 +67,7 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
         return Chain(Lookahead(**options)) if target.prefers_chains else Lookahead(**options)
     if path.startswith("draft:"):
         small = Target.from_pretrained(path.removeprefix("draft:"), dtype=target.dtype, device=target.device)
-        return drafter_for_model(small, target, **{"tree": default_tree, **options})
+        return remembered(drafter_for_model(small, target, **{"tree": default_tree, **options}), target, path, options)
     if "/" not in path and not Path(path).is_dir():
         raise ValueError(f"drafter {path!r} is not one of: {DRAFTER_NAMES}; or several of them joined by +")
     directory = find(path, revision)
@@ -75,7 +76,15 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
     pack(target.model)  # again, after an adapter
     pack(head)
     own = read_config(directory).get("foredraft", {})
-    return drafter_for(head, target, accuracies=own.get("accuracies"), **{"tree": default_tree, **options})
+    drafter = drafter_for(head, target, accuracies=own.get("accuracies"), **{"tree": default_tree, **options})
+    return remembered(drafter, target, str(directory), options)
+
+
+def remembered(drafter: Drafter, target: Target, name: str, options: dict[str, Any]) -> Drafter:
+    """Let tree=auto start from what earlier runs on this machine learned about this drafter (memory.py)."""
+    if isinstance(drafter, AutoTree) and not target.is_collective and memory.is_on():
+        drafter.memory.keep(memory.about(target, name, options))
+    return drafter
 
 
 def drafter_for(

@@ -8,13 +8,11 @@ A suffix that was found costs a look-up and a forward over few nodes; a head's t
 The union of both trees (union.py) accepts more per step, but pays for both in every one.
 """
 
-from collections import deque
 from collections.abc import Sequence
-from statistics import median
 
 from torch import Tensor
 
-from foredraft.inference.drafters.auto import RECENT, AutoTree, Case
+from foredraft.inference.drafters.auto import AutoTree
 from foredraft.inference.drafters.base import Accepted, Drafter
 from foredraft.inference.drafters.cached_tree import CachedTree
 from foredraft.inference.drafters.suffix import SuffixDrafter
@@ -30,9 +28,6 @@ class Switch(Drafter):
         self.suffix, self.auto = suffix, auto
         self.layers, self.nodes = auto.layers, max(suffix.nodes, auto.nodes)
         self.branches = suffix.branches or auto.branches
-        # Of the suffix's drafts: how many its counts expected to be right, and how many were.
-        self.expected, self.accepted = PRIOR, PRIOR
-        self.times: dict[tuple[Case | None, int], deque[float]] = {}  # seconds of its steps with so many nodes
         self.by_suffix = False  # was the last tree a suffix's?
 
     @property
@@ -59,12 +54,13 @@ class Switch(Drafter):
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tree = self.suffix.propose(accepted, gumbel)
-        self.seen = self.times.setdefault((self.auto.case, tree.tokens.shape[1]), deque(maxlen=RECENT))
+        expected, right = self.auto.memory.suffix or (PRIOR, PRIOR)
+        self.size = tree.tokens.shape[1]
         self.now_expected = sum(self.suffix.expected)
-        gain = 1 + self.accepted / self.expected * self.now_expected / len(self.suffix.expected)
-        seconds = median(self.seen) if self.seen else self.auto.seconds_to_verify(tree.tokens.shape[1])
+        gain = 1 + right / expected * self.now_expected / len(self.suffix.expected)
         # Nothing is promised before plain steps were timed.
-        self.by_suffix = self.now_expected > 0 and 0 < self.promised < gain / seconds
+        promised = self.promised * self.auto.costs.verify(self.size)
+        self.by_suffix = self.now_expected > 0 and 0 < promised < gain
         if self.by_suffix:
             self.auto.postpone(accepted)
             return tree
@@ -74,10 +70,12 @@ class Switch(Drafter):
         if not self.by_suffix:
             self.auto.observe(paths, choices)
             return
-        self.expected += self.now_expected
-        self.accepted += sum(len(path) - 1 for path in paths if path)
-        if self.expected > REMEMBER:
-            self.expected, self.accepted = self.expected / 2, self.accepted / 2
+        lengths = [len(path) for path in paths if path]
+        self.emitted = sum(lengths) / max(1, len(lengths))
+        expected, right = self.auto.memory.suffix or (PRIOR, PRIOR)
+        expected, right = expected + self.now_expected, right + sum(lengths) - len(lengths)
+        share = 0.5 if expected > REMEMBER else 1.0
+        self.auto.memory.suffix[:] = share * expected, share * right
 
     def observe_seconds(self, seconds: float | None) -> None:
         if not self.by_suffix:
@@ -86,4 +84,5 @@ class Switch(Drafter):
             return
         seconds = self.auto.broadcast(seconds)
         if seconds is not None:
-            self.seen.append(seconds / self.auto.slowdown)
+            self.auto.costs.add(self.size, seconds)
+        self.auto.account(self.emitted, self.auto.costs.verify(self.size))

@@ -176,6 +176,7 @@ class Choice:
                 "parents": output.trace.parents,
                 "probabilities": [round(value, 4) for value in output.trace.probabilities],
                 "accepted": output.trace.path,
+                "hidden": output.trace.hidden,
             }
         return entry
 
