@@ -14,7 +14,7 @@ from foredraft.inference.evaluation.report import Sample
 from foredraft.inference.serve.choice import Echo
 from foredraft.inference.serve.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
 from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt, token_texts_of
-from foredraft.scripts.chat import Marks, AnswerWriter
+from foredraft.scripts.chat import AnswerWriter, Marks
 from foredraft.scripts.preview import runs
 from foredraft.train.data.corpus import Document
 from tests.support.spellings import byte_level, metaspace, sentencepiece, word_pieces

@@ -1,0 +1,138 @@
+"""README and docs say what is so: commands compose, marked ones run, Python runs, and links lead somewhere.
+
+`mkdocs build --strict` (scripts/test.sh) checks the links and anchors inside docs.
+"""
+
+import importlib
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+from markdown.extensions.toc import slugify
+
+from foredraft.heads import Target, save_head
+from tests.conformance.checks import support
+from tests.conformance.families import families
+from tests.conformance.targets import small_family
+from tests.support import ROOT
+from tests.support.documents import DOCUMENTS, FOREIGN, Block, blocks, command_lines, program, typed_commands
+from tests.support.head_factory import make_head
+
+SUPPORT = {"trees": "Trees", "chains": "Chains", "decoded plainly": "No drafts"}
+COMMANDS = list(dict.fromkeys(command for document in DOCUMENTS for command in typed_commands(document)))
+PYTHON = [document for document in DOCUMENTS if blocks(document, "python")]
+RUN = [block for document in DOCUMENTS for block in blocks(document) if block.runs]
+
+
+def title(document: Path) -> str:
+    return str(document.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_one_that_the_program_takes(command: str, call) -> None:
+    bare = re.sub(r"'[^']*'|\"[^\"]*\"|#.*", "", command)
+    assert not re.search(r"[\[\]*?{}]", bare), f"a shell would expand this: {bare}"
+    words = shlex.split(command, comments=True)
+    if words[0] in FOREIGN or words[:2] == ["python", "-m"]:
+        return
+    if words[:2] == ["pip", "install"]:
+        check_extras(words[2:])
+        return
+    files = [word for word in words if re.match(r"(scripts|train|tests|\.ci)/", word) and "+" not in word]
+    assert all((ROOT / file).exists() for file in files)
+    module, arguments = program(words)
+    if module is None:
+        assert files or words[:2] == ["foredraft", "--version"], f"{command}: no program of ours, and no file"
+        return
+    typed = [word for word in arguments if word != "..."]
+    if "-m" in typed:  # a sweep is checked by its first job, since --cfg excludes it
+        typed = [re.sub(r"=([^,\[]+),.*", r"=\1", word) for word in typed if word != "-m"]
+    ended = call(importlib.import_module(module).main, "--cfg", "job", *typed)  # its own check, which runs nothing
+    assert ended.code == 0, ended.err
+    missing = [line.strip() for line in ended.out.splitlines() if line.endswith(": ???")]
+    complete = module == "foredraft.scripts.plan" or "..." in arguments or not arguments  # a plan needs no data
+    assert complete or not missing, f"{command}: leaves out {missing}"
+
+
+def check_extras(words: list[str]) -> None:
+    """What is installed is foredraft with extras that it has, or a package of another project."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for word in words:
+        if asked := re.fullmatch(r"(?:\.|foredraft)\[(.+)\]", word):
+            assert set(asked[1].split(",")) <= extras.keys(), word
+
+
+@pytest.mark.parametrize("block", RUN, ids=lambda block: f"{title(block.document)}: {block.text.split(chr(10))[0]}")
+def test_a_marked_block_runs(block: Block, call, tmp_path: Path) -> None:
+    for folder in ("scripts", "train"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    for command in command_lines(block.text):
+        words = shlex.split(command, comments=True)
+        module, arguments = program(words)
+        if module is not None:
+            ended = call(importlib.import_module(module).main, *arguments)
+            assert ended.code == 0 and ended.out.strip(), f"{command}: {ended.err}"
+
+
+@pytest.mark.parametrize("document", PYTHON, ids=title)
+def test_the_python_of_a_document_runs(
+    document: Path, tiny_path: Path, target: Target, tmp_path: Path, monkeypatch
+) -> None:
+    save_head(make_head("eagle3", target), tmp_path / "head", target)
+    monkeypatch.chdir(tmp_path)
+    names = {"ORG/NAME": str(tiny_path), "outputs/mine/head": str(tmp_path / "head")}
+    scope: dict[str, object] = {"__name__": "document"}
+    for block in blocks(document, "python"):
+        text = block.text
+        for name, real in names.items():
+            text = text.replace(f'"{name}"', f'"{real}"')
+        exec(compile(text, title(document), "exec"), scope)
+    assert len(scope) > 2
+
+
+@pytest.mark.parametrize("document", [document for document in DOCUMENTS if blocks(document)], ids=title)
+def test_json_and_yaml_can_be_read(document: Path) -> None:
+    for block in blocks(document):
+        if block.language == "json":
+            assert [json.loads(line) for line in block.text.splitlines() if line.strip()]
+        elif block.language == "yaml":
+            assert yaml.safe_load(block.text)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=title)
+def test_links_to_files_of_the_repository_exist(document: Path) -> None:
+    text = document.read_text()
+    assert not [path for path in re.findall(r"foredraft/blob/main/([^)#\s]+)", text) if not (ROOT / path).exists()]
+    if document.parent == ROOT:
+        for link, anchor in re.findall(r"\]\(([^)#:]+)(?:#([^)]*))?\)", text):
+            assert (ROOT / link).exists(), link
+            headings = re.findall(r"^#+ (.*)$", (ROOT / link).read_text(), re.M) if anchor else []
+            assert not anchor or anchor in [slugify(heading, "-") for heading in headings], f"{link}#{anchor}"
+
+
+def test_every_extra_is_explained() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    text = (ROOT / "docs" / "get-started" / "installation.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \|.*$", text, re.M)
+    assert {name for name in extras if name not in ("chat", "serve-test")} <= set(rows)
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", families())
+def test_models_md_lists_every_family_where_it_belongs(name: str) -> None:
+    text = (ROOT / "docs" / "models.md").read_text()
+    lists = re.findall(r"^\*\*([\w ]+)\*\* \(\d+\):\s+((?:`[\w-]+`[,.]?\s+)+)", text, re.M)
+    (listed,) = (title for title, names in lists if f"`{name}`" in names)
+    try:
+        found = SUPPORT[support(small_family(families()[name]))]
+    except (ValueError, ImportError):
+        found = "An error"
+    assert found == listed
