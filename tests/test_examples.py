@@ -1,6 +1,10 @@
-"""The examples run: loop.py, and the head of the developer pages."""
+"""The examples run: loop.py, the notebook, the head of the developer pages; the commands of scripts/examples compose."""
 
+import importlib
+import json
 import re
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,14 +14,20 @@ from torch.nn import functional as F
 from foredraft.heads import Target, load_head, save_head
 from foredraft.inference import drafter_for, generate
 from foredraft.scripts.examples import loop
-from foredraft.train import parity_gate
+from foredraft.train import losses, parity_gate
 from foredraft.train.losses import Prediction
 from foredraft.train.module import DistillationModel
 from tests.support import ROOT
 from tests.support.batches import batch
+from tests.support.documents import blocks, command_lines, program
 
 EXAMPLES = ROOT / "scripts" / "examples"
-PYTHON = re.compile(r"^```python\n(.*?)^```$", re.S | re.M)
+TYPED = [
+    pytest.param(command, id=f"{file.stem}: {command[:60]}")
+    for file in sorted(EXAMPLES.glob("*.sh"))
+    for command in command_lines(file.read_text())
+    if command.startswith(("foredraft ", "torchrun "))
+]
 
 
 def test_the_loop_trains_and_decodes(tiny_path: Path, tmp_path: Path) -> None:
@@ -32,6 +42,15 @@ def test_the_loop_trains_and_decodes(tiny_path: Path, tmp_path: Path) -> None:
     assert load_head(tmp_path / "head", target).depth == 3
 
 
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    cells = json.loads((ROOT / "docs" / "notebooks" / "quickstart.ipynb").read_text())["cells"]
+    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert source.count("max_steps=40") == 1
+    exec(compile(source.replace("max_steps=40", "max_steps=2"), "quickstart.ipynb", "exec"), {"__name__": "notebook"})
+    assert capsys.readouterr().out.count("tokens per forward") >= 3
+
+
 def cross_entropy(draft: Prediction, teacher: Prediction) -> torch.Tensor:
     return F.cross_entropy(draft.logits, teacher.probabilities, reduction="none")
 
@@ -40,8 +59,8 @@ def cross_entropy(draft: Prediction, teacher: Prediction) -> torch.Tensor:
 def documented() -> type:
     """Return the head of docs/developer/add-a-head.md."""
     scope: dict = {"__name__": "documented"}
-    (source,) = PYTHON.findall((ROOT / "docs" / "developer" / "add-a-head.md").read_text())
-    exec(compile(source, "add-a-head.md", "exec"), scope)
+    (block,) = blocks(ROOT / "docs" / "developer" / "add-a-head.md", "python")
+    exec(compile(block.text, "add-a-head.md", "exec"), scope)
     return scope["SharedHead"]
 
 
@@ -75,6 +94,14 @@ def test_the_documented_head_is_aligned_lossless_and_loads_again(
         assert drafted.new_tokens == alone.new_tokens
 
 
+@pytest.mark.parametrize("command", TYPED)
+def test_a_command_of_an_example_composes(command: str, call: Callable) -> None:
+    module, arguments = program(shlex.split(command, comments=True))
+    assert module is not None
+    ended = call(importlib.import_module(module).main, "--cfg", "job", *arguments)
+    assert ended.code == 0, ended.err
+
+
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.sh")), ids=lambda file: file.stem)
 def test_an_example_says_what_it_takes(file: Path) -> None:
     header = file.read_text().partition("set -euo pipefail")[0]
@@ -82,6 +109,11 @@ def test_an_example_says_what_it_takes(file: Path) -> None:
     assert {"Hardware", "Time", "Acceptance", "Needs"} <= told.keys()
     assert "planned" in told["Time"] or "measured" in told["Hardware"]
     assert f"[{file.name}]({file.name})" in (EXAMPLES / "README.md").read_text()
+
+
+def test_the_page_of_losses_names_every_loss() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "losses.md").read_text(), re.M)
+    assert sorted(rows) == sorted(losses.LOSSES)
 
 
 def test_the_server_page_names_every_metric() -> None:
