@@ -125,7 +125,9 @@ def test_a_chat_in_the_terminal_has_its_spaces():
     tokenizer = sentencepiece()
     blue, mark = tokenizer.convert_tokens_to_ids(["▁blue", "<|assistant|>"])
     for prompt, expected in (([blue, mark], "blue blue"), ([mark, blue], " blue blue")):
-        writer = AnswerWriter(SimpleNamespace(text_tokenizer=tokenizer), prompt, Marks(Console(file=io.StringIO()), False))
+        writer = AnswerWriter(
+            SimpleNamespace(text_tokenizer=tokenizer), prompt, Marks(Console(file=io.StringIO()), False)
+        )
         writer.push(RequestOutput(None, [blue], None, 1, None))
         writer.push(RequestOutput(None, [blue], 0, 1, "length"))
         assert writer.end() == expected
