@@ -42,7 +42,7 @@ NEEDS_TARGET = (
     "foredraft {} needs a target: add target=ORG/NAME or a directory; `foredraft demo` trains for the test model"
 )
 TEXTS = ("prompt", "system")  # keys whose values are not paths
-NAMED_DRAFTERS = ("evaluate", "matched", "spec_bench")  # programs whose key `drafter` is not the group of that name
+NAMED_DRAFTERS = ("evaluate", "matched")  # programs whose key `drafter` is not the group of that name
 ROOT = Path(__file__).resolve().parents[1]  # of a checkout, or the folder of the installed package
 CONF, SCRIPTS = ROOT / "conf", ROOT / "scripts"
 

@@ -153,7 +153,7 @@ def rivals(target: Target, cfg: DictConfig, folder: Path, longest: int) -> dict[
 def ours(target: Target, cfg: DictConfig) -> dict[str, Contestant]:
     """Build the baseline and the drafters, each with every sampling."""
     drafters: dict[str, Drafter | None] = {BASELINE: None}
-    for given in cfg.drafter:
+    for given in cfg.drafters:
         options = {str(key): value for key, value in given.items() if key not in ("name", "path")}
         drafters[given["name"]] = load_drafter(given["path"], target, **options)
     found = {}
