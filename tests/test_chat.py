@@ -34,7 +34,7 @@ def test_what_a_template_marks_is_learned_and_nothing_else():
 
 
 def test_a_switch_that_the_template_does_not_know_is_refused():
-    with pytest.raises(ValueError, match="knows no thinking"):
+    with pytest.raises(ValueError, match="does not support thinking"):
         ChatFormat(tokenizer(CHATML), thinking=False)
 
 
@@ -98,7 +98,7 @@ def test_brackets_end_with_the_answer():
 
 def test_a_template_whose_answers_begin_otherwise_is_refused():
     odd = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant, now\n{% endif %}")
-    with pytest.raises(ValueError, match=r"begins an answer otherwise.*data.template=FILE"):
+    with pytest.raises(ValueError, match=r"starts an answer otherwise.*data.template=FILE"):
         ChatFormat(tokenizer(odd)).documents(ONE)
 
 

@@ -312,7 +312,7 @@ def test_bad_settings_are_named(target, tiny_path):
     ):
         with pytest.raises(ValueError, match=message):
             load_drafter(spec, target, **options)
-    with pytest.raises(ValueError, match="random 9 knows 300 tokens"):
+    with pytest.raises(ValueError, match="random 9 has 300 tokens"):
         DraftModel(random_model(9, vocab_size=300), target)
     with pytest.raises(ValueError, match="at least two drafters"):
         Union([NgramDrafter()])

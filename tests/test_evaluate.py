@@ -235,10 +235,10 @@ def test_prompts_of_every_layout(tmp_path, target):
     ("name", "content", "message"),
     [
         ("spec_bend", None, "prompts=spec_bend is neither a file nor one of held_out, spec_bench"),
-        ("file", "", "holds no prompt"),
-        ("file", '{"turns": []}', "file:1 holds no prompt: it needs `turns`"),
-        ("file", "nothing", "file:1 holds no prompt: not JSON"),
-        ("file", '{"turns": [" "]}', "file:1 holds no prompt: an empty turn"),
+        ("file", "", "contains no prompt"),
+        ("file", '{"turns": []}', "file:1 contains no prompt: it needs `turns`"),
+        ("file", "nothing", "file:1 contains no prompt: not JSON"),
+        ("file", '{"turns": [" "]}', "file:1 contains no prompt: an empty turn"),
     ],
 )
 def test_what_is_no_prompt_is_named(tmp_path, monkeypatch, name, content, message):

@@ -204,7 +204,7 @@ class Answers(BaseHTTPRequestHandler):
 @pytest.mark.parametrize(
     "path, message",
     [
-        ("/v1", "answers without hidden states: start the engine as conf/hidden_states/server.yaml shows"),
+        ("/v1", "answers without hidden states: start it as in conf/hidden_states/server.yaml"),
         ("", "status 404"),
     ],
 )
@@ -245,7 +245,7 @@ def test_an_engine_that_names_another_file_is_refused_and_the_file_stays(target:
     other = ThreadingHTTPServer(("127.0.0.1", 0), Names)
     threading.Thread(target=other.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{other.server_port}/v1"
-    with pytest.raises(EngineError, match=r"names .*mine.safetensors, which is no file of this request"):
+    with pytest.raises(EngineError, match=r"names .*mine.safetensors, which is not a file of this request"):
         server(Packed(documents(40, 25), length=32, seed=0), target, [2], 1, url, str(tmp_path), patience=30)
     other.shutdown()
     assert mine.exists()

@@ -60,7 +60,7 @@ def test_export_removes_nothing_that_it_did_not_make(script, trained, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["format=hydra", "output_dir=x"], "reads no eagle3 heads"),
+        (["format=hydra", "output_dir=x"], "does not support eagle3 heads"),
         (["format=tensorrt", "output_dir=x"], "format=tensorrt is not one of vllm, sglang"),
         (["format=vllm", "dtype=q8_0", "output_dir=x"], "dtype=q8_0 is only for format=gguf"),
         (["format=vllm", "output_dir=x", "head=y"], "head is checkpoint now"),

@@ -179,14 +179,14 @@ def test_a_scheduler_that_signals_all_processes_twice_loses_nothing(given: list[
 
 
 def test_a_sweep_that_is_repeated_passes_over_what_is_done(given: list[str], reference: Path, here, tmp_path):
-    shutil.copytree(reference, tmp_path / "out/optimizer-adamw")
-    config = tmp_path / "out/optimizer-adamw/config.yaml"
-    config.write_text(config.read_text().replace("output_dir: out", "output_dir: out/optimizer-adamw"))
+    shutil.copytree(reference, tmp_path / "out/trainer.optim-adamw")
+    config = tmp_path / "out/trainer.optim-adamw/config.yaml"
+    config.write_text(config.read_text().replace("output_dir: out", "output_dir: out/trainer.optim-adamw"))
     ended = here("-m", *given, "output_dir=out", "trainer.optim=adamw,muon", "trainer.max_steps=24")
     assert ended.code == 0, ended.err
-    assert "out/optimizer-adamw holds a finished run of this config; delete it to train again" in ended.out
-    assert not (tmp_path / "out/optimizer-adamw.1").exists()
-    assert (tmp_path / "out/optimizer-muon/metrics.json").exists()
+    assert "out/trainer.optim-adamw holds a finished run of this config; delete it to train again" in ended.out
+    assert not (tmp_path / "out/trainer.optim-adamw.1").exists()
+    assert (tmp_path / "out/trainer.optim-muon/metrics.json").exists()
 
 
 def unfinished(reference: Path, directory: Path, **changes: object) -> Path:

@@ -423,7 +423,7 @@ def test_a_row_that_a_template_does_not_fit_does_not_end_the_others(tmp_path: Pa
     encoder = Encoder(words, source := Source(str(tmp_path / "rows.jsonl")))
     encoder.check()
     reasons = [row["reason"] for row in encoder.rows(source.shards())]
-    assert "begins an answer otherwise" in reasons[0] and reasons[1:] == ["", ""]
+    assert "starts an answer otherwise" in reasons[0] and reasons[1:] == ["", ""]
 
 
 @pytest.mark.parametrize("with_tools", [False, True])

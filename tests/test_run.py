@@ -337,8 +337,11 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
         lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'x').parent}", "data.glob=*.md"],
         "0 files match",
     ),
-    "blank files": (lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'x', ' ').parent}"], r"d holds no text: 1 files"),
-    "empty file": (lambda tiny, tmp: [f"data.path={file(tmp / 'empty.txt')}"], r"empty\.txt holds no text"),
+    "blank files": (
+        lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'x', ' ').parent}"],
+        r"d contains no text: 1 files",
+    ),
+    "empty file": (lambda tiny, tmp: [f"data.path={file(tmp / 'empty.txt')}"], r"empty\.txt contains no text"),
     "one letter": (lambda tiny, tmp: [f"data.path={file(tmp / 'a.txt', 'a')}"], r"a\.txt\) gives no tokens"),
     "not UTF-8": (
         lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'latin.txt', 'Grün'.encode('latin-1')).parent}"],
@@ -378,7 +381,7 @@ BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     ),
     "another target's tokenizer": (
         lambda tiny, tmp: [f"target.path={without_fit(tiny, tmp / 'odd')}"],
-        r"the tokenizer of .*odd knows \d+ tokens, its model only 320",
+        r"the tokenizer of .*odd has \d+ tokens, but its model only 320",
     ),
     "no steps": (
         lambda tiny, tmp: ["trainer.max_steps=0"],

@@ -185,8 +185,8 @@ def check_results(directory: Path) -> None:
     """Check what a search leaves: hass is dropped first, eagle3 then, and medusa is finished as any run is."""
     found = json.loads((directory / "search.json").read_text())
     assert [sorted(r["found"]) for r in found["rounds"]] == [
-        ["eagle3", "hass", "medusa", "baseline"],
-        ["eagle3", "medusa", "baseline"],
+        ["baseline", "eagle3", "hass", "medusa"],
+        ["baseline", "eagle3", "medusa"],
     ]
     candidates = found["candidates"]
     assert candidates["hass"]["dropped"].startswith("round 1: 2.7 ± ") and candidates["medusa"]["dropped"] is None
@@ -223,8 +223,8 @@ def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
         (["judge.repeat=2"], "did you mean judge.repeats"),
         (["heads=[x]", "+candidates.x=['head=medusa2']"], "candidates.x tunes the target too"),
         (
-            ["heads=[x]", "+candidates.x=['head=eagle3','head.deepth=2']"],
-            "candidates.x: head.deepth is not known; did you",
+            ["heads=[x]", "+candidates.x=['head=eagle3','head.ttt_stepz=2']"],
+            "candidates.x: head.ttt_stepz is not known; did you mean head.ttt_steps",
         ),
         (
             ["heads=[x]", "+candidates.x=['head=eagle3','max_length=32']"],

@@ -79,7 +79,7 @@ def of(together: Path, name: str, optimizer: str = "adamw") -> Path:
 
 @pytest.mark.parametrize("name", HALVES_BY_DAY)
 def test_two_processes_learn_what_one_does(alone: Path, together: Path, name: str):
-    ours, theirs = losses(of(together, name)), losses(alone / "outputs/eagle3/optimizer-adamw")
+    ours, theirs = losses(of(together, name)), losses(alone / "outputs/eagle3/trainer.optim-adamw")
     assert len(ours) == STEPS
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
 
@@ -96,7 +96,7 @@ def test_two_processes_learn_in_bfloat16_what_one_does(alone: Path, alone_in_bfl
     """Round only products, which moves losses by up to 2 %; here they are the same to 1.4e-4."""
     directory = of(together, name, "true")
     ours, theirs = losses(directory), losses(alone_in_bfloat16)
-    assert len(ours) == STEPS and theirs != losses(alone / "outputs/eagle3/optimizer-adamw")
+    assert len(ours) == STEPS and theirs != losses(alone / "outputs/eagle3/trainer.optim-adamw")
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
     for rank in (0, 1):
         assert json.loads((directory / f"facts-{rank}.json").read_text())["dtypes"] == ["torch.float32"]
@@ -110,14 +110,14 @@ def test_a_compiled_head_learns_the_same_in_shards(together: Path):
 
 @pytest.mark.nightly
 def test_muon_learns_the_same_in_shards(alone: Path, together: Path):
-    ours, theirs = losses(of(together, "fsdp", "muon")), losses(alone / "outputs/eagle3/optimizer-muon")
+    ours, theirs = losses(of(together, "fsdp", "muon")), losses(alone / "outputs/eagle3/trainer.optim-muon")
     # torch's Muon makes updates orthogonal in bfloat16: the last digit of a gradient moves a loss by up to 1.3e-3 here.
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=2e-3, atol=0)
 
 
 @pytest.mark.parametrize("name", nightly_but(["ddp-fsdp", "fsdp-tensor"], "ddp-fsdp"))
 def test_a_head_learns_the_same_from_a_target_in_pieces(alone: Path, together: Path, tiny_path: Path, name: str):
-    whole = alone / "outputs/eagle3/optimizer-adamw"
+    whole = alone / "outputs/eagle3/trainer.optim-adamw"
     torch.testing.assert_close(*map(torch.tensor, (losses(together / name), losses(whole))), rtol=1e-3, atol=0)
     gained = [json.loads((run / "metrics.json").read_text())["acceptance_length"] for run in (together / name, whole)]
     assert gained[0] == gained[1]
@@ -129,7 +129,7 @@ def test_a_head_learns_the_same_from_a_target_in_pieces(alone: Path, together: P
 
 @pytest.mark.nightly
 def test_features_are_stored_by_all_processes(alone: Path, together: Path):
-    whole = alone / "outputs/eagle3/optimizer-adamw"
+    whole = alone / "outputs/eagle3/trainer.optim-adamw"
     torch.testing.assert_close(*map(torch.tensor, (losses(together / "ddp-disk"), losses(whole))), rtol=1e-3, atol=0)
     stored = sorted((together / "ddp-disk.hidden_states").glob("shard-*.safetensors"))
     assert len(stored) > 2  # so that each wrote some
@@ -142,7 +142,7 @@ def test_a_target_in_pieces_writes_its_own_text(together: Path):
 
 
 def test_a_step_in_two_batches_is_the_same_step(alone: Path):
-    ours, theirs = losses(alone / "halves"), losses(alone / "outputs/eagle3/optimizer-adamw")
+    ours, theirs = losses(alone / "halves"), losses(alone / "outputs/eagle3/trainer.optim-adamw")
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
 
 
@@ -164,7 +164,7 @@ def test_what_is_said_to_be_in_shards_is(together: Path, name: str):
 
 @pytest.mark.parametrize("name", HALVES_BY_DAY)
 def test_the_saved_head_drafts_like_that_of_one_process(alone: Path, together: Path, tiny_path: Path, name: str):
-    saved = of(together, name) / "head", alone / "outputs/eagle3/optimizer-adamw/head"
+    saved = of(together, name) / "head", alone / "outputs/eagle3/trainer.optim-adamw/head"
     ours, theirs = (load_file(path / "model.safetensors") for path in saved)
     assert ours.keys() == theirs.keys()
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
@@ -226,7 +226,7 @@ def test_more_processes_than_rows(given: list[str], tmp_path: Path):
     little = [TWO, "strategy=ddp", "data.path=few.py", "max_length=256"]
     ended = end(torchrun(str(ROOT / "train/run.py"), *given, *little, cwd=tmp_path))
     assert ended.code != 0
-    assert "error: the data gives 1 rows of max_length=256 for 2 processes: take fewer" in ended.err
+    assert "error: the data gives 1 sequences of max_length=256 for 2 processes: use fewer" in ended.err
     assert "exitcode  : 2" in ended.err
 
 

@@ -62,6 +62,8 @@ def has_gpu() -> bool:
 
 def bfloat16_products() -> bool:
     """Return, for `${bfloat16_products:}`, whether the device of a run may compute in bfloat16."""
+    if "torch" not in sys.modules:
+        return has_gpu()  # a config that overrides the key resolves it, too, when `--help` composes it
     from foredraft.heads.target.loading import has_bfloat16_products
 
     return has_bfloat16_products("cuda" if has_gpu() else "cpu")

@@ -211,7 +211,8 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     if near:
         return f"{key} is not known; did you mean {near}?"
     parent = key.rpartition(".")[0]
-    siblings = [name for name in known if name.rpartition(".")[0] == parent] or [n for n in known if "." not in n]
+    own = [name for name in known if not name.rpartition(".")[2].startswith("_")]  # without Hydra's _target_
+    siblings = [name for name in own if name.rpartition(".")[0] == parent] or [name for name in own if "." not in name]
     return f"{key} is not known. Known: {', '.join(sorted(siblings))}. (+{key}=... adds a key.)"
 
 

@@ -26,7 +26,7 @@ def add_vocabulary(writer: Any, target: Target, target_gguf: str | None) -> None
         if model["type"] != "BPE":
             raise ValueError(
                 f"the tokenizer of {target.name} is of type {model['type']}, and only BPE can be written: set "
-                "format.target_gguf=FILE to a GGUF of the target, whose tokenizer is copied"
+                "target_gguf=FILE to a GGUF of the target, whose tokenizer is copied"
             )
         if model.get("byte_fallback"):
             add_pieces(writer, folder, target.vocab_size)
@@ -36,12 +36,12 @@ def add_vocabulary(writer: Any, target: Target, target_gguf: str | None) -> None
 
 def copy_vocabulary(writer: Any, path: Path, vocab_size: int) -> None:
     if not path.is_file():
-        raise ValueError(f"format.target_gguf={path} is not a file: give the GGUF of the target, or null")
+        raise ValueError(f"target_gguf={path} is not a file: give the GGUF of the target, or null")
     fields = {name: field for name, field in package().GGUFReader(path).fields.items() if name.startswith(PREFIX)}
     tokens = fields.get("tokenizer.ggml.tokens")
     count = 0 if tokens is None else len(tokens.data)
     if count != vocab_size:
-        raise ValueError(f"format.target_gguf={path} has {count} tokens, and the target {vocab_size}: another model")
+        raise ValueError(f"target_gguf={path} has {count} tokens, and the target {vocab_size}: another model")
     for name, field in fields.items():
         writer.add_key_value(name, field.contents(), field.types[0], *field.types[1:2])
 
