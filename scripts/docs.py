@@ -9,7 +9,7 @@ Nothing generated is committed. What is measured, and which engine loads which h
 import importlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +124,9 @@ def fields(model: str, base: str = "") -> str:
     return table(["field", "default", "meaning"], lines)
 
 
-GENERATORS = {one.__name__: one for one in (keys, options, config, recipes, programs, fields)}
-GENERATORS |= {one.__name__: one for one in (support, engines, measured, seconds, speedup)}
+FUNCTIONS: tuple[Callable[..., str], ...] = (keys, options, config, recipes, programs, fields)
+FUNCTIONS += (support, engines, measured, seconds, speedup)
+GENERATORS = {one.__name__: one for one in FUNCTIONS}
 
 if __name__ == "__main__":
     print(on_page_markdown(Path(sys.argv[1]).read_text()))

@@ -101,32 +101,32 @@ def test_no_vocabulary_map_is_written_where_nothing_is_pruned(deep, tmp_path):
 
 
 REFUSED = [
-    ("medusa", "vllm", "vLLM reads no medusa heads"),
-    ("medusa", "sglang", "SGLang reads no medusa heads"),
-    ("medusa", "speculators", "speculators package reads no medusa"),
-    ("medusa", "eagle", "reads no medusa"),
-    ("medusa", "hydra", "reads no medusa"),
-    ("eagle3", "medusa", "reads no eagle3"),
-    ("eagle3", "hydra", "reads no eagle3"),
-    ("hydra", "vllm", "vLLM reads no hydra"),
-    ("hydra_pp", "sglang", "SGLang reads no hydra_pp"),
+    ("medusa", "vllm", "vLLM does not support medusa heads"),
+    ("medusa", "sglang", "SGLang does not support medusa heads"),
+    ("medusa", "speculators", "speculators package does not support medusa"),
+    ("medusa", "eagle", "does not support medusa"),
+    ("medusa", "hydra", "does not support medusa"),
+    ("eagle3", "medusa", "does not support eagle3"),
+    ("eagle3", "hydra", "does not support eagle3"),
+    ("hydra", "vllm", "vLLM does not support hydra"),
+    ("hydra_pp", "sglang", "SGLang does not support hydra_pp"),
     ("medusa pruned", "medusa", "does not support a pruned vocabulary"),
     ("eagle", "vllm", "vLLM's EAGLE-1 has no fc.bias"),
-    ("hass", "speculators", "reads no eagle heads"),
+    ("hass", "speculators", "does not support eagle heads"),
     ("eagle3_1", "eagle", "does not support fc_norm, norm_output"),
     ("eagle3 qk_norm", "eagle", "does not support qk_norm"),
     ("eagle3 qk_norm", "sglang", "SGLang does not support qk_norm"),
     ("eagle3 qk_norm", "llamacpp", "llama.cpp does not support qk_norm"),
-    ("domino", "vllm", "vLLM reads no domino heads"),
+    ("domino", "vllm", "vLLM does not support domino heads"),
     ("dspark gated", "vllm", "only with head.markov_head_type=vanilla"),
     ("dspark rnn", "speculators", "only with head.markov_head_type=vanilla"),
-    ("dflash", "eagle", "reads no dflash"),
+    ("dflash", "eagle", "does not support dflash"),
     ("dspark pruned", "sglang", "SGLang's block drafting does not support a pruned vocabulary"),
-    ("lilicorr", "speculators", "speculators package reads no lilicorr"),
-    ("xpress", "sglang", "SGLang reads no xpress"),
+    ("lilicorr", "speculators", "speculators package does not support lilicorr"),
+    ("xpress", "sglang", "SGLang does not support xpress"),
     ("xpress pruned, anchor first", "vllm", "vLLM's xPress does not support a pruned vocabulary"),
     ("xpress uneven", "speculators", "head.xpress_mlp_hidden=10 to be a multiple of head.xpress_rank=6"),
-    ("p_eagle", "sglang", "SGLang reads no p_eagle"),
+    ("p_eagle", "sglang", "SGLang does not support p_eagle"),
     ("eagle3 of other layers", "eagle", r"takes hidden states \[2, 4, 5\] .* this head takes \[1, 3, 5\]"),
     ("eagle3 of two layers", "sglang", "fuses three layers"),
     ("eagle3 of the embedding", "sglang", "hidden state 0"),
@@ -187,7 +187,7 @@ def test_an_engine_is_started_in_its_own_words(deep, engine, kind, words):
 
 
 def test_what_an_engine_has_learnt_is_said(deep):
-    assert "fc_norm, norm_output: SGLang reads it since" in engines.sglang(ours("eagle3_1", deep), deep).note
+    assert "fc_norm, norm_output: supported by SGLang since" in engines.sglang(ours("eagle3_1", deep), deep).note
     head = ours("eagle3", deep)
     head.norm_before_residual = True
     with pytest.raises(ValueError, match="SGLang does not support norm_before_residual"):

@@ -67,7 +67,7 @@ BY_NIGHT = [
         "lossless target=TINY drafter=HEAD data=text data.path=TEXTS num_prompts=1 prompt_tokens=8 max_new_tokens=8",
     ),
     ("cli", "export target=TINY checkpoint=HEAD format=vllm output_dir=out"),
-    ("cli", "parity target=TINY head=HEAD"),
+    ("cli", "parity target=TINY checkpoint=HEAD"),
 ]
 
 

@@ -135,7 +135,7 @@ def test_steps_and_blocks_attend_by_it_as_without(kernel, monkeypatch):
 
 def test_where_the_kernel_does_not_work_a_warning_says_why_and_blocks_serve():
     with pytest.warns(
-        UserWarning, match="FlexAttention does not work on cpu, and training is slower without: .*backward on CPU"
+        UserWarning, match="FlexAttention does not work on cpu, so training is slower: .*backward on CPU"
     ):
         assert not flex.kernel_available(torch.device("cpu"), torch.float32, 4, 2, 16)
 

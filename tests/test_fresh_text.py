@@ -93,7 +93,7 @@ def test_processes_wait_longer_for_new_text_than_for_each_other(tiny_path: Path,
     ("changes", "words"),
     [
         (["self_generated_tokens=0"], "self_generated_tokens=0 lets the target write none"),
-        (["hidden_states=offline"], "take hidden_states=online"),
+        (["hidden_states=offline"], "set hidden_states=online"),
     ],
 )
 def test_what_cannot_be_written_anew_is_refused(here, tiny_path: Path, folder: Path, changes, words):

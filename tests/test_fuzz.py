@@ -62,11 +62,11 @@ def test_damaged_parquet_is_named(tmp_path: Path, damage: str):
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "response": ["c", "d"]}), file)
     whole = file.read_bytes()
     file.write_bytes({"cut": whole[:-9], "zeros": bytes(len(whole)), "text": b"hello", "empty": b""}[damage])
-    with pytest.raises(ValueError, match=r"rows\.parquet is no Parquet file"):
+    with pytest.raises(ValueError, match=r"rows\.parquet is not a (readable )?Parquet file"):
         corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path))
 
 
 def test_a_json_file_that_is_no_list_of_rows_is_named(tmp_path: Path):
     (tmp_path / "rows.json").write_text('[{"prompt": "a", "response": "b"}, {"pro')
-    with pytest.raises(ValueError, match=r"rows\.json begins like a list of rows but is not JSON"):
+    with pytest.raises(ValueError, match=r"rows\.json starts like a list of rows but is not JSON"):
         corpus(tokenizer(CHATML), path=str(tmp_path / "rows.json"), cache_dir=str(tmp_path))

@@ -60,7 +60,7 @@ def test_a_chat_answers_line_by_line(tmp_path: Path):
     assert legend.startswith("[in brackets]: a draft that the target accepted.")
     first, second = answers.split(figures[0])[0], answers.split(figures[0])[1].split("6 tokens")[0]
     assert first.strip() == second.strip()  # /new: the same question in the same place
-    assert "at most 2048" in " ".join(ended.out.split()) and "/new starts over" in " ".join(ended.out.split())
+    assert "supports 2048" in " ".join(ended.out.split()) and "/new starts over" in " ".join(ended.out.split())
 
 
 BAD = [("word " * 3000).strip(), "", 5, None, ["a"]]

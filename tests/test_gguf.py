@@ -126,15 +126,15 @@ def _imported(folder):
 
 
 REFUSED = [
-    ("medusa", {}, "llama.cpp reads no medusa heads: it loads EAGLE-3, DFlash"),
-    ("hydra", {}, "reads no hydra"),
-    ("eagle", {}, "reads no eagle heads: it loads EAGLE-3"),
-    ("domino", {}, "reads no domino"),
-    ("p_eagle", {}, "reads no p_eagle"),
-    ("lilicorr", {}, "reads no lilicorr"),
-    ("xpress", {}, "reads no xpress"),
-    ("mtp", {}, "those of Qwen3.5 alone, .* of a target of type llama, without these: train head=eagle3"),
-    ("eagle3_1", {}, "llama.cpp knows no fc_norm, norm_output"),
+    ("medusa", {}, "llama.cpp does not support medusa heads: it loads EAGLE-3, DFlash"),
+    ("hydra", {}, "does not support hydra"),
+    ("eagle", {}, "does not support eagle heads: it loads EAGLE-3"),
+    ("domino", {}, "does not support domino"),
+    ("p_eagle", {}, "does not support p_eagle"),
+    ("lilicorr", {}, "does not support lilicorr"),
+    ("xpress", {}, "does not support xpress"),
+    ("mtp", {}, "of Qwen3.5, .* belongs to a target of type llama, without these: train head=eagle3"),
+    ("eagle3_1", {}, "llama.cpp does not support fc_norm, norm_output"),
     ("eagle3", {"target_layer_ids": [2, 5]}, r"fuses three layers, and this head reads hidden states \[2, 5\]"),
     ("eagle3", {"target_layer_ids": [2, 5, 16]}, r"the last hidden state \(16\) before its norm"),
     ("dflash anchor first", {}, "drafts in place, and this head anchor first"),
@@ -142,7 +142,7 @@ REFUSED = [
     (
         "dflash2",
         {"selector_top_k": 16, "draft_vocab_size": None},
-        "at least, and this head's is 192: train it with head.selector_top_k=13",
+        "at least 272, and this head's is 192: train it with head.selector_top_k=13",
     ),
     ("dspark gated", {}, "supports DSpark heads only with head.markov_head_type=vanilla"),
 ]
@@ -162,7 +162,7 @@ def test_an_unknown_number_format_is_an_error(embedded):
 def test_other_files_are_no_head(embedded, tmp_path):
     write(gguf_head("eagle3", embedded), embedded, tmp_path)
     (tmp_path / FILE).write_bytes(b"GGUX" + bytes(100))
-    with pytest.raises(ValueError, match=r"head\.gguf is damaged or no GGUF file"):
+    with pytest.raises(ValueError, match=r"head\.gguf is damaged or not a GGUF file"):
         read(tmp_path)
     write_target(tmp_path / FILE, 7)
     with pytest.raises(ValueError, match="is not a head but a model of architecture llama"):

@@ -220,7 +220,7 @@ def test_a_draft_model_does_not_begin_with_packed_layers(fresh):
     layer = fresh.model.model.layers[0].mlp.down_proj
     layer.weight = torch.nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(
-        ValueError, match=r"layers\.0\.mlp\.down_proj\.weight is packed: load the target unquantised, or give"
+        ValueError, match=r"layers\.0\.mlp\.down_proj\.weight is packed: load the target unquantized, or set head.path"
     ):
         DraftModelHead.for_target(fresh, num_hidden_layers=1)
 

@@ -187,7 +187,7 @@ def test_a_token_beyond_the_embeddings_is_named_although_ids_have_holes(fresh: T
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")))
     assert len(tokenizer) < VOCAB
     target = Target(fresh.model, tokenizer, "holes")
-    with pytest.raises(ValueError, match=f"holds 'far' .token {VOCAB + 1}."):
+    with pytest.raises(ValueError, match=f"contains 'far' .token {VOCAB + 1}."):
         target.check_tokens(torch.tensor([[0, VOCAB + 1]]))
     assert check_mask_token(target, None) == VOCAB - 1
 

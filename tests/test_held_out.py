@@ -108,7 +108,9 @@ def test_a_run_logs_it_and_says_that_it_repeats_its_text(here, tiny_path: Path, 
     fast = ["trainer.max_steps=40", "eval.steps=20", "eval.check_float32=false", "eval.timed_prompts=1"]
     ended = here(*given, *fast)
     assert ended.code == 0, ended.err
-    assert re.search(r"^the \d+ rows are read \d+\.\d times: loss and accuracy on them flatter", ended.out, re.M)
+    assert re.search(
+        r"^the \d+ rows are read \d+\.\d times: loss and accuracy on them overestimate the head", ended.out, re.M
+    )
     assert len(printed(ended.out)) == 40
     lines = re.findall(
         r"^step (?:20|40)/40  acceptance length \d\.\d\d \u00b1 \d\.\d\d \(validation\)$", ended.out, re.M

@@ -131,7 +131,7 @@ def test_a_replaced_head_leaves_nothing_to_be_loaded(server, folder, run, target
     shown = push(medusa, replace=True, dry_run=True)
     assert "model.safetensors  deleted" in shown and "adapter_config.json" in server.repos[NAME].files
     said = push(medusa, replace=True)
-    assert "model.safetensors  deleted, of the head that was there" in said
+    assert "model.safetensors  deleted, part of the previous head" in said
     assert set(server.repos[NAME].files) == {
         *("config.json", "medusa_lm_head.safetensors", "LICENSE"),
         *("README.md", "notes.txt"),  # not of a head: they stay
@@ -209,7 +209,11 @@ def test_a_language_model_is_known_by_its_config_before_its_weights_are_fetched(
     repo.files["model.safetensors.index.json"] = json.dumps(
         {"weight_map": {shipped or "norm": "model-1-of-1"}}
     ).encode()
-    words = "org/model is a language model of 64 layers and no head: drafter=draft:org/model" if shipped is None else ""
+    words = (
+        "org/model is a language model with 64 layers, not a head: use drafter=draft:org/model"
+        if shipped is None
+        else ""
+    )
     with pytest.raises(ValueError, match=words):
         load_drafter("org/model", target)
     fetched = [line for line in server.log if line.startswith("GET") and line.endswith(".safetensors")]

@@ -198,13 +198,13 @@ def test_where_all_have_images_nothing_is_decoded(qwen: Path, tmp_path: Path, he
 
 
 @pytest.mark.nightly
-def test_features_of_images_on_disk_are_those_of_the_run(
+def test_stored_hidden_states_of_images_are_those_of_the_run(
     qwen: Path, rows: Path, tmp_path: Path, here: Callable[..., Ended]
 ):
-    for name in ("online", "disk"):
+    for name in ("online", "offline"):
         more = [] if name == "online" else ["hidden_states.path=features", "hidden_states.dtype=float32"]
         assert here(*given(qwen, rows, f"output_dir={name}", f"hidden_states={name}", *more)).code == 0
-    assert losses(tmp_path / "disk") == pytest.approx(losses(tmp_path / "online"), abs=1e-4)
+    assert losses(tmp_path / "offline") == pytest.approx(losses(tmp_path / "online"), abs=1e-4)
 
 
 def test_what_images_cannot_be_trained_with(qwen: Path, rows: Path, here: Callable[..., Ended]):

@@ -104,7 +104,7 @@ def test_seeds_are_topics_or_first_words(chat, tmp_path):
     assert all(chat.text_tokenizer.decode(row["tokens"]).startswith("<|im_start|>user\nHow do bees ") for row in kept)
     openings = TurnPrefixes(ChatFormat(chat.text_tokenizer))
     assert "The user asks about birds." in chat.text_tokenizer.decode(openings.opening("birds"))
-    with pytest.raises(ValueError, match=r"data.seeds=.*no.txt is no file"):
+    with pytest.raises(ValueError, match=r"data.seeds=.*no.txt is not a file"):
         magpie.read_lines("seeds", str(tmp_path / "no.txt"))
 
 

@@ -41,7 +41,7 @@ def test_layers_may_lie_on_several_devices(target: Target, tiny_path: Path, tmp_
     [
         ("layer", None, "sharding=layer is not one of layers, fsdp, tensor"),
         *((name, None, f"sharding={name} needs processes that torchrun starts") for name in COLLECTIVE),
-        ("fsdp", "8bit", "sharding=fsdp cuts weights that quantization=8bit has packed"),
+        ("fsdp", "8bit", "sharding=fsdp splits weights, which quantization=8bit packs"),
     ],
 )
 def test_what_cannot_be_spread_says_why(sharding, quantization, message, tiny_path: Path, monkeypatch):
@@ -52,7 +52,9 @@ def test_what_cannot_be_spread_says_why(sharding, quantization, message, tiny_pa
 
 def test_heads_that_processes_cannot_share_equally_are_named_at_the_start(tiny_path: Path):
     sharding.check_divides(str(tiny_path), 2)
-    with pytest.raises(ValueError, match=r"cuts the num_key_value_heads=2 of .*, and 4 is no divisor: .*sharding=fsdp"):
+    with pytest.raises(
+        ValueError, match=r"splits the num_key_value_heads=2 of .*, and 4 processes do not divide it: .*sharding=fsdp"
+    ):
         sharding.check_divides(str(tiny_path), 4)
 
 
@@ -60,7 +62,7 @@ def test_experts_that_processes_cannot_share_equally_are_named_too(experts: str)
     sharding.check_divides(experts, 2)
     config = json.loads((Path(experts) / "config.json").read_text())
     (Path(experts) / "config.json").write_text(json.dumps(config | {"num_local_experts": 5}))
-    with pytest.raises(ValueError, match=r"cuts the num_local_experts=5 of .*, and 2 is no divisor"):
+    with pytest.raises(ValueError, match=r"splits the num_local_experts=5 of .*, and 2 processes do not divide it"):
         sharding.check_divides(experts, 2)
 
 

@@ -140,9 +140,16 @@ def test_the_c_library_keeps_what_is_freed_on_a_cpu_only(monkeypatch):
 def test_a_terminal_gets_a_bar_and_a_file_gets_lines(tiny_path: Path, folder: Path, tmp_path: Path):
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
-    given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "eval.steps=2"]
+    given = [
+        *SHORT,
+        f"target.path={tiny_path}",
+        f"data.path={folder}",
+        "output_dir=out",
+        "eval.steps=60",
+        "trainer.max_steps=60",
+    ]
     command = [python_for({}), str(ROOT / "train/run.py"), *given]
-    process = subprocess.Popen(command, cwd=tmp_path, env=inherited(), stdout=writer, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=tmp_path, env=inherited(), stdout=writer, stderr=writer)
     os.close(writer)
     seen = b""
     try:
@@ -152,5 +159,5 @@ def test_a_terminal_gets_a_bar_and_a_file_gets_lines(tiny_path: Path, folder: Pa
         pass
     assert process.wait() == 0
     said = seen.decode()
-    assert re.search(r"2/2 \[.*loss \d+\.\d+  accuracy by depth", said) and "\nstep 1/2  loss" not in said
-    assert re.search(r"step 2/2  acceptance length", said)
+    assert re.search(r"/60 \[.*loss \d+\.\d+  accuracy by depth", said) and "\nstep 1/60  loss" not in said
+    assert re.search(r"step 60/60  acceptance length", said)

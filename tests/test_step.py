@@ -72,7 +72,7 @@ def test_a_compiled_run_is_resumed_and_saved(target: Target, tmp_path: Path):
 def test_a_compiler_that_is_none(here, tiny_path: Path, folder: Path):
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out"]
     ended = here("head=medusa", *given, "trainer.compile_head=gcc")
-    assert complaint(ended).startswith("trainer.compile_head=gcc is no backend of torch.compile: ")
+    assert complaint(ended).startswith("trainer.compile_head=gcc is not a backend of torch.compile: ")
     ended = here("head=medusa", *given, "+trainer.torch_compile=true")
     assert "set trainer.compile_head" in complaint(ended)
 
@@ -88,7 +88,9 @@ def test_a_batch_is_learned_without_asking_its_device(fresh: Target, kind: str, 
     head, text = make_head(kind, fresh).train(), batch(40, 25)
     made = criterion(kind, head, fresh)
     known = made.prepare(text, 0)
-    assert known["multiple_documents"] and len(known["label_positions"]) == made.counted(text, head.depth).any(0).sum()
+    assert (
+        known["multiple_documents"] and len(known["label_positions"]) == made.loss_masks(text, head.depth).any(0).sum()
+    )
     elsewhere = Target(copy.deepcopy(fresh.model).to("meta"), fresh.tokenizer, "meta")
     head = head.to("meta")
     head.attach(elsewhere)

@@ -130,8 +130,8 @@ def test_a_head_learns_the_same_from_a_target_in_pieces(alone: Path, together: P
 @pytest.mark.nightly
 def test_features_are_stored_by_all_processes(alone: Path, together: Path):
     whole = alone / "outputs/eagle3/trainer.optim-adamw"
-    torch.testing.assert_close(*map(torch.tensor, (losses(together / "ddp-disk"), losses(whole))), rtol=1e-3, atol=0)
-    stored = sorted((together / "ddp-disk.hidden_states").glob("shard-*.safetensors"))
+    torch.testing.assert_close(*map(torch.tensor, (losses(together / "ddp-offline"), losses(whole))), rtol=1e-3, atol=0)
+    stored = sorted((together / "ddp-offline.hidden_states").glob("shard-*.safetensors"))
     assert len(stored) > 2  # so that each wrote some
 
 

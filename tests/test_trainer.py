@@ -57,7 +57,7 @@ def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Pa
     ("typed", "remedy"),
     [
         (
-            "+trainer.optim=sgd",
+            "trainer.optim=sgd",
             "trainer.optim=sgd is not one of adamw, muon",
         ),
         (

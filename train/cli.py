@@ -221,6 +221,7 @@ def run_job(main: Callable[[DictConfig], None], plan: Plan, cfg: DictConfig) -> 
             "target" in cfg
             and HydraConfig.get().runtime.choices.get("target") == "hf"
             and OmegaConf.is_missing(cfg.target, "path")
+            and cfg.get("endpoint") is None  # of `regenerate`: a server answers
         ):
             raise ValueError(NEEDS_TARGET.format(HydraConfig.get().job.config_name))
         main(cfg)

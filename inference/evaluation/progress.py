@@ -1,6 +1,7 @@
 """Show how far a long run has come, on stderr: a bar on a terminal, sparse lines elsewhere. stdout is for what a program
 returns."""
 
+import multiprocessing
 import os
 import sys
 import time
@@ -10,7 +11,6 @@ from typing import Any, Self, TextIO, TypeVar
 from tqdm import tqdm
 
 T = TypeVar("T")
-MAIN = os.getpid()  # bars of its forked workers would overwrite each other
 FIRST, EVERY = 1.0, 10.0  # seconds until the first line, and the least between two lines
 
 
@@ -31,7 +31,8 @@ class Progress:
         self.start = time.perf_counter()
         self.next = self.start + FIRST
         settings: dict[str, Any] = {"desc": what, "initial": done, "unit": f" {unit}", "delay": FIRST}
-        shown = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0" and os.getpid() == MAIN
+        alone = os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None
+        shown = sys.stderr.isatty() and alone  # bars of several processes would overwrite each other
         self.bar = tqdm(total=total, leave=False, dynamic_ncols=True, **settings) if shown else None
 
     def add(self, count: int = 1, note: str = "") -> None:

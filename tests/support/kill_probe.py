@@ -5,6 +5,7 @@ matter (a step, the optimizer, a measurement, each file of a save, its renaming,
 being written then stays half written. Prints how each run ended, as JSON.
 """
 
+import atexit
 import json
 import os
 import random
@@ -72,6 +73,7 @@ def child(moment: int, number: int, overrides: list[str]) -> None:
         run.main()
     except SystemExit as stop:
         code = int(stop.code or 0)
+    atexit._run_exitfuncs()  # as the end of a process does, which a fork must not do in full
     os._exit(code)
 
 

@@ -62,7 +62,7 @@ def final_norm(target: Target) -> nn.Module:
         if alike and given and isinstance(given[0], Tensor) and given[0].shape == last.shape:
             return module
     raise ValueError(
-        f"{target.name} has no final norm that could be applied to an engine's states: take hidden_states=online or disk"
+        f"{target.name} has no final norm that could be applied to an engine's states: take hidden_states=online or offline"
     )
 
 

@@ -59,7 +59,7 @@ def server(
     """
     if packed.store.reader is not None:
         raise ValueError(
-            "hidden_states=server asks an engine with tokens alone, and the data have images: take online or disk"
+            "hidden_states=server asks an engine with tokens alone, and the data have images: take online or offline"
         )
     client, urls = connect(url, run, timeout, patience)
     norm, wanted = final_norm(target), [*layers, target.num_layers]
