@@ -5,7 +5,6 @@ matter (a step, the optimizer, a measurement, each file of a save, its renaming,
 being written then stays half written. Prints how each run ended, as JSON.
 """
 
-import atexit
 import json
 import os
 import random
@@ -68,13 +67,8 @@ def child(moment: int, number: int, overrides: list[str]) -> None:
     of_a_run(Fate(moment, number))
     sys.argv = ["train/run.py", *overrides, "hydra/job_logging=disabled"]
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- to its end
-    code = 0
-    try:
-        run.main()
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    atexit._run_exitfuncs()  # as the end of a process does, which a fork must not do in full
-    os._exit(code)
+    run.main()
+    raise SystemExit(0)  # runs what a process runs at its end, and does not return to the loop that forks
 
 
 def main() -> None:
