@@ -4,6 +4,7 @@ import csv
 import fcntl
 import json
 import os
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from foredraft.heads import Target, save_head
 from foredraft.inference import generate
-from foredraft.inference.drafters import Drafter, DraftModel, drafter_for
+from foredraft.inference.drafters import Drafter, DraftModel, drafter_for, load_drafter
 from foredraft.inference.drafters.base import Accepted, Wrapper
 from foredraft.inference.evaluation.alignment import Alignment, RecordingDrafter, guess_in_training, head_of
 from foredraft.inference.evaluation.benchmark import Lines, Text
@@ -29,7 +30,7 @@ from foredraft.inference.evaluation.figures import (
     with_prefill,
     without_prefill,
 )
-from foredraft.inference.evaluation.speed import Stopwatch, time_decoders
+from foredraft.inference.evaluation.speed import Stopwatch, foredraft_decoder, time_decoders
 from foredraft.inference.tree import TokenTree
 from foredraft.scripts import evaluate
 from foredraft.train.data import prompt_sets
@@ -249,6 +250,19 @@ def test_what_is_no_prompt_is_named(tmp_path, monkeypatch, name, content, messag
         questions(name, None)
 
 
+def test_spec_bench_is_downloaded_once(tmp_path, monkeypatch):
+    source = tmp_path / "question.jsonl"
+    source.write_text(json.dumps({"category": "rag", "turns": ["Who?"]}) + "\n")
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(tmp_path / "hub"))
+    monkeypatch.setattr(prompt_sets, "SPEC_BENCH", source.as_uri())
+    first = questions("spec_bench", None)
+    source.unlink()
+    assert questions("spec_bench", None) == first and [one.category for one in first] == ["rag"]
+    shutil.rmtree(tmp_path / "hub")
+    with pytest.raises(ValueError, match=r"^prompts=spec_bench: file:\S+ cannot be read: .*prompts=FILE.jsonl$"):
+        questions("spec_bench", None)
+
+
 def test_no_limit_is_every_prompt(run, tmp_path):
     (tmp_path / "set.jsonl").write_text('{"prompt": "one"}\n' * 3)
     run(*typed("prompts=set.jsonl limit=0 drafter=ngram max_new_tokens=2 repeats=1 rivals=false"))
@@ -271,6 +285,15 @@ def test_nothing_to_measure_is_named(given, sentence, run):
 def where(device: str, is_collective: bool) -> Any:
     """Return what a stopwatch reads of a target."""
     return SimpleNamespace(device=torch.device(device), is_collective=is_collective)
+
+
+@pytest.mark.parametrize("name", ["suffix", "ngram+suffix"])
+def test_no_text_drafts_itself(name, target):
+    """A benchmark decodes each text several times; a drafter that remembers would copy the text from the time before."""
+    decode = foredraft_decoder(target, load_drafter(name, target), 24)
+    ids = torch.tensor([list(range(300, 312))])
+    first, again = (decode(ids, 1)[1] for _ in range(2))
+    assert [step.accepted for step in again.steps] == [step.accepted for step in first.steps]
 
 
 def test_texts_that_others_held_up_are_timed_again(monkeypatch):

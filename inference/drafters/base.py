@@ -64,6 +64,9 @@ class Drafter(ABC):
         """Receive the result of the last proposal. paths: accepted nodes of each sequence, node 0 first; [] for finished
         ones. choices: (batch, nodes) int64, the target's choice after each node, accepted or not."""
 
+    def forget_outputs(self) -> None:  # noqa: B027  (most remember none)
+        """Forget the outputs of earlier generations, as a benchmark needs that decodes a prompt several times."""
+
     def observe_seconds(self, seconds: float | None) -> None:  # noqa: B027  (only tree=auto uses it)
         """Receive the duration of the whole last step, after `observe`; None if a graph was captured in it."""
 
@@ -94,6 +97,9 @@ class Wrapper(Drafter):
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         self.inner.observe(paths, choices)
+
+    def forget_outputs(self) -> None:
+        self.inner.forget_outputs()
 
     def observe_seconds(self, seconds: float | None) -> None:
         self.inner.observe_seconds(seconds)

@@ -96,6 +96,9 @@ class SuffixDrafter(Drafter):
         self.suffixes = [[trie] if slot is None else self.suffixes[slot] for slot, trie in pairs]
         self.matches = [[self.past] if slot is None else self.matches[slot] for slot in slots]
 
+    def forget_outputs(self) -> None:
+        self.texts, self.past, self.remembered = [], Trie(), 0
+
     def retire(self, slots: set[int]) -> None:
         """Remember the outputs of the sequences in these slots, which have ended."""
         for slot in sorted(slots):

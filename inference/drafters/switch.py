@@ -77,6 +77,9 @@ class Switch(Drafter):
         share = 0.5 if expected > REMEMBER else 1.0
         self.auto.memory.suffix[:] = share * expected, share * right
 
+    def forget_outputs(self) -> None:
+        self.suffix.forget_outputs()
+
     def observe_seconds(self, seconds: float | None) -> None:
         if not self.by_suffix:
             self.auto.observe_seconds(seconds)

@@ -60,6 +60,10 @@ class Union(Drafter):
             mine = [[row[node] for node in path if row[node] < dummy_node] for path, row in rows]
             drafter.observe(mine, choices.gather(1, position.clamp(max=choices.shape[1] - 1)))
 
+    def forget_outputs(self) -> None:
+        for drafter in self.drafters:
+            drafter.forget_outputs()
+
     def observe_seconds(self, seconds: float | None) -> None:
         for drafter in self.drafters:
             drafter.observe_seconds(seconds)

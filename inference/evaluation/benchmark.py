@@ -171,6 +171,8 @@ class Benchmark:
         text = self.texts[len(self.texts) // 2]
         assert not isinstance(system.drafter, dict)
         ids = torch.tensor([text.tokens], device=self.target.device)
+        if system.drafter is not None:
+            system.drafter.forget_outputs()
         settings: dict[str, Any] = {"max_new_tokens": self.new_tokens, "eos_token_id": -1, "temperature": temperature}
         out = generate(self.target, system.drafter, ids, timings=True, seed=0, **settings)
         seconds = {stage: part / max(1, len(out.steps)) for stage, part in out.seconds.items()}

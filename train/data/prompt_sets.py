@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.train.data.chat_template import ChatFormat
@@ -66,13 +67,15 @@ def rows(name: str) -> Iterator[Row]:
 
 
 def spec_bench() -> Iterator[Row]:
-    import datasets  # seconds to import, and most runs read files
-
-    try:
-        for number, value in enumerate(datasets.load_dataset("json", data_files=SPEC_BENCH, split="train")):
-            yield Row(f"row {number}", value)
-    except Exception as error:  # of the network, of pyarrow: they have no common ground
-        raise ValueError(f"{SPEC_BENCH} cannot be read: {' '.join(str(error).split())[:300]}") from error
+    """Download the file once; a second run reads it from torch's cache, without a network."""
+    file = Path(torch.hub.get_dir()) / "foredraft" / "spec_bench.jsonl"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.hub.download_url_to_file(SPEC_BENCH, str(file), progress=False)  # moved to its name when complete
+        except OSError as error:
+            raise ValueError(f"{SPEC_BENCH} cannot be read: {error}") from error
+    yield from read(file)
 
 
 def question(row: Row, category: str) -> Question:
