@@ -48,8 +48,6 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
     "head.lora_rank": "head.lora_r",
     "head.num_layers": "head.num_hidden_layers",
     "head.rank": "head.lora_r",
-    "judge.new_tokens": "judge.max_new_tokens",
-    "judge.prompts": "judge.num_prompts",
     "length": "max_length",
     "long": "packing",
     "lora": "lora_r",

@@ -71,7 +71,7 @@ class Prepared(NamedTuple):
 @entry("train")
 def main(cfg: DictConfig) -> None:
     if HydraConfig.get().runtime.choices["head"] == "auto":
-        from foredraft.train.search.search import search  # which trains with the functions below
+        from foredraft.train.search import search  # which trains with the functions below
 
         search(cfg)
         return

@@ -79,8 +79,8 @@ def foredraft_decoder(
     streamer: FirstTokens | None = None,
     ends: bool = False,
 ) -> Decoder:
-    """Return a decoder of foredraft, which forgets earlier outputs first: a text that is decoded again must not be drafted from
-    itself. ends: stop at an end token; otherwise all texts have `new_tokens` tokens."""
+    """Return a decoder of foredraft, which forgets earlier outputs first, so that no text is drafted from itself. ends: stop
+    at an end token; otherwise all texts have `new_tokens` tokens."""
     limits: dict[str, Any] = {"max_new_tokens": new_tokens} | ({} if ends else {"eos_token_id": -1})
 
     def decode(ids: Tensor, seed: int) -> tuple[int, Generation]:

@@ -19,7 +19,7 @@ import sys
 
 PRELOADED = [
     "foredraft.train.run",
-    "foredraft.train.search.search",
+    "foredraft.train.search",
     "foredraft.inference.serve.app",
     "foredraft.inference.serve.worker",
     "foredraft.inference.serve.accepted_log",

@@ -1,1 +1,0 @@
-"""head=auto: which head is best for a target, a text and a device, by successive halving (search.py)."""
