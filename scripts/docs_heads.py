@@ -66,6 +66,8 @@ def verdict(page: str, said: list[Any]) -> str:
     """Return whether an engine loads a head; a refusal that names a key of the head is a condition."""
     if any(isinstance(answer, tuple) for answer in said):
         return "yes"
+    if any("Qwen3.5" in str(answer) for answer in said):
+        return "Qwen3.5"
     return f"[with conditions]({page})" if any("head." in str(answer) for answer in said) else "–"
 
 

@@ -42,13 +42,16 @@ def remedies(cfg: DictConfig) -> list[list[str]]:
     batch, steps = cfg.trainer.per_device_train_batch_size, cfg.trainer.gradient_accumulation_steps
     fewer = ["trainer.per_device_train_batch_size=1", f"trainer.gradient_accumulation_steps={batch * steps}"]
     rows = [fewer] if batch > 1 else []
+    vocabulary = [["head.draft_vocab_size=32000"]] if cfg.head.get("draft_vocab_size", 0) is None else []
     strategy = [["strategy=fsdp"]] if cfg.gpus > 1 and not SHARDS[strategy_of(cfg)][0] else []
-    smaller = [] if cfg.target.quantization or cfg.target.sharding else [["target.quantization=4bit"]]
+    loaded = cfg.target.quantization or cfg.target.sharding
+    smaller = [] if loaded else [[f"target.quantization={name}"] for name in ("8bit", "4bit")]
     if smaller and cfg.gpus > 1:
         smaller.insert(0, ["target.sharding=fsdp"])
     elsewhere = [["hidden_states=server"]] if cfg.hidden_states.get("load_full_target", True) else []
     shorter = [[f"max_length={cfg.max_length // part}"] for part in (2, 4)]
-    return [*rows, *strategy, *smaller, *shorter, *elsewhere, *[a + b for a in smaller for b in strategy + shorter]]
+    both = [a + b for a in vocabulary + smaller for b in strategy + shorter + (smaller if a in vocabulary else [])]
+    return [*rows, *strategy, *vocabulary, *smaller, *shorter, *elsewhere, *both]
 
 
 def plan(cfg: DictConfig) -> dict[str, Any]:

@@ -194,7 +194,8 @@ def show_help(command: str, module: str) -> None:
         return
     args = parse(name)
     try:
-        print(help_of(args, args.config_name or name, CONF, file))
+        text = help_of(args, args.config_name or name, CONF, file)
+        print(re.sub("^usage: .*", "usage: foredraft demo", text) if command == "demo" else text)
     except Exception as error:
         raise SystemExit(explain(error, os.getcwd())) from None
 

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 ROOT = Path(__file__).resolve().parents[1]
 KEY = re.compile(r"^( *)([\w.\"' ,-]+):(?: |$)(.*)$")
 COMMENT = re.compile(r"""(?:"[^"]*"|'[^']*'|[^"'#]|(?<=\S)#)*(?<!\S)# *(.*)$""")  # a sign in quotes starts no comment
-COLUMN = 44  # where meanings start
+COLUMN, OPTION = 44, 24  # where meanings of keys start, and width of an option
 HIDDEN = {"_target_", "_partial_", "_convert_"}
 # Keys whose words are the names of a table: the file that has it, and the table.
 TABLES = {
@@ -112,11 +112,11 @@ def options_of(chosen: dict[str, str | None], loader: Any, places: list[Path]) -
     for group, choice in chosen.items():
         yield f"{group}={choice or 'null'}"
         for option, meaning in described(*TABLES[group]) if group in TABLES else ():
-            yield f"  {option:20}{meaning}"
+            yield f"  {option:{OPTION}}{meaning}"
         for option in sorted(loader.get_group_options(group)):
             files = [file for place in places if (file := place / group / f"{option}.yaml").is_file()]
             about = comment_lines(files[0]) if files else []
-            yield f"  {option:20}{(about or [''])[0]}".rstrip()
+            yield f"  {option:{OPTION}}{(about or [''])[0]}".rstrip()
 
 
 def described(file: str, table: str) -> Iterator[tuple[str, str]]:
