@@ -340,7 +340,7 @@ def test_seconds_are_those_of_decoding_steps_alone(small, monkeypatch):
 
 @pytest.mark.parametrize("head_is_right", [True, False])
 def test_a_switch_takes_the_suffix_or_the_head_by_what_each_promises(small, head_is_right):
-    """Check it with a prompt whose greedy continuation has been seen: suffixes are right, as cheap as a step without drafts."""
+    """Check a prompt whose greedy continuation has been seen: suffixes are right, and as cheap as a step without drafts."""
     inner = itself(small) if head_is_right else Useless([-1, -1])
     switch = TimedSwitch(SuffixDrafter(longest=24, nodes=12), Timed(inner, small, lambda plan: 1.0))
     ids = torch.tensor([prompt(9)])

@@ -1,4 +1,4 @@
-"""The page in a real browser: a message sent, an answer streamed and coloured, trees shown, and what axe finds.
+"""The page in a real browser: a message sent, an answer streamed and colored, trees shown, and what axe finds.
 
 The README's screenshot is made here, with SmolLM2 and drafts that are faster than the baseline:
 
@@ -83,7 +83,7 @@ def test_an_answer_is_streamed_and_coloured(page):
     assert page.evaluate("window.changes") > 5
     accepted, own = page.locator(".sides .accepted"), page.locator(".sides .own")
     assert accepted.count() > 0 and own.count() > 0
-    for seen in ("backgroundColor", "textDecorationStyle"):  # the line tells them apart where colours do not
+    for seen in ("backgroundColor", "textDecorationStyle"):  # the line tells them apart where colors do not
         assert len({token.first.evaluate(f"e => getComputedStyle(e).{seen}") for token in (accepted, own)}) == 2
     assert page.locator("pre .accepted[aria-label$=', accepted draft']").count() == accepted.count()
 

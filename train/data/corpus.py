@@ -17,7 +17,7 @@ from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.packing import Packed as Packed
 
 Held = Sequence[str | Document]  # held-out raw texts, and conversations
-TEXTS = 64  # that are tokenised together
+TEXTS = 64  # that are tokenized together
 
 
 class Corpus(NamedTuple):
