@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) of EAGLE-3 heads for such targets.
 
 Keys and values are projected from one small vector per token. Only a part of each query and key is rotated, in pairs of
-neighbouring dimensions, and the rotated part of the key is the same for all heads. The cache contains keys and values
+neighboring dimensions, and the rotated part of the key is the same for all heads. The cache contains keys and values
 themselves, so trees and training steps treat this layer like any other.
 """
 

@@ -147,7 +147,7 @@ class Batch:
         first_tokens, traces = self.sample_first_tokens(prompts, last)
         outputs = []
         for sequence, token in zip(prompts.sequences, first_tokens, strict=True):
-            if sequence.finish_reason is not None:  # cancelled during the prefill
+            if sequence.finish_reason is not None:  # canceled during the prefill
                 continue
             if token is None:
                 sequence.finish_reason = "error"

@@ -156,7 +156,7 @@ def read_settings(
     config: GenerationConfig | None, keywords: dict[str, Any], target: Target, length: int
 ) -> dict[str, Any]:
     """Return the arguments that all requests share, and pad_token_id. length: of the sequences of input_ids, which counts
-    towards max_length. Raises ValueError for unknown and unsupported settings."""
+    toward max_length. Raises ValueError for unknown and unsupported settings."""
     given = {} if config is None else {k: v for k, v in config.to_diff_dict().items() if not k.startswith("_")}
     given |= keywords
     known = set(GenerationConfig().to_dict()) | PARAMS | LIMITS

@@ -62,7 +62,7 @@ def reader(history: str | None) -> Callable[[], str]:
 
 
 class Marks:
-    """Show accepted drafts in another style than the target's own tokens: colour and underline, or brackets."""
+    """Show accepted drafts in another style than the target's own tokens: color and underline, or brackets."""
 
     def __init__(self, console: Console, wanted: bool):
         """Choose the style. wanted: False shows no difference. NO_COLOR leaves the underline; a terminal without styles

@@ -1,7 +1,7 @@
 """Fill in what the code knows about itself while mkdocs builds the pages (`hooks:` in mkdocs.yml).
 
     <!-- generated: keys head=eagle3 -->             a comment in a page of docs/ calls the function of that name below
-    python scripts/docs.py docs/heads/eagle3.md      prints a page as it is built
+    python scripts/docs.py docs/heads/eagle3.md      prints a page in its built form
 
 Nothing generated is committed. What is measured, and which engine loads which head, comes from scripts/docs_heads.py.
 """

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The files of a release: a source distribution, and a wheel that is built from it. Both are checked, each is installed into an
-# environment of its own, and `foredraft --version` and `foredraft env` have to run there, outside of the checkout.
+# The files of a release: a source distribution, and a wheel that is built from it. Both are checked, each is installed into a
+# separate environment, and `foredraft --version` and `foredraft env` have to run there, outside of the checkout.
 #
 #   bash scripts/package.sh DIRECTORY [VERSION]     VERSION: what `foredraft --version` has to print, e.g. that of a tag
 #

@@ -1,7 +1,7 @@
 """Estimate memory and time of a training run before it starts:  python scripts/plan.py target=ORG/NAME head=eagle3 gpus=8
 
 Nothing is loaded but the target's config. What a step takes is counted in train/runtime/cost.py; this program divides it over
-the GPUs and says beside each line where the number comes from.
+the GPUs and prints next to each line where the number comes from.
 """
 
 from pathlib import Path
@@ -22,7 +22,8 @@ KEYS = {"hidden_states=server": "hidden_states.load_full_target=false"}  # the k
 
 
 def read_config(target: str, gguf_file: str | None = None) -> Any:
-    """Raises ValueError that says what to give instead. A GGUF file is converted first, as the run would do it."""
+    """Read the target's config. Raises ValueError that says what to give instead. A GGUF file is converted first, as the run
+    would do it."""
     if gguf_of(target, gguf_file, None) is not None:
         target = resolve_path(target, gguf_file=gguf_file)
     path = Path(target)
@@ -38,7 +39,7 @@ def read_config(target: str, gguf_file: str | None = None) -> Any:
 
 
 def remedies(cfg: DictConfig) -> list[list[str]]:
-    """What could be changed where it does not fit, the cheapest first."""
+    """List what could be changed if the run does not fit, the cheapest first."""
     batch, steps = cfg.trainer.per_device_train_batch_size, cfg.trainer.gradient_accumulation_steps
     fewer = ["trainer.per_device_train_batch_size=1", f"trainer.gradient_accumulation_steps={batch * steps}"]
     rows = [fewer] if batch > 1 else []
@@ -63,7 +64,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     if cfg.target.sharding not in (None, *COLLECTIVE):
         raise ValueError(f"target.sharding={cfg.target.sharding}: a plan knows {', '.join(COLLECTIVE)}, or null")
     if cfg.head._target_.startswith("foredraft.heads.draft_model."):
-        raise ValueError("head=draft_model is a model of its own, and a plan counts heads: plan one of those")
+        raise ValueError("head=draft_model is a separate model, and a plan counts heads: plan one of those")
     config = read_config(cfg.target.path, cfg.target.get("gguf_file"))
     dtype = torch.bfloat16 if cfg.target.dtype == "auto" else resolve_dtype(cfg.target.dtype)
     head, body, target = study(cfg, config, dtype)
@@ -86,7 +87,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
 
 
 def fitting(cfg: DictConfig) -> tuple[list[str], float] | None:
-    """The first remedy with which it fits, and the GiB it then takes."""
+    """Return the first remedy with which the run fits, and the GiB it then takes."""
     for change in remedies(cfg):
         keys = [KEYS.get(one, one) for one in change]
         changed = cast(DictConfig, OmegaConf.merge(cfg, {}))

@@ -2,7 +2,7 @@
 # Four nodes of eight GPUs:  sbatch scripts/slurm.sh recipe=llama33_70b_eagle3 data.path=FOLDER output_dir=FOLDER
 #
 # Two minutes before the time is up Slurm signals this script. It has the run save and stop, and puts the job back into the
-# queue, where the same command continues. The signal is USR1 and not TERM, which scancel sends: a cancelled job stays away.
+# queue, where the same command continues. The signal is USR1 and not TERM, which scancel sends: a canceled job stays away.
 # A job that Slurm preempts or that loses a node is queued again by Slurm itself. output_dir is on a disk of all nodes.
 #SBATCH --job-name=foredraft
 #SBATCH --nodes=4

@@ -33,7 +33,7 @@ def small() -> Target:
 
 
 class Timed(AutoTree):
-    """Its steps take `cost(plan)`, of which drafting a level takes `drafting`."""
+    """Take `cost(plan)` for each step, of which drafting a level takes `drafting`."""
 
     def __init__(self, inner, target: Target, cost: Callable[[Plan], float], drafting: float = 0.0):
         super().__init__(inner, target)
@@ -49,7 +49,7 @@ class Timed(AutoTree):
 
 
 class Useless(OneBranch):
-    """A tree that is never right; what AutoTree needs of an inner drafter."""
+    """Draft a tree that is never right; implement what AutoTree needs of an inner drafter."""
 
     ranks = torch.arange(2)[None]
 
@@ -58,12 +58,12 @@ class Useless(OneBranch):
 
 
 def itself(target: Target, length: int = 4) -> DraftModel:
-    """Its chains are always right: of four, five tokens a step."""
+    """Return a drafter whose chains are always right: of four, five tokens a step."""
     return DraftModel(target, target, nodes=length + 1, depth=length, width=1, min_probability=0)
 
 
 class Short(DraftModel):
-    """Right at depths 1 and 2 alone."""
+    """Draft chains that are right only at depths 1 and 2."""
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tree = super().propose(accepted, gumbel)
@@ -72,7 +72,7 @@ class Short(DraftModel):
 
 
 class TimedSwitch(Switch):
-    """Its steps take a second, but for nodes, of which each takes a hundredth."""
+    """Take a second for each step, and a hundredth of a second more for each node."""
 
     auto: Timed
 
@@ -96,7 +96,7 @@ def nodes_of_steps(target: Target, drafter: AutoTree, count: int, batch: int = 1
 
 
 def costs_of(*steps: tuple[int, float], batch: int = 1, near: Costs | None = None) -> Costs:
-    """Costs after enough steps with trees of each size."""
+    """Return costs after enough steps with trees of each size."""
     costs = Costs(batch, "cpu", near)
     for nodes, seconds in steps:
         for _ in range(ENOUGH):
@@ -105,7 +105,7 @@ def costs_of(*steps: tuple[int, float], batch: int = 1, near: Costs | None = Non
 
 
 class Chains(DynamicTree):
-    """Proposes chains without a model."""
+    """Propose chains without a model."""
 
     def __init__(self) -> None:
         self.layers, self.branches, self.nodes, self.depth = [], False, 9, 8
@@ -125,7 +125,7 @@ class Chains(DynamicTree):
 @pytest.mark.parametrize("node", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("level", [0.0, 0.2, 1.5])
 def test_the_first_tokens_are_never_slower_than_the_baseline(small, right, node, level):
-    """`right`: drafts of each chain that are accepted. node, level: what verifying and drafting one more costs."""
+    """Check it with `right` accepted drafts of each chain. node, level: what verifying and drafting one more costs."""
 
     def cost(plan: Plan) -> float:
         return 1.0 + node * (plan.nodes - 1) + level * plan.levels
@@ -193,7 +193,7 @@ def test_a_machine_that_grows_slower_is_no_reason_to_change_the_tree(small):
 
 
 def test_what_is_seen_of_a_large_tree_is_known_of_smaller_ones():
-    """Ranks 0, 3 and 5: two nodes hold the first, six the first two, eight all three."""
+    """Check it with ranks 0, 3 and 5: two nodes hold the first, six the first two, eight all three."""
     plans = [Plan(2, 1), Plan(6, 2), Plan(8, 3), Plan(16, 3)]
     hits = Hits(plans)
     for _ in range(100):
@@ -315,7 +315,7 @@ for _ in range(100):
 
 
 def test_seconds_are_those_of_decoding_steps_alone(small, monkeypatch):
-    """No prefill chunk, no step of another engine and no step that captures is among them."""
+    """Check that no prefill chunk, no step of another engine and no step that captures is among them."""
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
     target, now, seen = Target(small.model, small.tokenizer, small.name), [0.0], list[float | None]()
     monkeypatch.setattr("foredraft.inference.engine.time.perf_counter", lambda: now[0])
@@ -340,7 +340,7 @@ def test_seconds_are_those_of_decoding_steps_alone(small, monkeypatch):
 
 @pytest.mark.parametrize("head_is_right", [True, False])
 def test_a_switch_takes_the_suffix_or_the_head_by_what_each_promises(small, head_is_right):
-    """A prompt whose greedy continuation has been seen: suffixes are right, and as cheap as a plain step."""
+    """Check a prompt whose greedy continuation has been seen: suffixes are right, and as cheap as a step without drafts."""
     inner = itself(small) if head_is_right else Useless([-1, -1])
     switch = TimedSwitch(SuffixDrafter(longest=24, nodes=12), Timed(inner, small, lambda plan: 1.0))
     ids = torch.tensor([prompt(9)])
@@ -356,7 +356,7 @@ def test_a_switch_takes_the_suffix_or_the_head_by_what_each_promises(small, head
 
 def test_a_switch_learns_that_suffixes_are_wrong(small):
     class Liar(SuffixDrafter):
-        """Sure of a token that never comes."""
+        """Draft a token that never comes, and be sure of it."""
 
         def draft(self, slot: int, text: list[int]) -> tuple[list[tuple[int, int]], float]:
             return [(-1, 0)] * 4, 3.0

@@ -120,10 +120,10 @@ def test_what_an_engine_wrote_is_learned_as_it_was_written(model: str, name: str
 @pytest.mark.parametrize("model", ["qwen3", "qwq", "deepseek_r1", "gpt_oss"])
 def test_thoughts_that_were_cut_off_are_learned_up_to_there(model: str):
     """Check it from ids, and from messages as an engine splits them."""
-    row = VLLM(model, "thoughts", cut=40).regenerated({"messages": CONVERSATIONS["thoughts"]})
+    row = VLLM(model, "reasoning", cut=40).regenerated({"messages": CONVERSATIONS["reasoning"]})
     assert row["error"] == "an answer without content (finish_reason length)"
     form, documents = rows_of(model, row)
-    whole = wrote(model, "thoughts")[0]
+    whole = wrote(model, "reasoning")[0]
     assert learned(form, documents) == [form.tokenizer.decode(form.tokenizer(whole)["input_ids"][:40])]
     for name in ("tokens", "starts", "written"):
         del row[name]
@@ -149,7 +149,7 @@ def test_qwen3_without_thinking(name: str):
 def test_the_ids_are_those_of_the_conversation_written_by_hand(model: str):
     """Check that the tokens before an answer's are those that the model gets when the head is used."""
     thinks = model in ("qwq", "deepseek_r1", "qwen3", "qwen3_5", "glm4_5", "glm5", "minimax_m2", "smollm3")
-    name = "thoughts in the text" if thinks else "one turn"
+    name = "reasoning in the text" if thinks else "one turn"
     form, (document,) = rows_of(model, {"messages": CONVERSATIONS[name]})
     before, written = (form.tokenizer(text)["input_ids"] for text in (PROMPTS[model], wrote(model, name)[0]))
     whole = [*before, *written]

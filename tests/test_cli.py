@@ -371,7 +371,7 @@ def test_a_key_of_earlier_versions(program: str, typed: str, message: str, tmp_p
 
 
 def test_every_new_spelling_is_known() -> None:
-    """By some program, with some choice of each group."""
+    """Check that some program knows it, with some choice of each group."""
     files = [*(ROOT / "conf").glob("*.yaml"), *(ROOT / "scripts/bench/conf").glob("*.yaml")]
     heads = [composed("train", f"head={name}") for name in names("head")]
     sources = [

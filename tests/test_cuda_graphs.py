@@ -88,7 +88,7 @@ class Repeated:
 
 
 def serve_requests(engine: Engine, count: int, longest: int, rng: random.Random) -> None:
-    """Let requests of random prompts and budgets join, end and be cancelled, greedy and sampled ones together."""
+    """Let requests of random prompts and budgets join, end and be canceled, greedy and sampled ones together."""
     waiting = [
         Request(
             [rng.randrange(engine.target.vocab_size) for _ in range(rng.randint(1, longest))],

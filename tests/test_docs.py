@@ -59,7 +59,7 @@ def test_a_command_is_one_that_the_program_takes(command: str, call) -> None:
 
 
 def check_extras(words: list[str]) -> None:
-    """What is installed is foredraft with extras that it has, or a package of another project."""
+    """Check that what is installed is foredraft with extras that it has, or a package of another project."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for word in words:
         if asked := re.fullmatch(r"(?:\.|foredraft)\[(.+)\]", word):

@@ -308,7 +308,7 @@ def test_a_stop_string_is_found_with_the_space_before_it():
 
 
 def test_a_request_for_no_tokens_writes_none(target):
-    """Check it next to others, also if its prompt fills the context, and after it was cancelled."""
+    """Check it next to others, also if its prompt fills the context, and after it was canceled."""
     engine = Engine(target)
     nothing, cancelled, full = (Request([3] * length, max_new_tokens=0) for length in (5, 5, 256))
     writing = Request([3, 4], max_new_tokens=2)

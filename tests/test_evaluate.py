@@ -289,7 +289,7 @@ def where(device: str, is_collective: bool) -> Any:
 
 @pytest.mark.parametrize("name", ["suffix", "ngram+suffix"])
 def test_no_text_drafts_itself(name, target):
-    """A benchmark decodes each text several times; a drafter that remembers would copy the text from the time before."""
+    """Decode a text twice, as a benchmark does; a drafter that remembers would copy the text from the time before."""
     decode = foredraft_decoder(target, load_drafter(name, target), 24)
     ids = torch.tensor([list(range(300, 312))])
     first, again = (decode(ids, 1)[1] for _ in range(2))

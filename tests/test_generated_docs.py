@@ -21,7 +21,7 @@ SAID = {
 
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads are not built here: `mkdocs build` builds them all."""
+    """Replace the answers of built heads: `mkdocs build` builds them all."""
     monkeypatch.setattr(docs_heads, "answers", lambda: defaultdict(lambda: SAID, eagle3=SAID))
 
 

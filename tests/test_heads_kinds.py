@@ -25,7 +25,7 @@ from tests.support.head_factory import make_head
 from tests.support.tiny import TEXT
 from tests.support.toy.head import ToyHead
 
-# -- what is learnt ---------------------------------------------------------------------------------------------------
+# -- what is learned --------------------------------------------------------------------------------------------------
 
 
 def answers_of(head, target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:

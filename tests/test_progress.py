@@ -61,7 +61,7 @@ def test_the_rate_is_that_of_this_run(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_lines_become_rare(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """A day of work takes some hundred lines."""
+    """Check that a day of work takes some hundred lines."""
     clock = [0.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: clock[0])
     work = progress.Progress("working")

@@ -153,7 +153,7 @@ def test_sample_keeps_its_text_and_says_how_each_token_came(tmp_path):
             assert kind.split()[0] == ("own" if depth == 0 else "depth")
     styled = (tmp_path / "report.html").read_text(encoding="utf-8").split("</style>")[0]
     used = {name for kind, _, _ in page.tokens[0] for name in kind.split() if re.fullmatch(r"d\d+", name)}
-    assert used == {"d1", "d2", "d3", f"d{len(DEPTHS)}"}  # depth 12 has the last colour, not none
+    assert used == {"d1", "d2", "d3", f"d{len(DEPTHS)}"}  # depth 12 has the last color, not none
     assert all(f".{name}{{" in styled for name in used)
     drafted = sum(depth > 0 for _, depth in PIECES)
     assert f"{drafted} of {len(PIECES)} tokens were drafted" in page.text
@@ -210,7 +210,7 @@ def test_digits_and_units():
 
 
 def parse(chart: str) -> ET.Element:
-    """Return the chart as XML: named, without its own colours, every coordinate a finite number inside the picture."""
+    """Return the chart as XML: named, without its own colors, every coordinate a finite number inside the picture."""
     root = ET.fromstring(chart)
     assert root.attrib["role"] == "img" and root.attrib["aria-label"]
     assert not re.search(r"#[0-9a-f]{6}|NaN|nan|inf", chart)

@@ -1,4 +1,4 @@
-"""The page in a real browser: a message sent, an answer streamed and coloured, trees shown, and what axe finds.
+"""The page in a real browser: a message sent, an answer streamed and colored, trees shown, and what axe finds.
 
 The README's screenshot is made here, with SmolLM2 and drafts that are faster than the baseline:
 
@@ -24,7 +24,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 OBSERVER = """() => { window.changes = 0
   new MutationObserver(() => window.changes++).observe(document.getElementById("chat"), {subtree: true, childList: true}) }"""
 
-# Which calls of `ask` begin and end, in this order.
+# Which calls of `ask` start and end, in this order.
 WATCH = """() => { window.calls = []
   const inner = ask
   window.ask = async (...given) => {
@@ -83,7 +83,7 @@ def test_an_answer_is_streamed_and_coloured(page):
     assert page.evaluate("window.changes") > 5
     accepted, own = page.locator(".sides .accepted"), page.locator(".sides .own")
     assert accepted.count() > 0 and own.count() > 0
-    for seen in ("backgroundColor", "textDecorationStyle"):  # the line tells them apart where colours do not
+    for seen in ("backgroundColor", "textDecorationStyle"):  # the line tells them apart where colors do not
         assert len({token.first.evaluate(f"e => getComputedStyle(e).{seen}") for token in (accepted, own)}) == 2
     assert page.locator("pre .accepted[aria-label$=', accepted draft']").count() == accepted.count()
 
@@ -104,7 +104,7 @@ def test_the_page_explains_itself(page):
 
 
 def test_the_baseline_is_decoded_after_the_drafted_answer(page):
-    """Else both would share the machine, and their speeds would say nothing."""
+    """Check the order: otherwise both would share the machine, and their speeds would say nothing."""
     sides = page.locator(".sides pre")
     assert sides.count() == 2 and sides.nth(0).inner_text() == sides.nth(1).inner_text() != ""
     assert "the same text" in page.locator("article [role=status]").inner_text()
@@ -221,7 +221,7 @@ def test_an_answer_can_be_stopped_and_the_chat_begun_anew(page):
 
 @pytest.mark.real
 def test_the_screenshot_shows_a_real_model_with_drafts(browser, tmp_path, monkeypatch):
-    """FOREDRAFT_SCREENSHOT=FILE keeps it, if drafts were faster on this machine now."""
+    """Check it, and save it as FOREDRAFT_SCREENSHOT=FILE if drafts were faster on this machine now."""
     monkeypatch.delenv("FOREDRAFT_CACHE", raising=False)  # the model stays where a user's own runs find it
     facts = ["target=smollm2", f"drafter={ROOT / 'scripts/smollm2/eagle3'}+suffix"]
     with served(tmp_path, *facts, FOREDRAFT_REMEMBER="1") as running:

@@ -26,7 +26,7 @@ if importlib.util.find_spec("deepspeed") is not None:
     HALVES |= {"zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 HALVES_BY_DAY = nightly_but(HALVES, "ddp", "fsdp")
 WHOLE = "strategy_args={deepspeed:{zero_optimization:{stage3_param_persistence_threshold:0}}}"
-# A target in pieces beside it, and one that writes first, which all processes do together; features by both.
+# A sharded target next to it, and one that writes first, which all processes do together; features by both.
 BY_DAY = [
     "ddp,trainer.optim=adamw,target.sharding=fsdp",
     "ddp,trainer.optim=adamw,target.sharding=fsdp,trainer.max_steps=4,self_generated_tokens=512",

@@ -1,4 +1,4 @@
-"""The style check finds a docstring without a verb and a phrase to avoid, and nothing else."""
+"""The style check finds a docstring without a verb and a phrase to avoid, and nothing else. Raw strings are not checked."""
 
 from pathlib import Path
 
@@ -10,12 +10,14 @@ from foredraft.scripts.style_check import complaints
 @pytest.mark.parametrize(
     ("name", "text", "lines"),
     [
-        ("a.py", 'def f():\n    """Return the mask."""\n    beside = 1  # next to it\n', []),
+        ("a.py", 'def f():\n    """Return the mask."""\n\nbeside = 1  # next to it\n', []),
         ("a.py", 'def f():\n    """The mask."""\n', [1]),
         ("a.py", 'class F:\n    """Index of the mask."""\n', [1]),
         ("a.py", 'x = 1\nraise ValueError(f"""{x}\nis no\nnumber""")\n', [3]),
         ("a.md", "One\nbeside another\n", [2]),
-        ("a.yaml", "key: 1  # so many\n", [1]),
+        ("a.yaml", r"key: 1  # so many", [1]),
+        ("a.py", r"x = f'{begins[:4]} is no longer `beside` it', 'thoughts'", []),
+        ("a.py", r"x = f'{begin} begins', 'two thoughts'", [1, 1]),
     ],
 )
 def test_complaints(tmp_path: Path, name: str, text: str, lines: list[int]) -> None:

@@ -12,8 +12,8 @@ from foredraft.train.losses import to_float32
 
 
 class LatticeDistillation(BlockDistillation):
-    """LiLiCorr (arXiv:2608.20530, as in ModelOpt's code): the loss of the logits before the choice, and of the choice after
-    the text's own tokens, up to the first that is none of its candidates; there is no right choice from there on."""
+    """Compute LiLiCorr's losses (arXiv:2608.20530, as in ModelOpt's code): of the logits before the choice, and of the choice
+    after the text's own tokens, up to the first that is none of its candidates. There is no right choice from there on."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class LatticeDistillation(BlockDistillation):
         regret_weight: float = 0.25,
         **kwargs: Any,
     ):
-        """The weights of three losses, and the width of a hinge; conf/head/lilicorr.yaml."""
+        """Set the weights of three losses, and the width of a hinge; conf/head/lilicorr.yaml."""
         super().__init__(*args, **kwargs)
         if not isinstance(self.head, LiLiCorrHead):
             raise ValueError(
@@ -48,14 +48,15 @@ class LatticeDistillation(BlockDistillation):
 
 
 class SelfFedDistillation(BlockDistillation):
-    """xPress (arXiv:2608.02438, as in `speculators`): the loss behind the text's tokens, behind the head's own drafts, as
-    engines refine a block, and of the logits before their correction, without which they are forgotten."""
+    """Compute xPress's losses (arXiv:2608.02438, as in `speculators`): behind the text's tokens, behind the head's own
+    drafts, as engines refine a block, and of the logits before their correction, which would be forgotten without that
+    loss."""
 
     def __init__(
         self, *args: Any, rounds: int = 3, rounds_weight: float = 0.3, before_weight: float = 0.6, **kwargs: Any
     ):
-        """rounds: times that a block is drafted behind the drafts of the time before. The weights are of the mean of their
-        losses, and of the loss before the correction."""
+        """Set rounds and weights. rounds: times that a block is drafted behind the drafts of the time before. The weights are
+        of the mean of their losses, and of the loss before the correction."""
         super().__init__(*args, **kwargs)
         if not self.head.correction or self.head.candidates or isinstance(self.head, LiLiCorrHead):
             raise ValueError(

@@ -51,8 +51,8 @@ def check_settings(target: Target, data: Corpus, settings: Any, length: int) -> 
 
 
 def check_saving(head: DraftHead, target: Target, documents: Sequence[Document]) -> None:
-    """Save a copy of the untrained head, read it back, and pass the parity gate. Random numbers and weights stay as they
-    are."""
+    """Save a copy of the untrained head, read it back, and pass the parity gate. Random numbers and weights stay
+    unchanged."""
     trained = [p for layer in adapter.lora_layers(target) for p in layer.parameters() if p.requires_grad]
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
         trial = copy.deepcopy(head, {id(target): target}).eval()

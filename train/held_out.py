@@ -1,8 +1,8 @@
 """What a head is worth on text that it does not learn from: loss, agreement per depth, and the acceptance length that they
 predict.
 
-Training text flatters a head, the more so the oftener it is read. What is measured here is text of the held-out documents,
-written by the target where the run's own text is.
+Training text overestimates a head, and more so the more often it is read. What is measured here is text of the held-out
+documents, written by the target where the run's own text is.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Agreement(NamedTuple):
 
     @property
     def figures(self) -> dict[str, float]:
-        """Return the figures as they are logged, next to `loss` and `acc_<depth>` of the training text."""
+        """Return the figures that are logged next to `loss` and `acc_<depth>` of the training text."""
         shares = {f"held_out_acc_{depth}": round(share, 4) for depth, share in enumerate(self.shares, start=1)}
         return {
             "held_out_loss": round(self.loss, 4),

@@ -30,7 +30,7 @@ class JointDistillation(DistillationModel):
         """Set the weights. heads_only: share of the training in which only the heads learn. Their loss counts fully there."""
         super().__init__(head, target, loss, depth_decay)
         self.heads_only, self.head_weight = heads_only, head_weight
-        self.adapter = adapter.lora_layers(target)  # here they are saved, optimised and synchronised like the head
+        self.adapter = adapter.lora_layers(target)  # here they are saved, optimized and synchronized like the head
         if not len(self.adapter):
             raise ValueError(
                 f"this objective trains the target's adapter, and head={head.kind} puts none on it: set head=medusa2"

@@ -135,7 +135,7 @@ def coupled(draft: Prediction, teacher: Prediction, temperature: float = 1.0) ->
 
 
 def top_k(draft: Prediction, teacher: Prediction, k: int = 10) -> Tensor:
-    """Compute the cross-entropy over only the target's k most probable tokens, p not renormalised (HASS,
+    """Compute the cross-entropy over only the target's k most probable tokens, p not renormalized (HASS,
     arXiv:2408.15766)."""
     p = teacher.probabilities
     best = p.topk(min(k, p.shape[-1]))

@@ -4,9 +4,9 @@
 aux hidden states of another layer, a norm, a shift, a lost config field) all show as a difference here. It runs before the
 first step, so that a head that cannot be saved fails then, and before every save that is final.
 
-The head and the target's lm_head compute in float32, and the target's layers as they are loaded: a second copy in float32
-would need as much memory again. A target in half precision rounds a short and a long forward differently, so there both get
-the aux hidden states of one.
+The head and the target's lm_head compute in float32, and the target's layers in the dtype they were loaded in: a second copy
+in float32 would need as much memory again. A target in half precision rounds a short and a long forward differently, so there
+both get the aux hidden states of one.
 """
 
 import contextlib

@@ -94,7 +94,7 @@ class HeadTrainingArguments(TrainingArguments):
             if (value := getattr(self, name)) != defaults[name]:
                 raise ValueError(f"trainer.{name}={value} has no effect on a head: {NOT_HERE[name]}")
         if self.max_minutes < 0:
-            raise ValueError(f"trainer.max_minutes={self.max_minutes} must not be negative; 0 is no limit")
+            raise ValueError(f"trainer.max_minutes={self.max_minutes} must not be negative; 0 sets no limit")
         if self.optim not in OPTIMIZERS:
             raise ValueError(f"trainer.optim={self.optim} is not one of {', '.join(OPTIMIZERS)}")
         self.optimizer, self.optim = self.optim, OptimizerNames.ADAMW_TORCH  # Trainer would build its own

@@ -6,7 +6,7 @@ layer and step. Folding the group into the query rows gives the same numbers wit
     query (batch, groups * kv_heads, rows, dim) -> (batch, kv_heads, groups * rows, dim)
 
 On a CPU the rows of a single text are then split so that its threads get equal work. The function is registered under its own
-name in transformers' interface for attention, so no modelling file changes.
+name in transformers' interface for attention, so no modeling file changes.
 """
 
 import contextlib

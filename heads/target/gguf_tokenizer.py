@@ -152,7 +152,7 @@ def byte_level(metadata: Mapping[str, Any], where: str) -> tuple[Tokenizer, bool
 
 
 def sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
-    """Build a tokenizer of words with ▁ for spaces. Neighbours that give the token with the highest score are merged
+    """Build a tokenizer of words with ▁ for spaces. Neighbors that give the token with the highest score are merged
     first."""
     tokens, scores = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.scores"]
     vocabulary = {token: number for number, token in enumerate(tokens)}

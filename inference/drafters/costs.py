@@ -20,7 +20,7 @@ LEVEL = 0.1
 
 
 class Plan(NamedTuple):
-    """The size of a tree; one node is the baseline, a step without drafts."""
+    """Describe the size of a tree; one node is the baseline, a step without drafts."""
 
     nodes: int
     levels: int
@@ -30,11 +30,11 @@ PLAIN = Plan(1, 0)
 
 
 class Costs:
-    """Seconds of the steps of one batch size."""
+    """Record the seconds of the steps of one batch size."""
 
     def __init__(self, batch: int, device: str, near: "Costs | None" = None, by_level: bool = True):
-        """near: the costs of another batch size, whose cost per node and sequence holds until this one was measured.
-        by_level: does the head draft the levels of a tree one after the other, or all at once?"""
+        """Start without measurements. near: the costs of another batch size, whose cost per node and sequence holds until
+        this one was measured. by_level: does the head draft the levels of a tree one after the other, or all at once?"""
         self.batch, self.device, self.near, self.by_level = batch, device, near, by_level
         self.verifying: dict[int, deque[float]] = {}  # by nodes of the tree
         self.drafting: dict[Plan, deque[float]] = {}
@@ -128,5 +128,5 @@ class Costs:
 def repeated(seconds: float) -> Iterable[float]:
     """Return a remembered value as many times as it takes to count, so that new ones soon outweigh it."""
     if not 0 <= seconds < 3600:
-        raise ValueError(f"{seconds} seconds are no step's")
+        raise ValueError(f"{seconds} seconds cannot be a step's")
     return [seconds] * ENOUGH

@@ -32,7 +32,7 @@ VERSION = 1  # of its layout
 
 
 class Case(NamedTuple):
-    """What decides what a tree costs and gains."""
+    """Hold what decides the cost and the gain of a tree."""
 
     batch: int  # a power of two, at least what it is, since sequences leave one by one
     greedy: bool
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
 
 class Hits:
-    """How often the draft at each depth was accepted after the one before it, in the trees of each plan."""
+    """Count how often the draft at each depth was accepted after the one before it, in the trees of each plan."""
 
     def __init__(self, plans: Sequence[Plan]):
         self.plans = plans
@@ -88,10 +88,10 @@ class Hits:
 
 
 class Memory:
-    """What was learned, by kind of batch, and the file that keeps it."""
+    """Keep what was learned, by kind of batch, in memory and in a file."""
 
     def __init__(self, plans: Sequence[Plan], device: str, by_level: bool = True):
-        """by_level: as for `Costs`."""
+        """Start with nothing learned. by_level: as for `Costs`."""
         self.plans, self.device, self.by_level = plans, device, by_level
         self.costs: dict[Case, Costs] = {}
         self.hits = {greedy: Hits(plans) for greedy in (True, False)}  # sampled texts are drafted less well

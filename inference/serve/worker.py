@@ -200,7 +200,7 @@ class Worker(threading.Thread):
         return min((most for most in (self.target.context, batch.max_text_tokens()) if most is not None), default=None)
 
     def score(self, tokens: Sequence[int], top: int) -> Future[list[Scored]]:
-        """Compute log-probabilities of a text's tokens (scoring.py). The future can be cancelled. Raises Failed."""
+        """Compute log-probabilities of a text's tokens (scoring.py). The future can be canceled. Raises Failed."""
         future: Future[list[Scored]] = Future()
         with self.lock:
             if self.dead:
@@ -242,7 +242,7 @@ class Worker(threading.Thread):
         for job in self.jobs.values():
             self.send(job, Failed(ENGINE_DEAD, 503))
         for future, *_ in self.scoring:
-            with suppress(InvalidStateError):  # cancelled
+            with suppress(InvalidStateError):  # canceled
                 future.set_exception(Failed(ENGINE_DEAD, 503))
         self.on_death()
 
@@ -309,7 +309,7 @@ class Worker(threading.Thread):
     def step_scoring(self) -> None:
         """Score one chunk of the first text."""
         future, found, chunks = self.scoring[0]
-        with suppress(InvalidStateError):  # cancelled: the client disconnected, or its time is over
+        with suppress(InvalidStateError):  # canceled: the client disconnected, or its time is over
             try:
                 if not future.cancelled():
                     found += next(chunks)

@@ -1,6 +1,6 @@
 """Measure the speed of training:  python scripts/bench/bench_train.py head=eagle3 max_length=4096 steps=8 [baseline=PYTHON]
 
-Tokens per second of the trainer's own steps, the process's peak memory, and model-flops utilisation: products of the
+Tokens per second of the trainer's own steps, the process's peak memory, and model-flops utilization: products of the
 target's forward and of the head's forward and backward per second, as a share of what one large matrix product reaches on
 this device. With `baseline`, speculators 0.9.0 trains its EAGLE-3 or DFlash in the same run: same target, rows, length,
 steps, dtype and threads, from hidden states on disk; foredraft runs the target, or reads such states too

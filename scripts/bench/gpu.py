@@ -2,7 +2,7 @@
 
 For each target: the baseline relative to the limit of the memory's bandwidth; CUDA graphs relative to single kernels, and
 whether the text is the same; whether a step waits for the device more than once; the share of the acceptance length that
-becomes speed (eta) at a given number of accepted drafts, by head; and EAGLE-3's training speed, utilisation and memory next
+becomes speed (eta) at a given number of accepted drafts, by head; and EAGLE-3's training speed, utilization and memory next
 to the plan's. Nothing is downloaded.
 """
 

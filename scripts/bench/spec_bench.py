@@ -120,7 +120,7 @@ def same_run(file: Path, cfg: DictConfig) -> None:
 def answer_all(
     found: dict[str, systems.Contestant], batches: list[systems.Prompts], repeat: int, end: float, lines: Lines
 ) -> None:
-    """Have every system answer every batch that it has not answered. end: on the monotonic clock."""
+    """Let every system answer every batch that it has not answered. end: on the monotonic clock."""
     done = {(line["system"], line["batch"], line["repeat"]) for line in lines.of("answer")}
     jobs = [(number, name) for number in range(len(batches)) for name in found]
     left = [(number, name) for number, name in jobs if (name, number, repeat) not in done]
@@ -128,7 +128,7 @@ def answer_all(
     for number, name in tqdm(left, desc="answers", unit="answer"):
         if time.monotonic() > end:
             return
-        if name not in warm:  # what is loaded, compiled or measured at a first use is no part of decoding
+        if name not in warm:  # what is loaded, compiled or measured at a first use is not part of decoding
             warm.add(name)
             # Not with a question: suffix matching remembers what it has answered.
             found[name].answer([tokens[::-1] for tokens in batches[0]], 0)

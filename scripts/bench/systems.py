@@ -31,7 +31,7 @@ class Answer(NamedTuple):
     texts: list[list[int]]
     seconds: float
     cpu: float  # seconds of all threads
-    forwards: int  # of the target after the prompt's, per text; 0 where they are not counted
+    forwards: int  # of the target after the prompt's, per text; 0 if they are not counted
     emitted: int  # tokens that these forwards added
 
 
@@ -97,7 +97,7 @@ def cut(text: list[int], ends: list[int]) -> list[int]:
 
 
 class Worker:
-    """A process in another environment, which is started when it is first asked."""
+    """Run a process in another environment, which is started when it is first asked."""
 
     def __init__(self, name: str, script: str, environment: str, folder: Path, job: dict[str, Any]):
         self.name, self.folder, self.job = name, folder, job

@@ -5,7 +5,7 @@
 # Time:        1.9 hours of training per 100M tokens, planned by `foredraft plan`; answers are not counted
 # Memory:      26.9 GiB, planned
 # Acceptance:  not measured yet
-# Needs:       pip install 'foredraft[train,regenerate,serve]', and vLLM in an environment of its own
+# Needs:       pip install 'foredraft[train,regenerate,serve]', and vLLM in a separate environment
 set -euo pipefail
 
 foredraft plan target=Qwen/Qwen3-8B head=eagle3 tokens=100000000

@@ -1,4 +1,4 @@
-"""A published head, its config.json shrunken, with random weights in its layout: is it recognised, and does it draft?"""
+"""A published head, its config.json shrunken, with random weights in its layout: is it recognized, and does it draft?"""
 
 import json
 import tempfile

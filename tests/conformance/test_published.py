@@ -3,7 +3,7 @@
     FOREDRAFT_PUBLISHED=FOLDER python -m pytest -m conformance -rs tests/conformance
 
 takes the config.json files of FOLDER, a test each (of FOLDER/targets: whether they load, train, decode as they do alone and
-export; of FOLDER/heads: whether they are recognised, load on a target of their shape and draft), and every family of
+export; of FOLDER/heads: whether they are recognized, load on a target of their shape and draft), and every family of
 transformers (whether it decodes as transformers does, and drafted as alone, in one sequence and in ragged batches). What is
 refused is skipped, with the sentence that a user would get. The other tests check the checks, with separate configs.
 """

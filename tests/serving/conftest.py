@@ -1,4 +1,4 @@
-"""What the witness tests share: heads of the test model, trained once, and beginnings of files to decode."""
+"""What the cross-engine tests share: heads of the test model, trained once, and beginnings of files to decode."""
 
 import itertools
 import json

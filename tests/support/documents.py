@@ -65,7 +65,7 @@ def typed_commands(document: Path) -> Iterator[str]:
 
 
 def program(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the module that a command line runs and its arguments; None where its options are no keys."""
+    """Return the module that a command line runs and its arguments; None if its options are not keys."""
     first = words[0]
     if first == "foredraft":
         if words[1:2] and words[1].startswith("-"):

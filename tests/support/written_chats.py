@@ -19,14 +19,14 @@ CONVERSATIONS = {
     "one turn": [user("What is 2 + 3?"), assistant("It is 5.")],
     "a system prompt": [{"role": "system", "content": "Be brief."}, user("What is 2 + 3?"), assistant("It is 5.")],
     "two turns": [user("What is 2 + 3?"), assistant("It is 5."), user("And 4 more?"), assistant("Then 9.\n\nReally.")],
-    "thoughts": [user("What is 2 + 3?"), assistant("It is 5.", reasoning_content="2 and 3.")],
-    "thoughts, two turns": [
+    "reasoning": [user("What is 2 + 3?"), assistant("It is 5.", reasoning_content="2 and 3.")],
+    "reasoning, two turns": [
         user("What is 2 + 3?"),
         assistant("It is 5.", reasoning_content="2 and 3."),
         user("And 4 more?"),
         assistant("Then 9.", reasoning_content="5 and 4."),
     ],
-    "thoughts in the text": [user("What is 2 + 3?"), assistant("<think>\n2 and 3.\n</think>\n\nIt is 5.")],
+    "reasoning in the text": [user("What is 2 + 3?"), assistant("<think>\n2 and 3.\n</think>\n\nIt is 5.")],
     "a tool": [
         user("What is 2 + 3?"),
         assistant("", tool_calls=[CALL]),
@@ -34,7 +34,7 @@ CONVERSATIONS = {
         assistant("It is 5."),
     ],
 }
-CONVERSATIONS["thoughts and a tool"] = [
+CONVERSATIONS["reasoning and a tool"] = [
     message | ({"reasoning_content": thought} if thought else {})
     for message, thought in zip(CONVERSATIONS["a tool"], ["", "Call it.", "", "2 and 3."], strict=True)
 ]
@@ -45,14 +45,14 @@ PLAIN = {
 }
 TWO_THOUGHTS = [("2 and 3.", "It is 5."), ("5 and 4.", "Then 9.")]
 THOUGHTS_FIRST = {
-    "thoughts": ["2 and 3.\n</think>\n\nIt is 5."],  # the generation prompt opens the reasoning
-    "thoughts, two turns": [f"{thought}\n</think>\n\n{answer}" for thought, answer in TWO_THOUGHTS],
-    "thoughts in the text": ["2 and 3.\n</think>\n\nIt is 5."],
+    "reasoning": ["2 and 3.\n</think>\n\nIt is 5."],  # the generation prompt opens the reasoning
+    "reasoning, two turns": [f"{thought}\n</think>\n\n{answer}" for thought, answer in TWO_THOUGHTS],
+    "reasoning in the text": ["2 and 3.\n</think>\n\nIt is 5."],
 }
 SHORT = {
-    "thoughts": ["2 and 3.</think>It is 5."],
-    "thoughts, two turns": [f"{thought}</think>{answer}" for thought, answer in TWO_THOUGHTS],
-    "thoughts in the text": ["2 and 3.</think>It is 5."],
+    "reasoning": ["2 and 3.</think>It is 5."],
+    "reasoning, two turns": [f"{thought}</think>{answer}" for thought, answer in TWO_THOUGHTS],
+    "reasoning in the text": ["2 and 3.</think>It is 5."],
 }
 QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 DEEPSEEK_CALL = (
@@ -73,10 +73,10 @@ WROTE: dict[str, dict[str, list[str]]] = {  # without the end of the turn
     | {"a tool": ['[TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": 3}, "id": "123456789"}]', "It is 5."]},
     "qwen3": PLAIN
     | {
-        "thoughts": ["<think>\n2 and 3.\n</think>\n\nIt is 5."],
-        "thoughts, two turns": [f"<think>\n{thought}\n</think>\n\n{answer}" for thought, answer in TWO_THOUGHTS],
-        "thoughts in the text": ["<think>\n2 and 3.\n</think>\n\nIt is 5."],
-        "thoughts and a tool": [
+        "reasoning": ["<think>\n2 and 3.\n</think>\n\nIt is 5."],
+        "reasoning, two turns": [f"<think>\n{thought}\n</think>\n\n{answer}" for thought, answer in TWO_THOUGHTS],
+        "reasoning in the text": ["<think>\n2 and 3.\n</think>\n\nIt is 5."],
+        "reasoning and a tool": [
             f"<think>\nCall it.\n</think>\n\n{QWEN_CALL}",
             "<think>\n2 and 3.\n</think>\n\nIt is 5.",
         ],
@@ -84,7 +84,7 @@ WROTE: dict[str, dict[str, list[str]]] = {  # without the end of the turn
     },
     "qwq": THOUGHTS_FIRST
     | {
-        "thoughts and a tool": [f"Call it.\n</think>\n\n{QWEN_CALL}", "2 and 3.\n</think>\n\nIt is 5."],
+        "reasoning and a tool": [f"Call it.\n</think>\n\n{QWEN_CALL}", "2 and 3.\n</think>\n\nIt is 5."],
     },
     "deepseek_r1": THOUGHTS_FIRST,
     "deepseek_v3_1": PLAIN
@@ -92,24 +92,24 @@ WROTE: dict[str, dict[str, list[str]]] = {  # without the end of the turn
     | {
         "a tool": [DEEPSEEK_CALL, "It is 5."],
         # After a tool's result the prompt opens no reasoning, and the template shows none.
-        "thoughts and a tool": ["Call it.</think>" + DEEPSEEK_CALL, "It is 5."],
+        "reasoning and a tool": ["Call it.</think>" + DEEPSEEK_CALL, "It is 5."],
     },
     "gemma4": PLAIN  # which only shows reasoning before calls
     | {
-        "thoughts": ["It is 5."],
+        "reasoning": ["It is 5."],
         "a tool": ["<|tool_call>call:add{a:2,b:3}<tool_call|><|tool_response>", "It is 5."],
-        "thoughts and a tool": [
+        "reasoning and a tool": [
             "<|channel>thought\nCall it.\n<channel|><|tool_call>call:add{a:2,b:3}<tool_call|><|tool_response>",
             "It is 5.",
         ],
     },
     "glm4_5": {name: [f"\n{answer}" for answer in answers] for name, answers in PLAIN.items()}
     | {
-        "thoughts": ["\n<think>2 and 3.</think>\nIt is 5."],
-        "thoughts, two turns": [f"\n<think>{thought}</think>\n{answer}" for thought, answer in TWO_THOUGHTS],
-        "thoughts in the text": ["\n<think>2 and 3.</think>\nIt is 5."],
+        "reasoning": ["\n<think>2 and 3.</think>\nIt is 5."],
+        "reasoning, two turns": [f"\n<think>{thought}</think>\n{answer}" for thought, answer in TWO_THOUGHTS],
+        "reasoning in the text": ["\n<think>2 and 3.</think>\nIt is 5."],
         "a tool": [f"\n{GLM_CALL}", "\nIt is 5."],
-        "thoughts and a tool": [
+        "reasoning and a tool": [
             f"\n<think>Call it.</think>\n{GLM_CALL}",
             "\n<think>2 and 3.</think>\nIt is 5.",
         ],
@@ -118,7 +118,7 @@ WROTE: dict[str, dict[str, list[str]]] = {  # without the end of the turn
     | SHORT
     | {
         "a tool": [GLM_CALL.replace("\n", ""), "It is 5."],
-        "thoughts and a tool": ["Call it.</think>" + GLM_CALL.replace("\n", ""), "2 and 3.</think>It is 5."],
+        "reasoning and a tool": ["Call it.</think>" + GLM_CALL.replace("\n", ""), "2 and 3.</think>It is 5."],
     },
     "granite4": PLAIN | {"a tool": [QWEN_CALL, "It is 5."]},
     "kimi_k2": PLAIN
@@ -132,7 +132,7 @@ WROTE: dict[str, dict[str, list[str]]] = {  # without the end of the turn
     "llama4": PLAIN | {"a tool": ['{"name": "add", "parameters": {"a": 2, "b": 3}}', "It is 5."]},
     "minimax_m2": THOUGHTS_FIRST
     | {
-        "thoughts and a tool": [
+        "reasoning and a tool": [
             'Call it.\n</think>\n\n\n<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">2</parameter>\n'
             '<parameter name="b">3</parameter>\n</invoke>\n</minimax:tool_call>',
             "2 and 3.\n</think>\n\nIt is 5.",
@@ -144,21 +144,21 @@ WROTE: dict[str, dict[str, list[str]]] = {  # without the end of the turn
     | THOUGHTS_FIRST
     | {
         "a tool": [QWEN_XML, "It is 5."],
-        "thoughts and a tool": [f"Call it.\n</think>\n\n{QWEN_XML}", "2 and 3.\n</think>\n\nIt is 5."],
+        "reasoning and a tool": [f"Call it.\n</think>\n\n{QWEN_XML}", "2 and 3.\n</think>\n\nIt is 5."],
     },
     "smollm3": PLAIN
     | {
-        "thoughts": ["<think>\n2 and 3.\n</think>\n\nIt is 5."],
-        "thoughts, two turns": [f"<think>\n{thought}\n</think>\n\n{answer}" for thought, answer in TWO_THOUGHTS],
-        "thoughts in the text": ["<think>\n2 and 3.\n</think>\n\nIt is 5."],
+        "reasoning": ["<think>\n2 and 3.\n</think>\n\nIt is 5."],
+        "reasoning, two turns": [f"<think>\n{thought}\n</think>\n\n{answer}" for thought, answer in TWO_THOUGHTS],
+        "reasoning in the text": ["<think>\n2 and 3.\n</think>\n\nIt is 5."],
         "a tool": ["It is 5."],  # the template shows no calls
     },
     "gpt_oss": {name: [f"<|channel|>final<|message|>{answer}" for answer in answers] for name, answers in PLAIN.items()}
     | {
-        "thoughts": [
+        "reasoning": [
             "<|channel|>analysis<|message|>2 and 3.<|end|><|start|>assistant<|channel|>final<|message|>It is 5."
         ],
-        "thoughts, two turns": [
+        "reasoning, two turns": [
             f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant<|channel|>final<|message|>{answer}"
             for thought, answer in TWO_THOUGHTS
         ],
@@ -166,7 +166,7 @@ WROTE: dict[str, dict[str, list[str]]] = {  # without the end of the turn
             ' to=functions.add<|channel|>commentary json<|message|>{"a": 2, "b": 3}<|call|>',
             "<|channel|>final<|message|>It is 5.",
         ],
-        "thoughts and a tool": [
+        "reasoning and a tool": [
             "<|channel|>analysis<|message|>Call it.<|end|>"
             '<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{"a": 2, "b": 3}<|call|>',
             "<|channel|>analysis<|message|>2 and 3.<|end|><|start|>assistant<|channel|>final<|message|>It is 5.",

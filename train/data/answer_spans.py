@@ -73,7 +73,7 @@ def learned(form: "ChatFormat", messages: list[Message], tools: Tools = None) ->
 
 def find_answer(form: "ChatFormat", messages: list[Message], tools: Tools) -> tuple[str, list[Span]]:
     """Return the conversation up to its last message, an answer, and the spans that the target wrote of it. Raises ValueError
-    for a template whose answers begin otherwise than its generation prompts, SkippedRow for an answer without the reasoning
+    for a template whose answers start otherwise than its generation prompts, SkippedRow for an answer without the reasoning
     that the target starts with."""
     history, answer = [form.shown(message) for message in messages[:-1]], messages[-1]
     try:

@@ -37,8 +37,8 @@ class ChatFormat:
 
     template: a Jinja file in place of the tokenizer's own, or the name of one that the tokenizer has. thinking: the
     template's switch for reasoning; None leaves it at its default. images: of a target that takes them. tools: use the
-    template for rows with tools, of a tokenizer that has a separate one. Raises ValueError where there is no template, or it
-    has no such switch."""
+    template for rows with tools, of a tokenizer that has a separate one. Raises ValueError if there is no template, or it has
+    no such switch."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class ChatFormat:
 
     def message(self, tokens: list[int], prompt: list[int]) -> Message:
         """Return the answer that a target wrote in these tokens to a prompt, for the turns that follow it. gpt-oss' channels
-        become thoughts and content; the <think> tags of others stay in the content, where their templates look for them."""
+        become reasoning and content; the <think> tags of others stay in the content, where their templates look for them."""
         if tokens and self.tokenizer.added_tokens_decoder.get(tokens[-1], None) is not None:
             tokens = tokens[:-1] if self.tokenizer.added_tokens_decoder[tokens[-1]].special else tokens
         before = answer_context(self.tokenizer, prompt)

@@ -126,7 +126,7 @@ def assemble(
             documents.images = documents.pictured = None
     elif left := int(np.isin(whole.data.column("images").to_numpy(), ["[]"])[good].sum()):
         card["images_left_out"] = (
-            f"of {left} conversations: this target does not support images, or not as they are read here"
+            f"of {left} conversations: this target does not support images, or not the way they are read here"
         )
     raws = whole.data.column("raw")
     trained = good[~held]

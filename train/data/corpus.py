@@ -17,7 +17,7 @@ from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.packing import Packed as Packed
 
 Held = Sequence[str | Document]  # held-out raw texts, and conversations
-TEXTS = 64  # that are tokenised together
+TEXTS = 64  # that are tokenized together
 
 
 class Corpus(NamedTuple):
@@ -102,7 +102,7 @@ def with_start(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[in
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | Document]) -> Documents:
     """Turn raw texts into documents, with the tokens that a text starts and ends with, all in the loss but the bos token. A
-    text that is rendered already has some of these itself. Empty texts are left out; documents stay as they are."""
+    text that is rendered already has some of these itself. Empty texts are left out; documents stay unchanged."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     parts, left = [], iter(texts)
     while some := list(islice(left, TEXTS)):
@@ -156,7 +156,7 @@ def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: 
     """Return `count` prompts, spread evenly: `length` tokens of raw texts, or all of a conversation before its first answer.
 
     A conversation is not cut (its prompt would lose its question or its form); one of more than 8 * `length` tokens is
-    skipped. Raises ValueError where there is no prompt.
+    skipped. Raises ValueError if there is no prompt.
     """
     chats = prompt_sizes(held)
     if chats:

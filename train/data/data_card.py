@@ -43,7 +43,7 @@ def coverage(counts: Tensor, draft_ids: Tensor | None) -> dict[str, Any]:
 
 
 def lines(card: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (label, value) pairs, as they are printed and shown."""
+    """Return (label, value) pairs, ready to be printed and shown."""
     shown = []
     for name, value in card.items():
         if name in ("histogram", "first_dropped"):

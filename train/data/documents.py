@@ -48,13 +48,13 @@ class MappedFile:
 
 
 class Documents(Sequence[Document]):
-    """Store documents in few arrays: document n is tokens[chunk[n]][begin[n] : begin[n] + sizes[n]], and the same stretch of
-    `flags`.
+    """Store documents in few arrays: document n is `tokens[chunk[n]][begin[n] : begin[n] + sizes[n]]`, and the same stretch
+    of `flags`.
 
-    tokens: int32 arrays. flags: uint8 arrays, 0 where a token is not in the loss. chunk, begin, sizes: (documents,) int64.
-    weights: of the loss of a token, by its flag; None weighs all alike. files: where arrays lie that are mapped.
-    reader: of its images; None where there are none. images: pyarrow's strings, JSON of a document's images or nothing, of
-    which document n has number pictured[n], an int64.
+    tokens: int32 arrays. flags: uint8 arrays, 0 where a token is not in the loss. `chunk`, `begin`, `sizes`: (documents,)
+    int64. weights: of the loss of a token, by its flag; None weighs all alike. files: where arrays lie that are mapped.
+    reader: of its images; None without images. images: pyarrow's strings, JSON of a document's images or nothing, of which
+    document n has number pictured[n], an int64.
     """
 
     weights: np.ndarray | None = None

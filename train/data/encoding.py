@@ -113,7 +113,7 @@ class Encoder:
         return found, [{"role": "user", "content": self.tokenizer.decode(tokens[a:b])} for a, b in row["asked"]]
 
     def check(self) -> None:
-        """Raise ValueError where there is no row, and for a template that fits none of the first ones, or by which nothing
+        """Raise ValueError if there is no row, and for a template that fits none of the first ones, or by which nothing
         in them is in the loss."""
         rows, shares, refused = list(islice(self.source.rows(), TRIED)), [], None
         if self.images is not None and any(has_images(row.value, self.source.messages) for row in rows):

@@ -3,10 +3,10 @@
 Given nothing but its template up to where the user speaks, the target writes what a user might ask; then it answers:
 
     <|im_start|>user\\n                                       the opening: what the target continues with a question
-    <|im_start|>user\\nHow do bees see?<|im_end|>\\n<|im_start|>assistant\\n     the same, rendered as it is used: answered
+    <|im_start|>user\\nHow do bees see?<|im_end|>\\n<|im_start|>assistant\\n     the same, rendered for use: answered
 
 Questions are sampled, half of the answers are greedy, and some conversations go on. Only answers are in the loss. The text of
-row n depends on its number and the seed alone, not on what is written beside it.
+row n depends on its number and the seed alone, not on what is written next to it.
 
 Questions written from nothing are short. With tasks (data.tasks), such as "Summarize this text: {text}", a row has a second
 conversation whose question holds the answers of its first: long prompts, and answers that copy from them.

@@ -24,8 +24,8 @@ class Packed(Dataset):
     of it; `headless_share` is the share of the loss in rests of texts that have no bos token to come first.
 
     It is a plan, a few numbers per document: a row is put together when it is read, from where its documents lie. Row n holds
-    pieces[edges[n] : edges[n + 1]]; piece p is the first heads[p] tokens of document numbers[p], and those from begins[p] to
-    ends[p].
+    `pieces[edges[n] : edges[n + 1]]`; piece p is the first `heads[p]` tokens of document `numbers[p]`, and those from
+    `begins[p]` to `ends[p]`.
     """
 
     def __init__(self, documents: Sequence[Document], length: int, seed: int, long: str = "split"):
@@ -62,7 +62,7 @@ class Packed(Dataset):
         self.edges = np.cumsum([0, *map(len, rows)])
         if not rows:
             raise ValueError(
-                f"rows of max_length={length} hold no token of the loss that could be drafted: longer rows, or other data"
+                f"rows of max_length={length} contain no token of the loss that could be drafted: longer rows, or other data"
             )
         kept = np.zeros(len(self.numbers), bool)
         kept[self.pieces] = True
@@ -133,7 +133,7 @@ def read_images(
     reader: ImageReader, row: dict[str, Tensor], images: Sequence[tuple[int, int, Sequence[str]]]
 ) -> dict[str, Tensor]:
     """Return `images` of heads.base.PackedBatch for a batch of one row, whose `positions` become M-RoPE's of time. images:
-    of each document that has some its first column, its end, and where they are."""
+    of each document that has some its first column, its end, and their places."""
     inputs: list[dict[str, Tensor]] = []
     every = row["positions"].expand(3, -1).clone()
     block, at = torch.full_like(row["tokens"], -1), []

@@ -1,6 +1,6 @@
 """Which conversations that a target wrote with itself are worth learning from (train/data/magpie.py).
 
-A question is dropped for what shows that the target lost its thread; an answer is cut where it begins to repeat itself,
+A question is dropped for what shows that the target lost its thread; an answer is cut where it starts to repeat itself,
 which decoding drafts without having learned anything. No model judges: these are rules on text, and the card counts each.
 """
 

@@ -3,15 +3,15 @@
 A head drafts what its target writes: the questions stay, every answer is the target's own, from any server that speaks
 OpenAI's protocol or from the engine in this process (train/data/generation_clients.py).
 
-The output is one line of JSON per conversation, as they are finished, written by one append. After a kill the lines that are
-there are checked against source and settings, half a line at the end is cut, and the rest follows.
+The output is one line of JSON per conversation, in the order they finish, written by one append. After a kill the lines
+that are there are checked against source and settings, half a line at the end is cut, and the rest follows.
 
     {"number": 0, "messages": [..], "finish_reasons": ["stop"], "tokens": [..], "starts": [0], "written": [[40, 211]], ..}
     {"number": 1, "error": "status 400: ..", ..}
 
-The ids are what the target was given and what it wrote, thoughts, channels and tool calls too; training reads them as they
-are (train/data/written_rows.py). Without ids, from an engine that tells none, it reads the messages. A row with an `error`
-has the answers that came before it.
+The ids are what the target was given and what it wrote, reasoning, channels and tool calls too; training reads them
+unchanged (train/data/written_rows.py). Without ids, from an engine that returns none, it reads the messages. A row with an
+`error` has the answers that came before it.
 """
 
 import hashlib
@@ -126,7 +126,7 @@ class Output:
     """Write the file of answered rows, locked against a second writer. `done`: the digests of its rows, by their numbers."""
 
     def __init__(self, file: Path, settings: dict[str, Any], total: int | None = None):
-        """total: number of rows of the finished file, for the progress bar."""
+        """Open the file. total: number of rows of the finished file, for the progress bar."""
         file.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.settings = file, settings
         self.lock = hold(file, "output")

@@ -1,7 +1,7 @@
 """Self-generated text: what the target itself writes, which is what a head drafts.
 
 On text that people wrote a head learns to draft neither them nor its target. A run keeps its text as
-`self_generated.safetensors`; text for a published target can also lie beside its weights, so that no run has to wait for it.
+`self_generated.safetensors`; text for a published target can also lie next to its weights, so that no run has to wait for it.
 """
 
 import time

@@ -4,7 +4,7 @@
     {"number": 8, "dropped": "question without an end", "tokens": [..], "temperatures": [..]}
 
 `written` are the stretches in the loss, the target's answers; `asked` its questions. Rows of regeneration, which have
-`messages`, may have `starts`: where in `tokens` each of several documents begins. FILE.about.json says who wrote it and
+`messages`, may have `starts`: where in `tokens` each of several documents starts. FILE.about.json says who wrote it and
 how. A file that was cut off within a line is read up to there, and continued.
 """
 

@@ -4,7 +4,7 @@
     answer                   {"kv_transfer_params": {"hidden_states_path": "/dev/shm/states/cmpl-....safetensors"}, ...}
 
 The file lies on a disk that both sides see, holds hidden_states (tokens, layers, hidden) and token_ids (tokens,), and is
-written under a lock of its own, FILE.lock. Who has read both deletes them.
+written under its own lock, FILE.lock. Who has read both deletes them.
 """
 
 import atexit

@@ -60,7 +60,7 @@ def offline(
     load_full_target: bool = True,
     extra_layer_ids: list[int] | None = None,
 ) -> "StoredRows":
-    """Return the rows with the target's hidden states, read from `path`, where they are written first if need be.
+    """Return the rows with the target's hidden states, read from `path`. They are written there first if need be.
 
     dtype: float32, bfloat16 or float8 (e4m3, a scale per position). top_k: number of logits to store in place of the last
     hidden state, which is smaller if the hidden size is above 3 * top_k. verify: compare a shard with its checksum when it

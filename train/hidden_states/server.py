@@ -1,4 +1,4 @@
-"""Train on hidden states from a serving engine (hidden_states=server), which runs the target on devices of its own while
+"""Train on hidden states from a serving engine (hidden_states=server), which runs the target on its own devices while
 the head learns.
 
 Every document of a packed row is a prompt. The DataLoader is the queue: each of its workers asks for one row after the

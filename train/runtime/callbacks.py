@@ -206,7 +206,7 @@ class Measure(TrainerCallback):
 
 
 class KeepCheckpoints(TrainerCallback):
-    """Give the Trainer's checkpoint its final name as soon as it is complete, and delete what is no longer needed.
+    """Give the Trainer's checkpoint its final name once it is complete, and delete what is no longer needed.
     (`load_best_model_at_end` would keep whole checkpoints, and only of steps that save.)"""
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -153,7 +153,7 @@ def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tupl
         patch("foredraft.heads.step_attention.by_document", lambda q: False),
     ):
         model = model_class(config).from_config(config, dtype=dtype)
-        model.tie_weights()  # which it leaves where no weights are initialised
+        model.tie_weights()  # which it leaves where no weights are initialized
         target = ConfigOnlyTarget(model, name=cfg.target.path)
         return study_head(cfg, target), study_target(cfg, target), target
 

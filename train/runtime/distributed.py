@@ -1,8 +1,8 @@
 """The processes of one run, as torchrun starts them. All of it works in a run of one process too.
 
 accelerate's own tools (PartialState, gather, reduce) act on the accelerators, in the group that Trainer opens with a time-out
-of half an hour. What goes through here goes from host to host, so that no accelerator waits for it, and has a time-out of
-its own: the others wait for hours while one process writes text. Where a process dies, torchrun ends the others at once.
+of half an hour. What goes through here goes from host to host, so that no accelerator waits for it, and has its own
+time-out: the others wait for hours while one process writes text. Where a process dies, torchrun ends the others at once.
 """
 
 import contextlib
@@ -129,7 +129,7 @@ def lost_process_named() -> Iterator[None]:
 
 
 def shutdown() -> None:
-    """Shut the process group down: nothing that follows needs the other processes."""
+    """Close the process group: nothing that follows needs the other processes."""
     if dist.is_initialized():
         dist.barrier(group=host_group())
         dist.destroy_process_group()

@@ -1,6 +1,6 @@
 """How much memory a process has had, and how to keep what the C library frees, on a CPU with glibc.
 
-By default every large tensor is a mapping of its own, given back to the kernel when it is freed and paged in again,
+By default every large tensor has its own mapping, given back to the kernel when it is freed and paged in again,
 zeroed, for the next one: a third of a training step's time went there (measured: 1.78 s and 1.19 s a step of 8,192 tokens,
 6M parameters, two cores). A GPU's memory is kept by torch's own allocator, and its host has large rows and shards to give
 back.

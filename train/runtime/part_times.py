@@ -23,7 +23,7 @@ class PartTimes:
 
     @contextlib.contextmanager
     def part(self, name: str, on_host: bool = False) -> Iterator[None]:
-        """Time a part. on_host: the work inside is the host's, and the device may run meanwhile."""
+        """Measure the time of a part. on_host: the work inside is the host's, and the device may run meanwhile."""
         self.times[name] += 1
         if on_host or self.device.type in ("cpu", "meta"):
             start = time.perf_counter()

@@ -1,6 +1,6 @@
 """Convert tensors of a head to llama.cpp's names and back, in any number format that the package gguf writes.
 
-Names are those of llama.cpp's converter and of its loaders `eagle3` and `dflash`. llama.cpp rotates neighbouring dimensions
+Names are those of llama.cpp's converter and of its loaders `eagle3` and `dflash`. llama.cpp rotates neighboring dimensions
 of EAGLE-3's queries and keys, transformers the two halves of a head, so their rows are interleaved in the file. `dflash`
 also rotates halves.
 """
