@@ -53,7 +53,7 @@ class ChatFormat:
         if template is None and tokenizer.chat_template is None:
             raise ValueError(
                 f"{where} has no chat template, and the data are conversations: give one with data.template=FILE "
-                "(data.template=plain suits a model that knows none), and the same one where the head is used"
+                "(data.template=plain suits a model without one), and the same one where the head is used"
             )
         if template is None and named and "default" not in named:
             raise ValueError(f"{where} has the chat templates {', '.join(named)}: choose one with data.template=NAME")
