@@ -1,6 +1,7 @@
 """Which tree, if any, `tree=auto` uses: its steps take what the tests say."""
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -190,6 +191,29 @@ def test_a_machine_that_grows_slower_is_no_reason_to_change_the_tree(small):
     nodes_of_steps(small, drafter, 60)
     slower[0] = 6.0  # five tokens in 8.4 would be less than one in a plain step of before
     assert nodes_of_steps(small, drafter, 60).count(5) >= 45
+
+
+def test_a_machine_that_grows_faster_is_noticed_while_drafts_are_in_use(small):
+    """Expect plain steps soon. Few are timed while drafts are in use, and old ones would make drafts look cheap."""
+    plain = 2.5
+
+    def cost(plan: Plan) -> float:
+        return plain if plan == PLAIN else 1.3 + 0.25 * (plan.nodes - 1)
+
+    drafter, chance, nodes = Timed(Chains(), small, cost), random.Random(0), list[int]()
+    drafter.begin(1, 1000, Sampling.of([SamplingParams()], 1024))
+    accepted = Accepted(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, 0), [1], [[0]])
+    for step in range(600):
+        plain = 2.5 if step < 300 else 1.0  # another program has ended
+        tree = drafter.propose(accepted, None)
+        nodes.append(tree.tokens.shape[1])
+        path = [0]
+        while len(path) < nodes[-1] and chance.random() < (0.3 if path == [0] else 0.8):
+            path.append(len(path))
+        drafter.observe([path], tree.tokens)
+        drafter.observe_seconds(0.0)
+    drafted = [count > 1 for count in nodes]
+    assert sum(drafted[200:300]) > 80 and sum(drafted[400:]) < 20
 
 
 def test_what_is_seen_of_a_large_tree_is_known_of_smaller_ones():

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 RECENT = 9  # newest measurements of a size that count
 ENOUGH = 3  # measurements before a size counts: the first one of a shape may include what is made once for it
+FASTER = 0.8  # share of the usual time below which a plain step shows that the machine has become faster
 # Typical cost as a share of an autoregressive step: of one more node, and of one drafted level.
 NODE = {"cpu": 0.1, "other": 0.005}
 LEVEL = 0.1
@@ -58,7 +59,11 @@ class Costs:
             if drafting is not None:
                 self.drafting.setdefault(plan, deque(maxlen=RECENT)).append(drafting)
             seconds -= self.draft(plan) if drafting is None else drafting
-        self.verifying.setdefault(nodes, deque(maxlen=RECENT)).append(max(seconds, 0.0))
+        measured = self.verifying.setdefault(nodes, deque(maxlen=RECENT))
+        if nodes == 1 and measured and seconds < FASTER * median(measured):
+            # While drafts are in use, few plain steps are timed, and the old ones would make drafts look cheap for long.
+            measured.clear()
+        measured.append(max(seconds, 0.0))
 
     def plain(self) -> float:
         """Return the seconds of a step without drafts; 1 before any was measured."""
