@@ -46,7 +46,7 @@ def search(cfg: DictConfig) -> None:
     amount, unit = parse_budget(cfg.budget)
     left = candidates(cfg)
     sizes = round_sizes(len(left))
-    fewest = math.ceil(2 * len(sizes) * len(left))
+    fewest = 2 * len(sizes) * len(left)
     if unit == "steps" and amount < fewest:
         raise ValueError(
             f"budget={cfg.budget} has no step for each run: give at least {fewest}steps, or fewer heads=[...]"
@@ -68,6 +68,8 @@ def search(cfg: DictConfig) -> None:
         chosen_on = data._replace(test=data.validation)  # the winner is measured on prompts that did not choose it
         before: dict[str, Path] = {}
         for number, size in enumerate(sizes, 1):
+            if len(left) == 1:  # the others failed
+                break
             share = amount / 2 / len(sizes) / size
             speeds = {}
             for name in list(left):
