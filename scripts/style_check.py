@@ -8,7 +8,6 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-# Git's pathspecs; train/search is being rewritten.
 CHECKED = ["conf", "foredraft", "heads", "inference", "scripts", "tests", "train"]
 VERBS = """accept add adjust advance align allocate allow answer append apply ask assign attach attend batch bind bound
 build cache call cancel capture carry cast catch change check choose clear clip clone close collate collect combine

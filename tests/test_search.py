@@ -57,9 +57,11 @@ def test_half_of_the_candidates_stay():
     assert search.kept({name: [name] for name in "abc"}, speeds, "") == {"b": ["b"], "c": ["c"]}
 
 
-def test_a_search_drops_the_slower_ones_and_finishes_the_winner(given: list[str], here, tmp_path: Path):
-    """Let one candidate fail, which the others survive."""
-    ended = here(*given)
+def test_a_search_drops_the_slower_ones_and_finishes_the_winner(given: list[str], here, tmp_path: Path, monkeypatch):
+    """Let one candidate fail, which the others survive. Only the winner is pushed."""
+    pushed: list[str] = []
+    monkeypatch.setattr(finalize.publish, "push", lambda head, *facts, **more: pushed.append(str(head)))
+    ended = here(*given, "push_to_hub=org/name")
     assert ended.code == 0, ended.err
     assert "broken is dropped: head.target_layer_ids=[70] must ascend within" in ended.out
     assert re.search(
@@ -71,13 +73,13 @@ def test_a_search_drops_the_slower_ones_and_finishes_the_winner(given: list[str]
     rounds = {"out/round-1/eagle3": 3, "out/round-1/hass": 3, "out/round-1/medusa": 3}
     assert steps == rounds | {"out/round-2/eagle3": 6, "out/round-2/medusa": 6, "out": 24}
     metrics = json.loads((tmp_path / "out/metrics.json").read_text())
-    assert metrics["head"] == "medusa"
+    assert metrics["head"] == "medusa" and pushed == ["out/head"]
     config = (tmp_path / "out/config.yaml").read_text()
     assert "init_from: out/round-2/medusa/head\n" in config  # it goes on from where it was
     assert (tmp_path / "out/report.html").exists() and not list(tmp_path.rglob("checkpoint-*"))
     texts = {file.resolve() for file in tmp_path.glob("out/**/self_generated.safetensors")}
     assert texts == {tmp_path / "out/self_generated.safetensors"}  # all learned from one text
-    again = here(*given)
+    again = here(*given, "push_to_hub=org/name")
     assert again.code == 0 and "out holds a finished run; it is kept as out.1" in again.out
     assert (tmp_path / "out.1/round-1/hass/metrics.json").exists()
 

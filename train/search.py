@@ -75,6 +75,7 @@ def search(cfg: DictConfig) -> None:
             for name in list(left):
                 run = compose_run(left[name], directory / f"round-{number}" / name, share, unit, before.get(name), cfg)
                 run.eval.steps, run.eval.check_float32, run.eval.final_num_prompts = 0, False, run.eval.timed_prompts
+                run.push_to_hub = None  # the winner is pushed
                 print(f"round {number} of {len(sizes)}: {name}", flush=True)
                 try:
                     speeds[name] = measured_speed(run, target, chosen_on, directory)
