@@ -1,4 +1,4 @@
-"""Compare what a change of the machinery must leave alone: losses and acceptance of every head, and the texts of every drafter.
+"""Compare what a change of the machinery must leave alone: losses and acceptance of heads, and the texts of drafters.
 
     python scripts/bench/guard.py before.json                 record this version
     python scripts/bench/guard.py after.json before.json      record it and print what differs from before.json
@@ -38,7 +38,9 @@ def train(head: str, directory: Path) -> list[float]:
     """Train a head for 20 steps. Return the losses."""
     command = [sys.executable, "-m", "foredraft", "demo", f"head={head}", f"output_dir={directory}", *TRAINING]
     subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    return [round(entry["loss"], 5) for entry in json.loads((directory / "history.json").read_text()) if "loss" in entry]
+    return [
+        round(entry["loss"], 5) for entry in json.loads((directory / "history.json").read_text()) if "loss" in entry
+    ]
 
 
 def decode(target: Target, drafter: str) -> dict[str, Any]:
