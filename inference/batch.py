@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.target import Target, TargetCache
-from foredraft.heads.target.cache import KVCache, bucket, to_device
+from foredraft.heads.target.cache import bucket, to_device
 from foredraft.heads.target.cuda_graphs import captures, power_of_two
-from foredraft.heads.target.ragged_cache import CacheDemand, RaggedCache, most_entries
 from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, pad_accepted, select
 from foredraft.inference.prefill import LastPositions, Prompts
 from foredraft.inference.prefix_cache import PrefixCache
@@ -51,13 +50,10 @@ class Batch:
         self.verifier, self.max_cache_tokens, self.drafter_share = verifier, max_cache_tokens, drafter_share
         self.sequences: list[SequenceState] = []  # by slot
         self.cache: TargetCache | None = None
-        # Whether sequences of different lengths may use separate memory (heads/target/ragged_cache.py).
-        self.ragged = target.supports_ragged_cache
         self.captured = target.supports_trees and captures(target.device, target.supports_cuda_graphs)
         # With CUDA graphs, the number of slots is a power of two. This sequence fills the unused slots.
         nothing = Request([0], max_new_tokens=0)
         self.padding = SequenceState(nothing, [0], StoppingCriteria(target, nothing), finish_reason="padding")
-        self.prompt_entries = 0  # entries of the target's cache that prompts use while they are prefilled
         self.sampler: TargetSampler
         self.accepted: Accepted  # the next input of the drafter
         # Which sequences have finished, on the host and on the device (batch, 1).
@@ -90,7 +86,7 @@ class Batch:
         longest = max(finals, default=0)
         drafters = self.drafter.cached_drafters
         even = len(finals) * max((drafter.cache_entries(longest) for drafter in drafters), default=0)
-        target = most_entries(finals, self.num_entries) if self.ragged else len(finals) * self.num_entries(longest)
+        target = len(finals) * self.num_entries(longest)
         return math.ceil(target + self.drafter_share * (max(even, target) - target))
 
     def max_text_tokens(self) -> int | None:
@@ -105,14 +101,6 @@ class Batch:
         """Convert the length of a sequence to the number of entries of all layers that take the same memory."""
         sliding = self.target.sliding(self.drafter.nodes)
         return entries + self.target.state_entries if sliding is None else sliding.num_entries(entries)
-
-    def cache_demand(self, sequence: SequenceState) -> CacheDemand:
-        now = len(sequence.text) + 2 * self.drafter.nodes
-        return CacheDemand(now, self.current_capacity([sequence]), self.capacity([sequence]))
-
-    def same_cohort(self, one: SequenceState, other: SequenceState) -> bool:
-        """Return whether both sequences will use the same block of memory."""
-        return not self.ragged or self.cache_demand(one).cohort == self.cache_demand(other).cohort
 
     def current_capacity(self, sequences: Sequence[SequenceState]) -> int:
         """Return the number of entries that each sequence gets for now."""
@@ -130,10 +118,7 @@ class Batch:
         """Extend the capacity (twofold) if the next tree may not fit, and drop finished sequences. This discards captured
         graphs, at little cost: they depend on the width of the cache, and most would not be used again anyway."""
         cache = self.open_cache()
-        if isinstance(cache, RaggedCache):
-            if cache.is_short([self.cache_demand(sequence) for sequence in self.sequences]):
-                self.rearrange(self.plan_slots([]), [])
-        elif max(cache.lengths) + 2 * self.drafter.nodes > cache.capacity:
+        if max(cache.lengths) + 2 * self.drafter.nodes > cache.capacity:
             needed = self.capacity([self.sequences[slot] for slot in self.unfinished()])
             order = self.plan_slots([])
             self.rearrange(order, [], self.round_capacity(min(needed, 2 * cache.capacity), len(order)))
@@ -181,8 +166,6 @@ class Batch:
         if self.cache is None:
             whole = len(new) == len(prompts.sequences)
             self.cache = prompts.cache if whole else self.new_cache(len(new), self.current_capacity(sequences))
-            if self.ragged and isinstance(self.cache, KVCache):
-                self.cache = RaggedCache(self.cache, self.capacity(sequences))
             self.sequences, self.sampler = sequences, self.new_sampler(sequences)
             self.drafter.begin(len(new), self.cache.capacity, self.sampler.sampling)
         else:
@@ -235,41 +218,21 @@ class Batch:
                     cache.erase(slot)
         new = iter(arriving)
         self.sequences = [next(new, self.padding) if old is None else self.sequences[old] for old in order]
-        cache = self.open_cache()
-        if isinstance(cache, RaggedCache):
-            most = self.max_cache_tokens
-            needs = [self.cache_demand(sequence) for sequence in self.sequences]
-            cache.reorder(order, needs, None if most is None else most - cache.entries - self.prompt_entries)
-            capacity = max(cache.capacity, *(needs[slot].room for slot, old in enumerate(order) if old is None), 0)
-        else:
-            capacity = self.retained_capacity(len(order)) if capacity is None else capacity
-            cache.reorder(order, capacity, self.max_cache_tokens)
+        capacity = self.retained_capacity(len(order)) if capacity is None else capacity
+        self.open_cache().reorder(order, capacity, self.max_cache_tokens)
         self.sampler = self.new_sampler(self.sequences)
         self.drafter.select_sequences(order, capacity, self.sampler.sampling)
         self.accepted = select(self.accepted, order)._replace(text=[sequence.text for sequence in self.sequences])
 
     def new_prompt_cache(self, sequences: Sequence[SequenceState]) -> TargetCache:
-        """Return a cache to prefill new sequences: the batch's future cache if it has none (or a ragged one)."""
-        room, most = self.current_capacity(sequences), self.max_cache_tokens
-        needed = self.prompt_entries + len(sequences) * self.num_entries(room)
-        if most is not None and isinstance(self.cache, RaggedCache) and self.cache.entries + needed > most:
-            self.free_memory()
-        if self.cache is None or self.ragged:
-            return self.new_cache(len(sequences), room)
+        """Return a cache to prefill new sequences: the batch's future cache if it has none."""
+        if self.cache is None:
+            return self.new_cache(len(sequences), self.current_capacity(sequences))
         longest = max(len(sequence.text) for sequence in sequences)
         return self.target.new_cache(len(sequences), longest, self.drafter.nodes)
 
     def new_cache(self, batch: int, capacity: int) -> TargetCache:
         return self.target.acquire_cache(batch, capacity, self.drafter.nodes)
-
-    def free_memory(self) -> None:
-        """Free the memory of finished sequences and unused slots."""
-        assert isinstance(self.cache, RaggedCache)
-        self.drop_finished()
-        if self.unfinished():
-            self.cache.trim()
-        else:
-            self.sequences, self.cache = [], None
 
     def store_prefixes(self, prefixes: PrefixCache, namespace: int, stepped: Sequence[bool]) -> None:
         """Store the texts that ended in this step in the prefix cache, because conversations continue from them."""

@@ -32,9 +32,8 @@ from foredraft.inference.trace import trace_sequences
 from foredraft.inference.tree import TokenTree, pad_nodes
 from foredraft.inference.verify import Coupled, Outcome, Validity, Verification, Verifier
 
-# Prompts are prefilled together if padding multiplies their tokens by at most this ratio, or if they are short. If the target
-# packs prompts, only the cache and the drafter's inputs are padded, so the ratio is larger.
-MAX_PADDING_RATIO, MAX_PACKED_RATIO, SMALL_PREFILL_TOKENS = 1.25, 2.0, 256
+# Prompts are prefilled together if padding multiplies their tokens by at most this ratio, or if they are short.
+MAX_PADDING_RATIO, SMALL_PREFILL_TOKENS = 1.25, 256
 
 
 class Engine:
@@ -251,28 +250,26 @@ class Engine:
         return bool(self.prefilling)
 
     def admit(self) -> None:
-        """Start to prefill waiting requests: together those in the first one's cohort that fit into one chunk without much
-        padding, or one. A request that shares its prefix with a request of this batch waits until the prefix is in the
-        prefix cache, so `n` texts of one prompt prefill it once."""
+        """Start to prefill waiting requests: together those that fit into one chunk without much padding, or one. A request
+        that shares its prefix with a request of this batch waits until the prefix is in the prefix cache, so `n` texts of
+        one prompt prefill it once."""
         sequences: list[SequenceState] = []
         prefilling = chain.from_iterable(prompts.sequences for prompts in self.prefilling)
         busy = [sequence for sequence in prefilling if sequence.finish_reason is None]
         longest = tokens = 0
-        max_ratio = MAX_PACKED_RATIO if self.target.packs_prompts else MAX_PADDING_RATIO
         for sequence in islice(self.waiting, self.num_admissible()):
-            alike = self.batch.same_cohort(self.waiting[0], sequence)
-            if not alike or self.will_be_cached(sequence, [*busy, *sequences]):
+            if self.will_be_cached(sequence, [*busy, *sequences]):
                 continue
+            if self.target.prefers_chains and sequences and len(sequence.text) != longest:
+                continue  # attention over padding would change bits
             size = (len(sequences) + 1) * max(longest, len(sequence.text))
             if sequences and self.prefill_chunk is not None and size > self.prefill_chunk:
                 break
-            if size > max(SMALL_PREFILL_TOKENS, max_ratio * (tokens + len(sequence.text))):
+            if size > max(SMALL_PREFILL_TOKENS, MAX_PADDING_RATIO * (tokens + len(sequence.text))):
                 continue
             longest, tokens = max(longest, len(sequence.text)), tokens + len(sequence.text)
             sequences.append(sequence)
         if sequences:
-            self.batch.prompt_entries = sum(prompts.cache.entries for prompts in self.prefilling)
-            sequences.sort(key=lambda sequence: len(sequence.text))  # neighbors of similar length share attention calls
             cache = self.batch.new_prompt_cache(sequences)  # may run out of memory: until then they stay in the queue
             self.prefilling.append(Prompts(sequences, self.target, self.drafter, cache))
             admitted = {sequence.request for sequence in sequences}
@@ -302,7 +299,6 @@ class Engine:
                 prompts.store_prefixes(self.prefixes, self.namespace)
             self.prefilling.rotate(-1)
             return []
-        self.batch.prompt_entries = sum(prompts.cache.entries for prompts in self.prefilling)
         outputs = self.batch.join(prompts, last)
         self.prefilling.popleft()
         if self.prefixes is not None:

@@ -365,12 +365,12 @@ def test_a_limit_of_memory_counts_the_states_of_texts(kind: str, entry: int, sta
     requests = [Request(PROMPTS[0], max_new_tokens=6, seed=number) for number in range(5)]
     expected, together = decoding.alone(target, requests), set[int]()
     text = 3 * state + entry * (len(PROMPTS[0]) + 6 + 2)
-    # A fourth more while a batch grows; and as much for what is decoded plainly.
-    worker = Worker(target, None, cache_gib=2 * 1.25 * 2.5 * text / 2**30, prefix_cache_gib=0)
+    # As much for prompts and a quarter for growth; and all of it again for requests without drafts.
+    worker = Worker(target, None, cache_gib=2 * 2.25 * 2.5 * text / 2**30, prefix_cache_gib=0)
     texts, _ = decoding.run(worker.engines[0], requests, lambda step: together.add(len(worker.engines[0].running())))
     assert texts == expected and max(together) == 2
     with pytest.raises(ValueError, match="exceeds the cache"):
-        Worker(target, None, cache_gib=2 * 1.25 * 0.5 * text / 2**30, prefix_cache_gib=0).engines[0].add(requests[0])
+        Worker(target, None, cache_gib=2 * 2.25 * 0.5 * text / 2**30, prefix_cache_gib=0).engines[0].add(requests[0])
 
 
 def test_other_programs_may_compile_the_functions_that_are_watched() -> None:

@@ -18,7 +18,6 @@ from foredraft.inference.drafters import (
     StaticTree,
     Union,
 )
-from foredraft.inference.engine import MAX_PADDING_RATIO
 from foredraft.inference.prefix_cache import PrefixCache
 from tests.support import hybrids
 from tests.support.architectures import VOCAB, pair
@@ -179,7 +178,6 @@ def test_what_happens_while_a_prompt_is_read(target, what, monkeypatch):
 def test_prompts_of_unlike_lengths_are_padded_little(target, monkeypatch):
     """Check that those like the first come together, and the others after them, the longest at last."""
     monkeypatch.setattr("foredraft.inference.engine.SMALL_PREFILL_TOKENS", 0)
-    monkeypatch.setattr("foredraft.inference.engine.MAX_PACKED_RATIO", MAX_PADDING_RATIO)
     asked = [request(ids(length, length), 6) for length in (11, 61, 12, 13, 14, 20, 60, 21)]
     expected = [alone("plain", target, one, monkeypatch)[0] for one in asked]
     run = Run(Engine(target), monkeypatch).add(*asked).finish()
@@ -188,23 +186,13 @@ def test_prompts_of_unlike_lengths_are_padded_little(target, monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "deepseek_v3", "gpt_neox", "gemma3_text", "mistral"])
-def test_prompts_of_unlike_lengths_are_one_row(family, monkeypatch):
-    """Check that none of it is padding; but sliding layers, which only keep the newest entries, get padded prompts. Drafts
-    of the target itself are all accepted, if its keys are those of their places."""
+def test_prompts_of_unlike_lengths_are_padded(family, monkeypatch):
+    """Check that drafts of the target itself are all accepted, so its keys are those of their places."""
     model = pair(family, "sdpa").target
     asked = [request(ids(length, length), 8) for length in (11, 31, 12, 23)]
     expected = [alone("draft model", model, one, monkeypatch) for one in asked]
-    seen, forward = [], model.forward
-
-    def spy(tokens, *args, **kwargs):
-        seen.append(tuple(tokens.shape))
-        return forward(tokens, *args, **kwargs)
-
-    engine = Engine(model, drafter("draft model", model))
-    run = Run(engine, monkeypatch).add(*asked)
-    monkeypatch.setattr(model, "forward", spy)
-    run.finish()
-    assert ((1, 11 + 31 + 12 + 23) in seen) == (model.window is None) == (family not in ("gemma3_text", "mistral"))
+    run = Run(Engine(model, drafter("draft model", model)), monkeypatch).add(*asked).finish()
+    assert run.read == [11 + 31 + 12 + 23]
     assert [(run.texts[one], run.drafts[one]) for one in asked] == expected
 
 
@@ -347,9 +335,7 @@ def test_logits_that_are_not_numbers_are_not_kept(target, monkeypatch):
     assert run.texts[asked] == [] and not prefixes.blocks
 
 
-@pytest.mark.parametrize("packs", [True, False])
-def test_the_lm_head_takes_the_last_position_of_each_prompt_alone(target, packs, monkeypatch):
-    monkeypatch.setattr(Target, "packs_prompts", packs)
+def test_the_lm_head_takes_the_last_position_of_each_prompt_alone(target):
     shapes: list = []
     note = target.model.get_output_embeddings().register_forward_pre_hook(
         lambda _, inputs: shapes.append(inputs[0].shape)
@@ -359,7 +345,7 @@ def test_the_lm_head_takes_the_last_position_of_each_prompt_alone(target, packs,
         engine.add(Request(prompt(length)[0].tolist(), max_new_tokens=1))
     engine.step()
     note.remove()
-    assert [shape[:2] for shape in shapes] == [(1, 4) if packs else (4, 1)]
+    assert [shape[:2] for shape in shapes] == [(4, 1)]
 
 
 @pytest.mark.parametrize("chunk", [None, 16])

@@ -198,14 +198,15 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing(target):
 
 def test_memory_of_both_caches_is_counted(target):
     """Count 6 layers of 2 heads of 8 numbers, keys and values; a draft model of the same size in addition; an engine
-    without drafts. A quarter of each target's is kept for growth, and twice the draft model's."""
+    without drafts. Each target's is there once more for prompts, and a quarter of it for growth; the draft model's is there
+    three times."""
     whole = 2 * 6 * 2 * 8 * 4
     model = DraftModel(target, target)
     workers = [Worker(target, drafter, cache_gib=1100 * whole / 2**30, prefix_cache_gib=0) for drafter in (None, model)]
     rooms = [[engine.batch.max_cache_tokens for engine in worker.engines] for worker in workers]
-    assert rooms == [[440, 440], [200, 200]]
+    assert rooms == [[244, 244], [146, 146]]
     kept = Worker(target, model, cache_gib=1100 * whole / 0.75 / 2**30)
-    assert [engine.batch.max_cache_tokens for engine in kept.engines] == [200, 200]
+    assert [engine.batch.max_cache_tokens for engine in kept.engines] == [146, 146]
     assert kept.prefixes is not None and kept.prefixes.max_bytes == int(1100 / 3 * whole)
 
 

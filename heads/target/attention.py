@@ -23,7 +23,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from foredraft.heads.target.packed_mask import PackedMask, attend_packed, attend_part
-from foredraft.heads.target.ragged_tensor import RaggedTensor
 from foredraft.heads.target.sinks import PADDING, with_sinks
 
 NAME = "foredraft"
@@ -126,11 +125,6 @@ def grouped_sdpa(
         return attend_packed(query, key, value, attention_mask, scaling, sinks).transpose(1, 2).contiguous(), None
     if attention_mask is None:
         return attend_part(query, key, value, None, scaling, sinks).transpose(1, 2).contiguous(), None
-    if isinstance(attention_mask, RaggedTensor) and isinstance(key, RaggedTensor) and isinstance(value, RaggedTensor):
-        out = query.new_empty(len(query), query.shape[2], query.shape[1], value.shape[3])
-        for rows, keys, values, mask in zip(key.rows, key.parts, value.parts, attention_mask.parts, strict=True):
-            out[rows] = grouped_sdpa(module, query[rows], keys, values, mask, dropout, scaling, s_aux=sinks)[0]
-        return out, None
     groups = query.shape[1] // key.shape[1]
     if sinks is not None:
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling

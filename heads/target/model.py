@@ -22,9 +22,7 @@ from foredraft.heads.target.images import BLOCKS, INPUTS, MROPE, ImageReader, re
 from foredraft.heads.target.loading import load_model, load_tokenizer, loads_straight_to
 from foredraft.heads.target.masks import Masks
 from foredraft.heads.target.output import TargetOutput
-from foredraft.heads.target.packed_prefill import PackedPrompts
 from foredraft.heads.target.probes import is_batch_invariant, ragged_state, supports_caching, supports_chains
-from foredraft.heads.target.ragged_cache import RaggedCache
 from foredraft.heads.target.resolve_path import full_name, resolve_path
 from foredraft.heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
 from foredraft.heads.target.sliding_cache import Sliding, SlidingCache, share_of
@@ -46,7 +44,7 @@ T = TypeVar("T")
 # The number of positions in configs: of most families, of MPT, of Whisper.
 POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 NODES = 64  # of a tree, if its size is not specified
-TargetCache = KVCache | RaggedCache | StateCache
+TargetCache = KVCache | StateCache
 
 
 class Target:
@@ -227,23 +225,11 @@ class Target:
         return self.sharding is None and self.on_one_device
 
     @property
-    def supports_ragged_cache(self) -> bool:
-        """Return whether a batch's sequences may lie in separate caches (heads/target/ragged_cache.py). Captured forwards
-        use one, and another attention implementation takes keys as one tensor."""
-        return self.supports_packed_rows and not captures(self.device, self.supports_cuda_graphs)
-
-    @property
     def supports_packed_rows(self) -> bool:
         """Return whether a forward may take sequences of several documents (heads/target/packed_mask.py). Another attention
         implementation, and layers on several devices, would need masks of length x length."""
         ours = self.model.config._attn_implementation == attention.NAME
         return self.supports_trees and self.on_one_device and ours
-
-    @property
-    def packs_prompts(self) -> bool:
-        """Return whether prompts of several lengths are prefilled as one packed sequence (heads/target/packed_prefill.py).
-        A GPU pads them, because it would have to be synchronized for their lengths."""
-        return self.supports_ragged_cache and self.device.type == "cpu"
 
     @cached_property
     def on_one_device(self) -> bool:
@@ -366,7 +352,7 @@ class Target:
         tokens: Tensor,
         positions: Tensor | None = None,
         mask: Any = None,
-        cache: KVCache | RaggedCache | PackedPrompts | None = None,
+        cache: KVCache | None = None,
         layers: Sequence[int] = (),
         keep_logits: int = 0,
         key_positions: Tensor | None = None,
@@ -448,19 +434,17 @@ class Target:
         self, tokens: Tensor, lengths: Sequence[int], cache: TargetCache, layers: Sequence[int] = ()
     ) -> TargetOutput:
         """Run a forward of prompts (batch, longest), padded on the right, or of parts of them after the cached text if it
-        `supports_chunks`. If it `packs_prompts`, padding costs nothing. Return logits (batch, 1, vocab) of each prompt's
-        last token and aux_hidden_states (batch, longest, width), undefined for padding."""
+        `supports_chunks`. Return logits (batch, 1, vocab) of each prompt's last token and aux_hidden_states (batch, longest,
+        width), undefined for padding."""
         self.check_tokens(tokens)
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
-        if self.packs_prompts and not any(cache.lengths) and type(cache) is KVCache and min(lengths) < tokens.shape[1]:
-            return self.prefill_packed(PackedPrompts(cache, tokens, lengths), layers)
         if tokens.shape[1] == 1 and min(lengths) == 0:  # a single token would advance every sequence's state
             tokens = torch.nn.functional.pad(tokens, (0, 1))
         positions = cache.seq_lens + torch.arange(tokens.shape[1], device=tokens.device)
         cache.new_counts = to_device(lengths, tokens.device)[:, None]
         last = (cache.new_counts[:, None] - 1).clamp(min=0)
-        # Padding follows the text, where causal attention never looks: an empty cache needs no mask, ragged or not.
+        # Padding follows the text, where causal attention never looks: an empty cache needs no mask.
         mask = cache.causal_mask(tokens.shape[1])
         with self.only_logits_at(last, tokens.shape):
             output = self.forward_tree(tokens, positions, mask, cache, layers)
@@ -468,16 +452,6 @@ class Target:
         if logits.shape[1] > 1:
             logits = logits.gather(1, last.expand(-1, -1, logits.shape[-1]))
         return TargetOutput(logits, output.aux_hidden_states)
-
-    def prefill_packed(self, prompts: PackedPrompts, layers: Sequence[int]) -> TargetOutput:
-        """Run `prefill` for prompts that are packed in one sequence."""
-        last, mask = prompts.last[None, :, None], self.masks.packed(prompts.starts, self.dtype)
-        with self.only_logits_at(last, prompts.tokens.shape):
-            output = self.forward(prompts.tokens, prompts.positions, mask, prompts, layers)
-        logits = output.logits
-        if logits.shape[1] > last.shape[1]:
-            logits = logits.gather(1, last.expand(-1, -1, logits.shape[-1]))
-        return TargetOutput(logits.transpose(0, 1), output.aux_hidden_states[0][prompts.places])
 
     @contextlib.contextmanager
     def only_logits_at(self, positions: Tensor, shape: torch.Size) -> Iterator[None]:
@@ -554,8 +528,8 @@ class Target:
         layers: Sequence[int] = (),
         keep_logits: int = 0,
     ) -> TargetOutput:
-        """Run a forward of draft tokens (batch, nodes) after the cached text. mask: (batch, nodes, keys) bool, several of
-        them as in `RaggedCache.mask`, or None as in `KVCache.causal_mask`. A target without trees treats the tokens as a
+        """Run a forward of draft tokens (batch, nodes) after the cached text. mask: (batch, nodes, keys) bool, or
+        None as in `KVCache.causal_mask`. A target without trees treats the tokens as a
         chain. Nodes without a possible continuation (token -1, or beyond the context) are replaced by harmless ones."""
         if isinstance(cache, StateCache):
             return cache.forward_chains(self, tokens, layers)

@@ -9,16 +9,31 @@ without that kernel needs the full mask.
 
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from foredraft.heads import flex
-from foredraft.heads.target.ragged_tensor import OnDemand
 from foredraft.heads.target.sinks import PADDING, with_sinks
 
 QUERIES = 1024  # processed at a time with a window: no mask is larger than QUERIES x (QUERIES + window)
+
+
+class OnDemand(Tensor):
+    """Represent a tensor. Everything except our attention gets the tensor that `dense()` makes."""
+
+    def dense(self) -> Tensor:
+        raise NotImplementedError
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, OnDemand) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class PackedMask(OnDemand):

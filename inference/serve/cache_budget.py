@@ -10,10 +10,11 @@ from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, sele
 def cache_budget(target: Target, drafter: Drafter | None, size: int, tenants: int = 1) -> tuple[int, float]:
     """Return the capacity in tokens of each engine's cache, and the share of the drafter in a token's bytes. There is an
     engine per tenant and one without drafts; together they may use `size` bytes. Raises ValueError for an unknown cache."""
-    # A growing cache exists twice: one block at a time for the target, all of the drafter's, and those of its prompts.
+    # Prompts have caches of their own, and a growing cache exists twice: one block at a time for the target, all of the
+    # drafter's.
     target_bytes = cache_bytes_per_token(target, None)
     drafter_bytes = 3 * (cache_bytes_per_token(target, drafter) - target_bytes)
-    growing = target_bytes * (1 + 1 / BLOCKS)
+    growing = target_bytes * (2 + 1 / BLOCKS)
     return int(size / ((tenants + 1) * growing + tenants * drafter_bytes)), drafter_bytes / (growing + drafter_bytes)
 
 
