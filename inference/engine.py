@@ -5,9 +5,9 @@
     while engine.has_work:
         for output in engine.step(): ...
 
-A step is one forward of the target: either over the prompts of new requests (inference/prefill.py), or over a tree of drafts
-after the text of every sequence. If both are due, they alternate. On a GPU the stages of a decoding step are captured as CUDA
-graphs (heads/target/cuda_graphs.py), which is transparent to this module.
+A step is one forward of the target: either over the prompts of new requests, or over a tree of drafts after the text of every
+sequence. If both are due, they alternate. The texts are in slots (inference/slots.py). On a GPU the stages of a decoding step
+are captured as CUDA graphs (heads/target/cuda_graphs.py), which is transparent to this module.
 """
 
 import time
@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.target import Target, TargetCache, TargetOutput
+from foredraft.heads.target.cache import bucket
 from foredraft.heads.target.cuda_graphs import CudaGraphs, power_of_two
-from foredraft.inference.batch import Batch, RequestOutput
 from foredraft.inference.clock import Clock
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter
 from foredraft.inference.drafters.chain import as_supported
-from foredraft.inference.prefill import Prompts
-from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request, SequenceState, StoppingCriteria
+from foredraft.inference.slots import Prompts, RequestOutput, Slots
 from foredraft.inference.trace import trace_sequences
 from foredraft.inference.tree import TokenTree, pad_nodes
 from foredraft.inference.verify import Coupled, Outcome, Validity, Verification, Verifier
@@ -46,17 +45,18 @@ class Engine:
         verifier: Verifier | None = None,
         max_num_seqs: int | None = None,
         timings: bool = False,
-        max_cache_tokens: int | None = None,
+        slot_tokens: int | None = None,
         prefill_chunk: int | None = None,
-        prefixes: PrefixCache | None = None,
-        drafter_share: float = 0.0,
+        reuse_prefixes: bool = False,
     ):
         """Initialize the engine. drafter: None is the baseline, autoregressive decoding. verifier: None is the coupled one,
         which is lossless (inference/verify.py). max_num_seqs: maximum number of requests that are decoded at a time; None
-        is unlimited. timings: measure the seconds of each stage. max_cache_tokens: maximum number of cache entries; further
-        requests wait. drafter_share: share of the drafter in the bytes of an entry, whose cache is as wide as the longest
-        text. prefill_chunk: maximum number of prompt tokens per step, so that long prompts do not delay other requests; None
-        prefills prompts whole (always the case for targets without chains). prefixes: the cache of text prefixes, or None."""
+        is unlimited. timings: measure the seconds of each stage. slot_tokens: cache entries of each sequence, for its text
+        and twice the largest tree; None means as many as the waiting requests need. Then a request that needs more, or
+        another slot, replaces all slots by larger ones, and running sequences are prefilled again. prefill_chunk: maximum
+        number of prompt tokens per step, so that long prompts do not delay other requests; None prefills prompts whole
+        (always the case for targets without chains). reuse_prefixes: do not prefill what is in the cache already, because
+        another text began alike."""
         self.target, self.drafter = target, as_supported(drafter or NoDrafter(), target)
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[SequenceState] = deque()
@@ -64,9 +64,8 @@ class Engine:
         self.empty: list[Request] = []  # requests with max_new_tokens=0
         self.last_was_prefill = False
         self.prefill_chunk = prefill_chunk if prefill_chunk is not None and target.supports_chunks else None
-        self.prefixes = prefixes if target.supports_trees or target.supports_ragged else None
-        self.namespace = 0 if prefixes is None else prefixes.new_namespace()
-        self.batch = Batch(target, self.drafter, verifier or Coupled(), max_cache_tokens, drafter_share)
+        self.slot_tokens, self.reuse_prefixes = slot_tokens, reuse_prefixes
+        self.slots = Slots(target, self.drafter, verifier or Coupled())
         # On a CPU the matrix product of a single row uses another kernel than several rows, and rounds differently.
         self.pads_single_rows = target.device.type == "cpu" and target.supports_trees
         self.clock = Clock(target.device, timings)
@@ -98,14 +97,22 @@ class Engine:
         if not self.fits(sequence):
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens with max_new_tokens={request.max_new_tokens} exceeds the cache of "
-                f"{self.batch.max_cache_tokens} tokens: reduce max_new_tokens or the prompt"
+                f"{self.slot_tokens} tokens per text: reduce max_new_tokens or the prompt"
             )
         return sequence
 
     def fits(self, sequence: SequenceState) -> bool:
-        """Return whether the sequence alone would fit into the cache."""
-        most = self.batch.max_cache_tokens
-        return most is None or self.batch.max_entries([sequence]) <= most
+        """Return whether the sequence fits into a slot."""
+        return self.slot_tokens is None or self.num_entries(sequence) <= self.slot_tokens
+
+    def num_entries(self, sequence: SequenceState) -> int:
+        """Return the number of cache entries that a sequence may need: also for the accepted path of its last step, and then
+        its tree."""
+        return len(sequence.request.prompt) + sequence.stopping.budget + 2 * self.drafter.nodes
+
+    def max_text_tokens(self) -> int | None:
+        """Return the maximum length of a text that fits into the cache, in tokens; None without a limit."""
+        return None if self.slot_tokens is None else self.slot_tokens - 2 * self.drafter.nodes
 
     def cancel(self, request: Request) -> None:
         """Cancel a request: remove it from the queue, or free its slot before the next step."""
@@ -114,39 +121,40 @@ class Engine:
         for sequence in self.running():
             if sequence.request is request and sequence.finish_reason is None:
                 sequence.finish_reason = "cancelled"
+        for prompts in self.prefilling:
+            if not prompts.unfinished():
+                self.slots.release(prompts)
         self.prefilling = deque(prompts for prompts in self.prefilling if prompts.unfinished())
 
     def preempt(self) -> None:
         """Move all sequences back to the front of the queue, to be prefilled with their text so far. This resets the state
         after an error in a step (such as out of memory). Texts do not change."""
         self.waiting.extendleft(sequence for sequence in reversed(self.running()) if sequence.finish_reason is None)
-        self.batch.sequences, self.batch.cache = [], None
+        self.slots.reset()
         self.prefilling.clear()
 
     def swap(self, drafter: Drafter | None) -> None:
         """Replace the drafter between steps. No request is lost and texts do not change. Running sequences are prefilled
         again, because each drafter has its own state. Raises ValueError if the cache is too small for a running text with
         the new drafter's trees."""
-        before, self.batch.drafter = self.batch.drafter, as_supported(drafter or NoDrafter(), self.target)
+        before, self.drafter = self.drafter, as_supported(drafter or NoDrafter(), self.target)
         sequences = [sequence for sequence in self.running() if sequence.finish_reason is None] + list(self.waiting)
         if not all(map(self.fits, sequences)):
-            nodes, self.batch.drafter = self.batch.drafter.nodes, before
+            nodes, self.drafter = self.drafter.nodes, before
             raise ValueError(f"trees of {nodes} nodes do not fit into the cache next to a text that is being decoded")
         self.close()
         self.preempt()
-        self.drafter = self.batch.drafter
-        if self.prefixes is not None:
-            self.namespace = self.prefixes.new_namespace()
+        self.slots.drafter = self.drafter
 
     def running(self) -> list[SequenceState]:
         """Return the sequences that do not wait: in the batch (including finished ones) or being prefilled."""
-        sequences = [*self.batch.sequences, *chain.from_iterable(prompts.sequences for prompts in self.prefilling)]
+        sequences = [*self.slots.sequences, *chain.from_iterable(prompts.sequences for prompts in self.prefilling)]
         # A step that raised may leave a sequence in both.
         return list({id(sequence): sequence for sequence in sequences}.values())
 
     @property
     def has_work(self) -> bool:
-        return bool(self.empty or self.waiting or self.prefilling or self.batch.unfinished())
+        return bool(self.empty or self.waiting or self.prefilling or self.slots.unfinished())
 
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
@@ -163,7 +171,7 @@ class Engine:
         output = self.forward(tree)
         verification, outcome = self.verify(tree, output.logits, gumbel)
         hidden = self.drafter.remembers_others
-        traces = trace_sequences(self.batch.sequences, tree, verification, output.logits, hidden)
+        traces = trace_sequences(self.slots.sequences, tree, verification, output.logits, hidden)
         outputs = self.commit(tree, verification, outcome, output.aux_hidden_states)
         # A step that captured a graph is not representative.
         seconds = time.perf_counter() - started if captured == CudaGraphs.num_captured else None
@@ -173,14 +181,15 @@ class Engine:
     def propose(self) -> tuple[TokenTree, Tensor | None]:
         """Return a tree for every sequence, and the noise of the positions that it may cover (None if it covers none, or all
         sequences are greedy)."""
-        self.batch.drop_finished()
-        self.batch.grow_cache()
-        cache = self.batch.open_cache()
+        self.slots.drop_finished()
+        self.slots.use()
+        cache, accepted = self.slots.open_cache(), self.slots.accepted
+        assert accepted is not None
         self.depth = self.padded_depth = self.drafter.depth
         if cache.graphs.active:  # few different sizes require few graphs
             self.padded_depth = power_of_two(self.depth + 1) - 1
-        gumbel = self.batch.sampler.gumbel(cache.seq_lens + 1, self.padded_depth + 1) if self.depth else None
-        tree = self.drafter.propose(self.batch.accepted, gumbel)
+        gumbel = self.slots.sampler.gumbel(cache.seq_lens + 1, self.padded_depth + 1) if self.depth else None
+        tree = self.drafter.propose(accepted, gumbel)
         if cache.graphs.active:
             tree = pad_nodes(tree, power_of_two(tree.tokens.shape[1]))
             cache.set_bucket(tree.tokens.shape[1])
@@ -189,8 +198,8 @@ class Engine:
 
     def forward(self, tree: TokenTree) -> TargetOutput:
         """Return the target's logits and aux hidden states of all nodes."""
-        cache, layers = self.batch.open_cache(), self.drafter.layers
-        self.batch.sampler.start_host_copy(tree)
+        cache, layers = self.slots.open_cache(), self.drafter.layers
+        self.slots.sampler.start_host_copy(tree)
         is_single = self.pads_single_rows and tree.tokens.numel() == 1
         if is_single:
             tree = pad_nodes(tree, 2)
@@ -201,7 +210,7 @@ class Engine:
 
     def verify(self, tree: TokenTree, logits: Tensor, gumbel: Tensor | None) -> tuple[Verification, Outcome]:
         """Return what the target chooses after each node, and which nodes are accepted."""
-        cache, sampler = self.batch.open_cache(), self.batch.sampler
+        cache, sampler = self.slots.open_cache(), self.slots.sampler
         found = sampler.verify(logits, tree, gumbel, self.padded_depth, cache.seq_lens + 1, cache.graphs)
         self.clock.lap("verify")
         return found
@@ -212,14 +221,14 @@ class Engine:
         """Add the accepted path of every sequence to the cache and to its text, and return the outputs."""
         valid, counts, paths, tokens = outcome
         nodes = tree.tokens.shape[1]
-        outputs = self.batch.end_invalid(valid, nodes)
-        sequences = self.batch.sequences
+        outputs = self.slots.end_invalid(valid, nodes)
+        sequences = self.slots.sequences
         counts = [0 if sequence.finish_reason else count for sequence, count in zip(sequences, counts, strict=True)]
         paths = [path[:count] for path, count in zip(paths, counts, strict=True)]
         self.drafter.observe(paths, verification.choices)
-        cache = self.batch.open_cache()
+        cache = self.slots.open_cache()
         captured = cache.kv_bucket is not None
-        device_counts = self.batch.mask_finished(verification.counts)
+        device_counts = self.slots.mask_finished(verification.counts)
         cache.commit(paths, verification.path, device_counts)
         for slot, is_valid in enumerate(valid):
             if is_valid == Validity.REJECTED_NAN:
@@ -228,37 +237,37 @@ class Engine:
         kept = verification.path[:, :width, None].expand(-1, -1, aux_hidden_states.shape[-1])
         aux_hidden_states = aux_hidden_states.gather(1, kept)
         new_tokens = verification.tokens[:, :width]
-        self.batch.sampler.append(new_tokens, verification.counts)
+        self.slots.sampler.append(new_tokens, verification.counts)
         self.clock.lap("commit")
         for sequence, count, new in zip(sequences, counts, tokens, strict=True):
             if count:
                 added = sequence.extend(new[:count])
                 output = RequestOutput(sequence.request, added, count - 1, nodes, sequence.finish_reason)
                 outputs.append(output._replace(depth=self.depth))
-        if self.prefixes is not None:
-            self.batch.store_prefixes(self.prefixes, self.namespace, [count > 0 for count in counts])
         texts = [sequence.text for sequence in sequences]
-        self.batch.accepted = Accepted(new_tokens, aux_hidden_states, counts, texts, device_counts)
+        self.slots.accepted = Accepted(new_tokens, aux_hidden_states, counts, texts, device_counts)
         self.clock.lap("host")
         return outputs
 
     def prefill_is_next(self) -> bool:
         """Return whether the next step is a prefill. Prefill steps alternate with decoding steps."""
-        if self.last_was_prefill and self.batch.unfinished():
+        if self.last_was_prefill and self.slots.unfinished():
             return False
         self.admit()
         return bool(self.prefilling)
 
     def admit(self) -> None:
         """Start to prefill waiting requests: together those that fit into one chunk without much padding, or one. A request
-        that shares its prefix with a request of this batch waits until the prefix is in the prefix cache, so `n` texts of
-        one prompt prefill it once."""
-        sequences: list[SequenceState] = []
+        that shares its prefix with a request of this batch waits until that is prefilled, so `n` texts of one prompt
+        prefill it once."""
+        self.reserve_slots()
+        free = min(self.num_admissible(), len(self.slots.free()))
         prefilling = chain.from_iterable(prompts.sequences for prompts in self.prefilling)
         busy = [sequence for sequence in prefilling if sequence.finish_reason is None]
+        sequences: list[SequenceState] = []
         longest = tokens = 0
-        for sequence in islice(self.waiting, self.num_admissible()):
-            if self.will_be_cached(sequence, [*busy, *sequences]):
+        for sequence in islice(self.waiting, free):
+            if self.reuse_prefixes and self.slots.will_share(sequence, [*busy, *sequences]):
                 continue
             if self.target.prefers_chains and sequences and len(sequence.text) != longest:
                 continue  # attention over padding would change bits
@@ -270,63 +279,56 @@ class Engine:
             longest, tokens = max(longest, len(sequence.text)), tokens + len(sequence.text)
             sequences.append(sequence)
         if sequences:
-            cache = self.batch.new_prompt_cache(sequences)  # may run out of memory: until then they stay in the queue
-            self.prefilling.append(Prompts(sequences, self.target, self.drafter, cache))
+            self.prefilling.append(self.slots.take(sequences, self.reuse_prefixes))
             admitted = {sequence.request for sequence in sequences}
             self.waiting = deque(sequence for sequence in self.waiting if sequence.request not in admitted)
 
-    def will_be_cached(self, sequence: SequenceState, others: Sequence[SequenceState]) -> bool:
-        """Return whether prefilling one of the others will add at least half of the missing prefix to the prefix cache. The
-        shared part must be most of the other text, too: a long text with only a common system prompt is not waited for."""
-        if self.prefixes is None:
-            return False
-        text, block = sequence.text, self.prefixes.block
-        alike = [other.text for other in others if other.text[:block] == text[:block]]
-        known = self.prefixes.num_cached(self.namespace, text) if alike else 0
-        return any(
-            2 * (common_length(text, other, block) - known) >= max(len(text), len(other)) - known for other in alike
-        )
+    def reserve_slots(self) -> None:
+        """Allocate slots for the requests that may join now, if those of before are too few or too small."""
+        joining = list(islice(self.waiting, self.num_admissible()))
+        if not joining:
+            return
+        count, entries, before = self.num_busy() + len(joining), max(map(self.num_entries, joining)), self.slots
+        if count <= len(before.slots) and entries <= before.capacity:
+            return
+        count = grown(len(before.slots), count) if self.max_num_seqs is None else self.max_num_seqs
+        if self.slot_tokens is not None:
+            entries = self.slot_tokens
+        else:
+            entries = grown(before.capacity, max(map(self.num_entries, self.waiting)))
+            entries = bucket(entries) if self.target.captures else entries
+        self.preempt()
+        self.slots.allocate(count, entries)  # may run out of memory: until then all stay in the queue
 
     def prefill(self) -> list[RequestOutput]:
         """Prefill the next prompts, or a chunk of them. Completed prompts join the batch."""
         prompts = self.prefilling[0]
-        if self.prefixes is not None and not any(prompts.cache.lengths):
-            prompts.load_prefixes(self.prefixes, self.namespace)
-        last = prompts.prefill(self.prefill_chunk)
+        last = self.slots.prefill(prompts, self.prefill_chunk)
         if last is None:
-            # At the end of the prompt, sliding layers contain fewer entries and recurrent states are different.
-            if self.prefixes is not None and (self.target.window is not None or prompts.cache.lag):
-                prompts.store_prefixes(self.prefixes, self.namespace)
             self.prefilling.rotate(-1)
             return []
-        outputs = self.batch.join(prompts, last)
+        outputs = self.slots.join(prompts, last)
         self.prefilling.popleft()
-        if self.prefixes is not None:
-            prompts.store_prefixes(self.prefixes, self.namespace)
         return outputs
+
+    def num_busy(self) -> int:
+        """Return the number of sequences that occupy a slot."""
+        return sum(sequence.finish_reason is None for sequence in self.running())
 
     def num_admissible(self) -> int:
         """Return how many of the waiting requests may join now, in the order of arrival."""
-        busy = [sequence for sequence in self.running() if sequence.finish_reason is None]
-        free = len(self.waiting) if self.max_num_seqs is None else min(len(self.waiting), self.max_num_seqs - len(busy))
-        free = max(0, free)
-        if self.batch.max_cache_tokens is not None:
-            sequences = [*busy, *islice(self.waiting, free)]
-            while len(sequences) > len(busy) and self.batch.max_entries(sequences) > self.batch.max_cache_tokens:
-                sequences.pop()
-            free = len(sequences) - len(busy)
-        return free
+        waiting = len(self.waiting)
+        return waiting if self.max_num_seqs is None else max(0, min(waiting, self.max_num_seqs - self.num_busy()))
 
     def close(self) -> None:
         """Release the cache and its captured graphs, for the next engine of the target."""
-        if self.batch.cache is not None:
-            self.target.release(self.batch.cache)
+        if self.slots.cache is not None:
+            self.target.release(self.slots.cache)
 
 
-def common_length(text: Sequence[int], other: Sequence[int], block: int) -> int:
-    """Return the number of tokens in the whole blocks that both texts start with."""
-    most = min(len(text), len(other)) // block * block
-    return next((end for end in range(0, most, block) if text[end : end + block] != other[end : end + block]), most)
+def grown(size: int, needed: int) -> int:
+    """Return the next size if `needed` does not fit into the one of before: twice that, so that it rarely changes."""
+    return size if needed <= size else max(needed, 2 * size)
 
 
 def check_ids(name: str, ids: Iterable[int], count: int) -> None:

@@ -56,7 +56,7 @@ def main(cfg: DictConfig) -> None:
     load = partial(instantiate, cfg.drafter, target=target)
     drafter, *others = [load() if head is None else load(path=head) for head in heads]
     limits = cfg.max_num_seqs, cfg.max_waiting, cfg.timeout, cfg.cache_gib
-    worker = Worker(target, drafter, *limits, cfg.max_num_batched_tokens, cfg.prefix_cache_gib, others)
+    worker = Worker(target, drafter, *limits, cfg.max_num_batched_tokens, others)
     learning = list[Learning]()
     if cfg.learn.enabled:
         background = background_for(cfg, worker, str(target.device))

@@ -40,7 +40,7 @@ def decode(target: Target, drafter: Drafter | None, temperature: float, batch: i
 
     def noted(tree, logits, gumbel):
         verification, valid = verify(tree, logits, gumbel)
-        for slot, sequence in enumerate(engine.batch.sequences):
+        for slot, sequence in enumerate(engine.slots.sequences):
             if sequence.finish_reason is None:
                 path = verification.path[slot, : verification.counts[slot]].tolist()
                 for place, node in enumerate(path, start=len(sequence.text)):

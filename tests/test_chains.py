@@ -172,7 +172,7 @@ def test_a_fork_leaves_the_state_as_it_was(kind: str) -> None:
 def test_pending_tokens_are_committed_when_they_are_many() -> None:
     """Accept the root and one of two drafts in each step; nothing but pending ever grows, up to the bound."""
     _, target = pair("qwen3_5")
-    cache, text = StateCache(1, 200, "cpu"), PROMPTS[0]
+    cache, text = StateCache(1, "cpu"), PROMPTS[0]
     target.prefill(torch.tensor([text]), [len(text)], cache)
     cache.set_lengths([len(text)])
     luck, seen = random.Random(4), []
@@ -325,7 +325,7 @@ def test_requests_join_a_batch_that_is_read_together_and_leave_it(kind: str) -> 
     budgets = [30, 6, 17, 12]
     requests = [Request(prompt, max_new_tokens=budget) for prompt, budget in zip(prompts, budgets, strict=True)]
     engine = Engine(target, NgramDrafter(), max_num_seqs=2)
-    texts, _ = decoding.run(engine, requests, lambda step: step and engine.batch.drop_finished())
+    texts, _ = decoding.run(engine, requests, lambda step: step and engine.slots.drop_finished())
     assert texts == decoding.alone(target, requests)
 
 
@@ -359,18 +359,18 @@ def test_a_packed_document_has_the_features_that_it_has_alone(kind: str) -> None
 
 @pytest.mark.parametrize("kind, entry, state", [("qwen3_5", 128, 2048), ("mamba2", 0, 7168)])
 def test_a_limit_of_memory_counts_the_states_of_texts(kind: str, entry: int, state: int) -> None:
-    """Count three states for each text (before drafts, after them, and rolled back to) in addition to keys, which Mamba
-    does not keep."""
+    """Count four states for each text (its slot's, before drafts, after them, and rolled back to) in addition to keys, which
+    Mamba does not keep."""
     target = pair(kind).target
     requests = [Request(PROMPTS[0], max_new_tokens=6, seed=number) for number in range(5)]
     expected, together = decoding.alone(target, requests), set[int]()
-    text = 3 * state + entry * (len(PROMPTS[0]) + 6 + 2)
-    # As much for prompts and a quarter for growth; and all of it again for requests without drafts.
-    worker = Worker(target, None, cache_gib=2 * 2.25 * 2.5 * text / 2**30, prefix_cache_gib=0)
-    texts, _ = decoding.run(worker.engines[0], requests, lambda step: together.add(len(worker.engines[0].running())))
-    assert texts == expected and max(together) == 2
-    with pytest.raises(ValueError, match="exceeds the cache"):
-        Worker(target, None, cache_gib=2 * 2.25 * 0.5 * text / 2**30, prefix_cache_gib=0).engines[0].add(requests[0])
+    both = 2 * 4 * state + max(1, 2 * entry) * (len(PROMPTS[0]) + 6 + 2)  # as much for what is decoded without drafts
+    worker = Worker(target, None, max_num_seqs=2, cache_gib=(2 * both + 1) / 2**30)
+    engine = worker.engines[0]
+    texts, _ = decoding.run(engine, requests, lambda step: together.add(len(engine.running())))
+    assert texts == expected and max(together) == 2 and engine.slot_tokens == len(PROMPTS[0]) + 6 + 2
+    with pytest.raises(ValueError, match="is too small for 2 times"):
+        Worker(target, None, max_num_seqs=2, cache_gib=2 * 2 * 4 * state / 2**30)
 
 
 def test_other_programs_may_compile_the_functions_that_are_watched() -> None:

@@ -111,14 +111,13 @@ def serve_requests(engine: Engine, count: int, longest: int, rng: random.Random)
 def test_joins_and_leaves_for_long_capture_few_steps(target, name, monkeypatch):
     """Check that only few numbers of slots, of columns and of settings ever occur."""
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Repeated)
-    monkeypatch.setattr("foredraft.inference.batch.INITIAL_ENTRIES", 2)
     monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 16)
     target, before = again(target), cuda_graphs.CudaGraphs.num_captured
     engine = Engine(target, drafters(target).get(name), max_num_seqs=4)
     serve_requests(engine, 60, 20, random.Random(0))
     slots, buckets, settings = 3, 3, 2  # 1, 2, 4; 16, 32, 64 columns; greedy, or not
     most = slots * (buckets + settings + 1)
-    assert len(engine.batch.cache.graphs.graphs) <= most
+    assert len(engine.slots.cache.graphs.graphs) <= most
     assert cuda_graphs.CudaGraphs.num_captured - before <= 4 * most  # memory grew a few times, and never anew
 
 

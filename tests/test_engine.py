@@ -34,7 +34,7 @@ def test_requests_join_and_leave_between_steps(target, alone, name):
     coming = iter(asked[2:])
 
     def between(step: int) -> None:
-        sizes.add(len(engine.batch.sequences))
+        sizes.add(len(engine.slots.sequences))
         if step and step % 2 == 0 and (late := next(coming, None)) is not None:
             engine.add(late)
 
@@ -55,23 +55,25 @@ def test_a_long_prompt_joins_a_long_text(target, name):
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("name", ["plain", "suffix", "lookahead", "eagle3", "medusa", "eagle3 auto", "union", "dflash"])
-def test_the_cache_grows_with_the_texts(target, alone, name, captured, monkeypatch):
-    """Check that it does not grow with what they may become, or with sequences that have ended."""
-    monkeypatch.setattr("foredraft.inference.batch.INITIAL_ENTRIES", 2)
+def test_slots_are_replaced_by_more_and_larger_ones(target, alone, name, captured, monkeypatch):
+    """Let requests come one by one, so that neither the number of slots nor their size is known. They change rarely."""
     monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 8)
     if captured:
         monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
         target = Target(target.model, target.tokenizer, target.name)  # without the cache that another engine gave back
-    engine, sizes = Engine(target, drafters(target).get(name)), list[tuple[int, int]]()
+    engine, sizes, asked = Engine(target, drafters(target).get(name)), list[tuple[int, int]](), requests()
+    coming = iter(asked[1:])
 
     def between(step: int) -> None:
         if step:
-            sizes.append((engine.batch.open_cache().capacity, len(engine.batch.sequences)))
+            sizes.append((engine.slots.capacity, len(engine.slots.slots)))
+        if (late := next(coming, None)) is not None:
+            engine.add(late)
 
-    assert run(engine, requests(), between)[0] == alone
-    capacities, rows = zip(*sizes, strict=True)
-    assert capacities[0] < max(capacities) or (captured and capacities[0] == 64)  # enough for all, rounded up
-    assert name not in ("plain", "eagle3") or rows[0] > min(rows)  # others grow once, before a row has ended
+    assert run(engine, asked[:1], between, *asked[1:])[0] == alone
+    capacities, counts = zip(*sizes, strict=True)
+    assert list(capacities) == sorted(capacities) and list(counts) == sorted(counts)
+    assert len(set(sizes)) <= 4 and counts[-1] > counts[0]
 
 
 def test_what_cannot_be_read_is_refused_before_it_joins(target):

@@ -11,7 +11,6 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target import cuda_graphs
 from foredraft.inference import Engine, Request, SamplingParams, target_sampler
 from foredraft.inference.drafters import Drafter, DraftModel, DynamicTree, NgramDrafter
-from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import StoppingCriteria
 from tests.support import decoding
 from tests.support.decoding import prompt as ids
@@ -44,7 +43,7 @@ def test_a_cancelled_request_frees_its_row_at_once(target, alone, number):
             engine.cancel(asked[1])
             engine.cancel(asked[1])  # once more does no harm
         if step == 4:
-            sizes.append([row.request for row in engine.batch.sequences])
+            sizes.append([row.request for row in engine.slots.sequences])
 
     texts, _ = run(engine, asked, between)
     assert sizes == [[asked[0], asked[3], asked[2]]]  # its very place
@@ -68,7 +67,7 @@ def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypa
 
     def poisoned(self, tokens, positions=None, mask=None, cache=None, *args, **kwargs):
         reading = read(self, tokens, positions, mask, cache, *args, **kwargs)
-        if cache in [engine.batch.cache, *(prompts.cache for prompts in engine.prefilling)] and now[0] == when:
+        if cache is engine.slots.cache and now[0] == when:
             reading.logits[1] = float("nan")
             for block in cache.blocks.values():
                 block[:, :, 1] = float("nan")
@@ -89,7 +88,7 @@ def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
 
     def poisoned(self, tokens, positions=None, mask=None, cache=None, *args, **kwargs):
         reading = read(self, tokens, positions, mask, cache, *args, **kwargs)
-        if cache is engine.batch.cache and now[0] > 1 and asked[1] in [row.request for row in engine.batch.sequences]:
+        if cache is engine.slots.cache and now[0] > 1 and asked[1] in [row.request for row in engine.slots.sequences]:
             reading.logits[1] = reading.aux_hidden_states[1] = float("nan")
             for block in cache.blocks.values():
                 block[:, :, 1] = float("nan")
@@ -100,7 +99,7 @@ def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
         if step == 5:
             engine.add(late)
         if step == 7:
-            assert [row.request for row in engine.batch.sequences] == [asked[0], asked[2], late]
+            assert [row.request for row in engine.slots.sequences] == [asked[0], asked[2], late]
             (reader,) = engine.drafter.cached_drafters  # NaN there would spoil the drafts, and not the text
             assert all(block.isfinite().all() for block in reader.cache.blocks.values())
 
@@ -122,7 +121,7 @@ def test_drafters_are_swapped_between_steps(target, alone):
     """Swap while some wait, one has a cache that the next has not, and prefixes have entries of a drafter that is gone."""
     ngram, model = drafters(target)
     coming = {1: model, 2: None, 5: ngram, 6: model, 11: None}
-    engine = Engine(target, ngram, max_num_seqs=3, prefixes=PrefixCache(1 << 20, block=4))
+    engine = Engine(target, ngram, max_num_seqs=3, reuse_prefixes=True)
     texts, reasons = run(engine, requests(), lambda step: engine.swap(coming.pop(step)) if step in coming else None)
     assert texts == alone and set(reasons) == {"length"} and not coming
 
@@ -141,41 +140,20 @@ def test_rows_join_and_leave_in_memory_that_stays(target, alone, captured, monke
 
     def between(step: int) -> None:
         if step:
-            blocks = [block for cache in engine.batch.caches() for block in cache.blocks.values()]
-            rows = [asked.index(row.request) if row.request in asked else None for row in engine.batch.sequences]
-            seen.append((rows, [block.data_ptr() for block in blocks], len(engine.batch.cache.graphs.graphs)))
+            blocks = [block for cache in engine.slots.caches() for block in cache.blocks.values()]
+            rows = [asked.index(row.request) if row.request in asked else None for row in engine.slots.sequences]
+            seen.append((rows, [block.data_ptr() for block in blocks], len(engine.slots.cache.graphs.graphs)))
 
     for _ in range(3):
         texts, _ = run(engine, asked, between)
         assert texts == [text[: request.max_new_tokens] for text, request in zip(alone, asked, strict=True)]
     rows, pointers, graphs = zip(*seen, strict=True)
-    filled_up = [(0, 1, 2, None)] if captured else []
-    assert list(dict.fromkeys(map(tuple, rows)))[: 2 + captured] == [(0, 1, 2), *filled_up, (0, 3)]
+    filled_up = [None] if captured else []
+    assert list(dict.fromkeys(map(tuple, rows)))[:2] == [(0, 1, 2, *filled_up), (0, 3)]
     assert min(map(len, rows)) == 1
     again = 2 * len(seen) // 3  # by the third time there is room for all, and every size was captured
     assert all(one == pointers[-1] for one in pointers[again:])
     assert graphs[again] == graphs[-1] and (graphs[-1] > 0) == captured
-
-
-@pytest.mark.parametrize(("most", "rows"), [(None, 4), (3 * (20 + 24 + 2), 3)])
-def test_slots_are_not_filled_up_where_a_long_text_needs_their_room(target, most, rows, monkeypatch):
-    """Check captured steps: two sequences are left and one joins."""
-    monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
-    target = Target(target.model, target.tokenizer, target.name)  # without the cache that another engine gave back
-    asked = [Request(ids(5, row), max_new_tokens=tokens) for row, tokens in enumerate((20, 20, 3, 3))]
-    late, sizes = Request(ids(20, 3), max_new_tokens=24), []
-    expected = decoding.alone(target, [*asked, late])
-    engine = Engine(target, max_cache_tokens=most)
-
-    def between(step: int) -> None:
-        if step == 5:
-            engine.add(late)
-        if step > 6:
-            sizes.append(len(engine.batch.sequences))
-            assert most is None or engine.batch.cache.entries <= most
-
-    texts, _ = run(engine, asked, between, late)
-    assert texts == expected and sizes[0] == rows
 
 
 def test_a_batch_of_mostly_finished_rows_shrinks_when_one_joins(target):
@@ -187,23 +165,23 @@ def test_a_batch_of_mostly_finished_rows_shrinks_when_one_joins(target):
     def between(step: int) -> None:
         if step == 5:
             engine.add(late)
-        sizes.append(len(engine.batch.sequences))
+        sizes.append(len(engine.slots.sequences))
 
     texts, _ = run(engine, asked, between, late)
     assert texts == expected and list(dict.fromkeys(sizes)) == [0, 6, 1, 2]
 
 
 def test_a_full_cache_lets_requests_wait(target, alone):
-    most = []
-    engine = Engine(target, max_cache_tokens=2 * (14 + 28 + 2))  # two rows of the longest
+    sizes, rows = set(), []
+    engine = Engine(target, max_num_seqs=2, slot_tokens=14 + 28 + 2)  # the longest
 
     def between(step: int) -> None:
-        if engine.batch.cache is not None:
-            most.append(engine.batch.cache.entries)
+        rows.append(len(engine.slots.unfinished()))
+        sizes.update(block.shape for block in (engine.slots.cache.blocks if step else {}).values())
 
     assert run(engine, requests(), between)[0] == alone
-    assert max(most) <= 88 and len({*most}) > 1
-    with pytest.raises(ValueError, match="60 tokens with max_new_tokens=50 exceeds the cache of 88 tokens"):
+    assert max(rows) == 2 and len(sizes) == 1 and sizes.pop()[2] == 2
+    with pytest.raises(ValueError, match="60 tokens with max_new_tokens=50 exceeds the cache of 44 tokens"):
         engine.add(Request(ids(60, 0), max_new_tokens=50))
 
 
@@ -252,7 +230,7 @@ def test_a_nan_at_a_rejected_node_ends_no_text(target, alone, monkeypatch, numbe
             poisoned[0] += 1
             logits = logits.clone()
             logits[1, rejected] = float("nan")
-            cache = engine.batch.open_cache()
+            cache = engine.slots.open_cache()
             for block in cache.blocks.values():
                 block[:, :, 1, :, [cache.lengths[1] + node for node in rejected]] = float("nan")
         return verify(tree, logits, gumbel)
@@ -267,7 +245,7 @@ def test_a_request_for_which_memory_ran_out_still_waits(target, alone, monkeypat
     for request in asked:
         engine.add(request)
     with monkeypatch.context() as patch:
-        patch.setattr(engine.batch, "new_prompt_cache", lambda sequences: (_ for _ in ()).throw(MemoryError))
+        patch.setattr(engine.slots, "allocate", lambda *size: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             engine.step()
     assert [one.request for one in engine.waiting] == asked
@@ -329,4 +307,4 @@ def test_least_tokens_need_no_copy_of_the_tree(target, monkeypatch):
     text = []
     while engine.has_work:
         text += [token for output in engine.step() for token in output.tokens]
-    assert len(text) == 4 and max(text[:3]) < 9 <= text[3] and engine.batch.sampler.ends is None
+    assert len(text) == 4 and max(text[:3]) < 9 <= text[3] and engine.slots.sampler.ends is None

@@ -83,7 +83,7 @@ def test_rows_of_a_batch_have_grammars_of_their_own(target, grammars):
     engine = Engine(target, drafter, max_num_seqs=3)
 
     def between(step: int) -> None:
-        if step and len(engine.batch.sequences) == 3 and engine.waiting:
+        if step and len(engine.slots.sequences) == 3 and engine.waiting:
             engine.preempt()  # what was written is read anew
 
     assert run(engine, requests(), between)[0] == alone(target, requests())

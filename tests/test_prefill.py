@@ -18,13 +18,13 @@ from foredraft.inference.drafters import (
     StaticTree,
     Union,
 )
-from foredraft.inference.prefix_cache import PrefixCache
 from tests.support import hybrids
 from tests.support.architectures import VOCAB, pair
 from tests.support.batches import prompt
 
 FAMILIES = ["mistral", "gemma3_text", "gpt2", "deepseek_v3"]  # windows, positions that are learned, keys of two widths
 SAMPLED = SamplingParams(temperature=1.0)
+SLOTS = {"max_num_seqs": 10, "slot_tokens": 256}
 
 
 def ids(length: int, seed: int) -> list[int]:
@@ -122,7 +122,7 @@ def test_a_prompt_in_chunks(target, name, monkeypatch):
     """Check it separately, and next to a text that continues in every other step."""
     short, long = request(ids(5, 1), 30), request(ids(61, 2))
     expected = [alone(name, target, one, monkeypatch) for one in (short, long)]
-    run = Run(Engine(target, drafter(name, target), prefill_chunk=16), monkeypatch).add(short)
+    run = Run(Engine(target, drafter(name, target), prefill_chunk=16, **SLOTS), monkeypatch).add(short)
     run.step()
     run.step()
     run.add(long)
@@ -196,15 +196,17 @@ def test_prompts_of_unlike_lengths_are_padded(family, monkeypatch):
     assert [(run.texts[one], run.drafts[one]) for one in asked] == expected
 
 
-def test_rows_that_are_read_have_their_place_in_the_cache(target, monkeypatch):
-    """Leave room for two sequences of the longest."""
-    asked = [request(ids(40, seed), 8) for seed in range(4)]
-    engine, sizes = Engine(target, prefill_chunk=16, max_cache_tokens=2 * (40 + 8 + 2)), []
+def test_prompts_are_prefilled_in_their_slots(target, monkeypatch):
+    """Leave room for two sequences, in memory that does not change."""
+    asked, sizes, pointers = [request(ids(40, seed), 8) for seed in range(4)], set[int](), set[int]()
+    engine = Engine(target, prefill_chunk=16, max_num_seqs=2, slot_tokens=40 + 8 + 2)
     run = Run(engine, monkeypatch).add(*asked)
     while engine.has_work:
         run.step()
-        sizes.append(len([row for row in engine.running() if row.finish_reason is None]))
+        sizes.add(len([row for row in engine.running() if row.finish_reason is None]))
+        pointers.update(block.data_ptr() for block in engine.slots.open_cache().blocks.values())
     assert max(sizes) == 2 and all(len(text) == 8 for text in run.texts.values())
+    assert len(pointers) == len(engine.slots.open_cache().blocks)
 
 
 def shared(seed: int, length: int = 9) -> list[int]:
@@ -217,7 +219,7 @@ def test_a_shared_beginning_is_read_once(target, name, monkeypatch):
     kinds = (1, 9, SAMPLED), (2, 7, SAMPLED), (3, 11, SamplingParams())
     asked = [request(shared(seed, length), 8, params) for seed, length, params in kinds]
     expected = [alone(name, target, one, monkeypatch) for one in asked]
-    engine = Engine(target, drafter(name, target), prefixes=PrefixCache(2**22, block=8))
+    engine = Engine(target, drafter(name, target), **SLOTS, reuse_prefixes=True)
     run = Run(engine, monkeypatch).add(asked[0])
     run.step()
     run.step()
@@ -234,7 +236,7 @@ def test_a_beginning_of_every_family(family, monkeypatch):
     model = pair(family, "eager").target
     asked = [request(shared(seed), 8) for seed in range(1, 3)]
     expected = [alone("draft model", model, one, monkeypatch) for one in asked]
-    engine = Engine(model, drafter("draft model", model), prefill_chunk=16, prefixes=PrefixCache(2**24, block=4))
+    engine = Engine(model, drafter("draft model", model), prefill_chunk=16, **SLOTS, reuse_prefixes=True)
     for one in asked:
         Run(engine, monkeypatch).add(one).finish()
     run = Run(engine, monkeypatch).add(*asked).finish()
@@ -243,25 +245,38 @@ def test_a_beginning_of_every_family(family, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "lfm2", "falcon_h1", "mamba2"])
-def test_a_beginning_of_a_hybrid(kind, monkeypatch):
-    """Check that states are kept where a prompt's last whole block ends, and where two texts diverge. Texts of a batch end
-    there separately."""
+def test_a_conversation_with_a_hybrid(kind, monkeypatch):
+    """Check that states are used again at the end of a text only: a text that diverges before is prefilled whole."""
     model, read = hybrids.pair(kind).target, []
-    name = "plain" if kind == "mamba2" else "chain"
-    asked = [[request(shared(1), 8)], [request(shared(2), 8)], [request(shared(3), 8), request(ids(30, 4), 8)]]
-    expected = [[alone(name, model, one, monkeypatch) for one in together] for together in asked]
-    engine = Engine(model, drafter(name, model), prefixes=PrefixCache(2**24, block=8))
-    for together, theirs in zip(asked, expected, strict=True):
+    engine, text = Engine(model, **SLOTS, reuse_prefixes=True), ids(40, 1)
+    for more in (ids(9, 2), ids(5, 3), ids(7, 4)):
+        asked = request(text + more, 8)
+        answer, _ = alone("plain", model, asked, monkeypatch)
         with monkeypatch.context() as patch:
-            run = Run(engine, patch).add(*together).finish()
-        read.append(run.read)
-        assert [(run.texts[one], run.drafts[one]) for one in together] == theirs
-    assert read == [[47, 2], [39, 8, 2], [8 + 23, 2 + 7]]
+            run = Run(engine, patch).add(asked, request(text[:20] + more, 8)).finish()
+        read.append(sum(run.read))
+        assert run.texts[asked] == answer
+        text = text + more + answer
+    assert read == [49 + 29, 1 + 5 + 25, 1 + 7 + 27]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "falcon_h1"])
+def test_a_drafter_of_a_hybrid_that_is_behind(kind, monkeypatch):
+    """Check text and drafts where the states are at the end of the text, but the head's entries are not."""
+    model, text = hybrids.pair(kind).target, ids(30, 1)
+    engine = Engine(model, drafter("chain", model), **SLOTS, reuse_prefixes=True)
+    for more in (ids(9, 2), ids(5, 3)):
+        asked = request(text + more, 8)
+        answer, drafts = alone("chain", model, asked, monkeypatch)
+        with monkeypatch.context() as patch:
+            run = Run(engine, patch).add(asked).finish()
+        assert (run.texts[asked], run.drafts[asked]) == (answer, drafts)
+        text = text + more + answer
 
 
 @pytest.mark.parametrize("name", ["plain", "eagle3", "draft model"])
 def test_a_conversation_goes_on_from_its_answer(target, name, monkeypatch):
-    engine = Engine(target, drafter(name, target), prefixes=PrefixCache(2**22, block=8))
+    engine = Engine(target, drafter(name, target), **SLOTS, reuse_prefixes=True)
     text = ids(20, 1)
     for turn in range(3):
         asked = request(text, 21)
@@ -279,20 +294,15 @@ def test_a_prompt_and_a_miss_are_read_together(target, monkeypatch):
     monkeypatch.setattr("foredraft.inference.engine.SMALL_PREFILL_TOKENS", 300)
     asked = [request(shared(1)), request(ids(70, 5)), request(shared(1)[:48]), request(ids(1, 1))]
     expected = [alone("draft model", target, one, monkeypatch) for one in asked]
-    engine = Engine(target, drafter("draft model", target), prefixes=PrefixCache(2**22, block=8))
+    engine = Engine(target, drafter("draft model", target), **SLOTS, reuse_prefixes=True)
     Run(engine, monkeypatch).add(request(shared(1))).finish()
     run = Run(engine, monkeypatch).add(*asked).finish()
-    assert run.read == [2 + 70 + 1 + 1]
+    assert run.read == [1 + 70 + 1 + 1]
     assert [(run.texts[one], run.drafts[one]) for one in asked] == expected
 
 
-def test_memory_is_bounded_and_the_oldest_goes_first(target, monkeypatch):
-    with monkeypatch.context() as patch:
-        measured = PrefixCache(2**30, block=8)
-        Run(Engine(target, prefixes=measured), patch).add(request(ids(16, 1), 1)).finish()
-        block = measured.bytes // 2
-    prefixes = PrefixCache(5 * block, block=8)
-    engine = Engine(target, prefixes=prefixes)
+def test_the_slot_that_was_taken_the_longest_time_ago_goes_first(target, monkeypatch):
+    engine = Engine(target, max_num_seqs=2, slot_tokens=100, reuse_prefixes=True)
 
     def read(prompt: list[int]) -> int:
         with monkeypatch.context() as patch:
@@ -300,39 +310,60 @@ def test_memory_is_bounded_and_the_oldest_goes_first(target, monkeypatch):
 
     assert read(ids(16, 1)) == 16 and read(ids(16, 2)) == 16
     assert read(ids(16, 1)) == 1  # used again
-    assert read(ids(24, 3)) == 24  # needs room: the second text goes, its end first
-    assert prefixes.bytes == 5 * block == sum(kept.bytes for kept in prefixes.blocks.values())
+    assert read(ids(24, 3)) == 24  # needs a slot: the second text goes
     assert read(ids(16, 1)) == 1 and read(ids(16, 2)) == 16
-    assert prefixes.bytes <= 5 * block
-    assert read(ids(80, 4)) == 80 and prefixes.bytes == 5 * block  # its beginning stays
-    assert read(ids(80, 4)[:40]) == 1
+    assert read(ids(80, 4)) == 80 and read(ids(80, 4)[:40]) == 1
+
+
+def test_a_busy_slot_gives_a_copy(target, monkeypatch):
+    """Check also that a text which continues another one takes its slot, and one that does not leaves it."""
+    asked = [request(shared(seed), 8) for seed in range(3)]
+    expected = [alone("draft model", target, one, monkeypatch) for one in asked]
+    engine = Engine(target, drafter("draft model", target), **SLOTS, reuse_prefixes=True)
+    run = Run(engine, monkeypatch).add(asked[0])
+    run.step()
+    run.add(asked[1]).step()
+    run.finish()
+
+    def kept() -> list[list[int]]:
+        return sorted(slot.text[:49] for slot in engine.slots.slots if slot.text)
+
+    assert run.read == [49, 10] and kept() == sorted([shared(0), shared(1)])
+    run.add(asked[2]).finish()
+    assert run.read[2:] == [10] and kept() == sorted(map(shared, range(3)))
+    assert [(run.texts[one], run.drafts[one]) for one in asked] == expected
+    longer = request(asked[2].prompt + run.texts[asked[2]] + [5], 3)
+    run.add(longer).finish()
+    assert len(kept()) == 3
 
 
 def test_a_text_is_never_that_of_others(target, monkeypatch):
-    """Check that blocks of the same tokens after other ones differ; an engine finds what it stored itself."""
-    prefixes = PrefixCache(2**22, block=4)
-    engine = Engine(target, prefixes=prefixes)
+    """Check that the same tokens after other ones are not used again; an engine finds only its own texts."""
+    engine = Engine(target, **SLOTS, reuse_prefixes=True)
     first, second, third = ids(4, 1), ids(4, 2), ids(4, 3)
     Run(engine, monkeypatch).add(request(first + second + third)).finish()
     asked = [request(prompt) for prompt in (second + third, third + second + first, first + third + second)]
     expected = [alone("plain", target, one, monkeypatch)[0] for one in asked]
     run = Run(engine, monkeypatch).add(*asked).finish()
     assert [run.texts[one] for one in asked] == expected and run.read == [8 + 12 + 9]
-    other = Run(Engine(target, prefixes=prefixes), monkeypatch).add(request(first + second + third)).finish()
+    other = Run(Engine(target, reuse_prefixes=True), monkeypatch).add(request(first + second + third)).finish()
     assert other.read == [12]
 
 
-def test_logits_that_are_not_numbers_are_not_kept(target, monkeypatch):
-    prefixes = PrefixCache(2**22, block=4)
-    asked = request(ids(12, 1))
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_logits_that_are_not_numbers_are_not_kept(target, chunk, monkeypatch):
+    engine, asked = Engine(target, prefill_chunk=chunk, reuse_prefixes=True), request(ids(12, 1))
+    expected, _ = alone("plain", target, asked, monkeypatch)
     with monkeypatch.context() as patch:
         read = type(target).forward
         poisoned = lambda self, *args, **kwargs: (lambda r: r._replace(logits=r.logits * float("nan")))(  # noqa: E731
             read(self, *args, **kwargs)
         )
         patch.setattr(type(target), "forward", poisoned)
-        run = Run(Engine(target, prefixes=prefixes), patch).add(asked).finish()
-    assert run.texts[asked] == [] and not prefixes.blocks
+        run = Run(engine, patch).add(asked).finish()
+    assert run.texts[asked] == []
+    again = Run(engine, monkeypatch).add(asked).finish()
+    assert again.texts[asked] == expected and sum(again.read) == 12 and engine.slots.hits == 0
 
 
 def test_the_lm_head_takes_the_last_position_of_each_prompt_alone(target):
@@ -356,23 +387,17 @@ def test_texts_of_one_prompt_prefill_it_once(target, name, chunk, monkeypatch):
     asked = [Request(common, SAMPLED, 6, seed, trace=0) for seed in range(8)]
     asked += [request(common[:40] + other), request(other)]
     expected = [alone(name, target, one, monkeypatch)[0] for one in asked]
-    engine = Engine(target, drafter(name, target), prefill_chunk=chunk, prefixes=PrefixCache(2**22, block=8))
+    engine = Engine(target, drafter(name, target), prefill_chunk=chunk, **SLOTS, reuse_prefixes=True)
     run = Run(engine, monkeypatch).add(*asked).finish()
     assert [run.texts[one] for one in asked] == expected
-    # 56 of the 61 tokens are whole blocks, of which the last token is read again.
-    assert sum(run.read) == 61 + 7 * (61 - 55) + (70 - 39) + 30
+    # The last token is read again.
+    assert sum(run.read) == 61 + 7 * 1 + (70 - 39) + 30
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_with_a_common_beginning(target, monkeypatch):
     long, short = request(ids(200, 1), 4), request(ids(200, 1)[:10] + ids(9, 2), 4)
-    engine = Engine(target, prefill_chunk=16, prefixes=PrefixCache(2**22, block=8))
+    engine = Engine(target, prefill_chunk=16, **SLOTS, reuse_prefixes=True)
     run = Run(engine, monkeypatch).add(long, short)
     while not run.texts[short]:
         run.step()
     assert not run.texts[long]
-
-
-def test_a_prompt_that_the_prefix_cache_cannot_hold_waits_for_nobody_forever(target, monkeypatch):
-    asked = [Request(ids(61, 1), SAMPLED, 4, seed, trace=0) for seed in range(3)]
-    run = Run(Engine(target, prefill_chunk=16, prefixes=PrefixCache(1, block=8)), monkeypatch).add(*asked).finish()
-    assert all(len(run.texts[one]) == 4 for one in asked) and sum(run.read) == 3 * 61

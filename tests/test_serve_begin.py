@@ -146,7 +146,7 @@ def test_a_page_of_another_site_cannot_post_blindly(target: Target, kind: str):
 def test_each_tenant_is_told_its_own_context(target: Target):
     """Check that larger trees leave less room for text."""
     small, large = NgramDrafter(depth=2), NgramDrafter(depth=60)
-    thread = Worker(target, small, cache_gib=1e-3, prefix_cache_gib=0, others=[large])
+    thread = Worker(target, small, max_num_seqs=1, cache_gib=5e-4, others=[large])
     most, less = (thread.context(tenant=number) for number in (0, 1))
     assert most is not None and less is not None and most - less == 2 * 58
     thread.start()

@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from foredraft.heads import Target
 from foredraft.inference import Engine, Request, SamplingParams
-from foredraft.inference.batch import Batch
 from foredraft.inference.drafters import DraftModel, NgramDrafter
 from foredraft.inference.serve.accepted_log import AcceptedLog
 from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.worker import GOOD_STEPS, BatchLimit, Failed, Job, QueueFull, Worker
+from foredraft.inference.slots import Slots
 from tests.support.batches import prompt
 
 
@@ -64,7 +64,7 @@ def test_out_of_memory_is_survived(target, plain, monkeypatch):
 
     def small(engine: Engine):
         outputs = step(engine)
-        if len(engine.batch.sequences) > 2:
+        if len(engine.slots.sequences) > 2:
             raise torch.OutOfMemoryError("no memory for three rows")
         return outputs
 
@@ -84,18 +84,18 @@ def test_out_of_memory_is_survived(target, plain, monkeypatch):
     assert ask(Worker(target, NgramDrafter()), requests()) == plain
 
 
-def test_memory_that_prompts_lack_loses_no_request(target, plain, monkeypatch):
-    """Check several prompts, and one next to a sequence that is decoded."""
-    room = Batch.new_prompt_cache
+def test_memory_that_slots_lack_loses_no_request(target, plain, monkeypatch):
+    """Let memory suffice for one slot, and for none."""
+    allocate = Slots.allocate
 
-    def small(batch: Batch, sequences: list, most: int):
-        if len(sequences) + len(batch.unfinished()) > most:
-            raise torch.OutOfMemoryError("no memory for its prompt")
-        return room(batch, sequences)
+    def small(slots: Slots, count: int, capacity: int, most: int):
+        if count > most:
+            raise torch.OutOfMemoryError("no memory for the slots")
+        return allocate(slots, count, capacity)
 
-    monkeypatch.setattr(Batch, "new_prompt_cache", partialmethod(small, most=1))
+    monkeypatch.setattr(Slots, "allocate", partialmethod(small, most=1))
     assert ask(Worker(target, NgramDrafter()), requests()) == plain
-    monkeypatch.setattr(Batch, "new_prompt_cache", partialmethod(small, most=0))
+    monkeypatch.setattr(Slots, "allocate", partialmethod(small, most=0))
     assert all(isinstance(text, Failed) for text in ask(Worker(target, None), requests(2)))
 
 
@@ -127,7 +127,7 @@ def test_the_batch_grows_again_while_others_wait(target, what, monkeypatch):
             failed.append(len(running))
             raise RuntimeError("a bug")
         outputs = step(engine)
-        sizes.append((len(failed), len(engine.batch.unfinished()) * bool(engine.waiting)))
+        sizes.append((len(failed), len(engine.slots.unfinished()) * bool(engine.waiting)))
         return outputs
 
     monkeypatch.setattr(Engine, "step", faulty)
@@ -154,13 +154,13 @@ def test_a_batch_that_fails_again_and_again_is_tried_less_and_less_often():
 
 
 def test_a_drafter_of_larger_trees_takes_over_only_where_it_fits(target):
-    worker = Worker(target, NgramDrafter(depth=2), cache_gib=4e-4, prefix_cache_gib=0)
+    worker = Worker(target, NgramDrafter(depth=2), max_num_seqs=1, cache_gib=3e-4)
     engine, most = worker.engines[0], worker.context()
     request = Request([5] * 3, max_new_tokens=most - 3)
     engine.add(request)
     with pytest.raises(ValueError, match="trees of 61 nodes"):
         engine.swap(NgramDrafter(depth=60))
-    assert engine.drafter.nodes == 3 and engine.batch.drafter is engine.drafter
+    assert engine.drafter.nodes == 3 and engine.slots.drafter is engine.drafter
     while engine.has_work:
         engine.step()
     engine.swap(NgramDrafter(depth=60))
@@ -197,17 +197,15 @@ def test_a_full_queue_takes_all_of_a_request_or_nothing(target):
 
 
 def test_memory_of_both_caches_is_counted(target):
-    """Count 6 layers of 2 heads of 8 numbers, keys and values; a draft model of the same size in addition; an engine
-    without drafts. Each target's is there once more for prompts, and a quarter of it for growth; the draft model's is there
-    three times."""
-    whole = 2 * 6 * 2 * 8 * 4
+    """Count 6 layers of 2 heads of 8 numbers, keys and values; a draft model of the same size with entries for its tree in
+    addition; and an engine without drafts."""
+    whole, slots = 2 * 6 * 2 * 8 * 4, 3
     model = DraftModel(target, target)
-    workers = [Worker(target, drafter, cache_gib=1100 * whole / 2**30, prefix_cache_gib=0) for drafter in (None, model)]
-    rooms = [[engine.batch.max_cache_tokens for engine in worker.engines] for worker in workers]
-    assert rooms == [[244, 244], [146, 146]]
-    kept = Worker(target, model, cache_gib=1100 * whole / 0.75 / 2**30)
-    assert [engine.batch.max_cache_tokens for engine in kept.engines] == [146, 146]
-    assert kept.prefixes is not None and kept.prefixes.max_bytes == int(1100 / 3 * whole)
+    limits = {"max_num_seqs": slots, "cache_gib": 400 * slots * whole / 2**30}
+    rooms = [[engine.slot_tokens for engine in Worker(target, drafter, **limits).engines] for drafter in (None, model)]
+    assert rooms == [[200, 200], [(400 - model.cache_entries(0)) // 3] * 2]
+    with pytest.raises(ValueError, match="cache_gib=1e-06 is too small for 2 times max_num_seqs=16 texts"):
+        Worker(target, None, cache_gib=1e-6)
 
 
 def test_how_often_beginnings_were_known_is_told(target):
@@ -217,8 +215,7 @@ def test_how_often_beginnings_were_known_is_told(target):
     first, again = ask(worker, [Request(prompt, max_new_tokens=5) for _ in range(2)])
     assert first == again
     shown = dict(line.rsplit(" ", 1) for line in page.page().decode().splitlines() if not line.startswith("#"))
-    assert float(shown["foredraft_prefix_cache_hit_rate"]) == 64 / 140
-    assert float(shown["foredraft_prefix_cache_bytes"]) == 64 * (2 * 6 * 2 * 8 * 4 + 8)  # and its token
+    assert float(shown["foredraft_prefix_cache_hit_rate"]) == 69 / 140
 
 
 @pytest.mark.parametrize(
@@ -228,8 +225,6 @@ def test_how_often_beginnings_were_known_is_told(target):
         {"timeout": 0},
         {"cache_gib": 0},
         {"max_waiting": -1},
-        {"prefix_cache_gib": -1},
-        {"prefix_cache_gib": 2, "cache_gib": 1},
         {"max_num_batched_tokens": 0},
     ],
 )

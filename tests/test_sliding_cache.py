@@ -9,7 +9,6 @@ import transformers as hf
 from foredraft.heads import Target
 from foredraft.heads.target import sliding_cache
 from foredraft.inference import Engine, Request
-from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.serve.worker import Worker
 from tests.support.architectures import SIZES, WINDOW, pair
 from tests.support.batches import prompt
@@ -37,9 +36,8 @@ def test_a_long_text_keeps_a_window_of_sliding_layers(monkeypatch):
     while engine.has_work:
         for output in engine.step():
             found += output.tokens
-        for cache in [engine.batch.cache, *(prompts.cache for prompts in engine.prefilling)]:
-            if cache is not None:
-                sizes.append((cache.capacity, sum(block.nbytes for block in cache.blocks.values())))
+        cache = engine.slots.open_cache()
+        sizes.append((cache.capacity, sum(block.nbytes for block in cache.blocks.values())))
     ring = 64 + 16 + sliding_cache.SLACK
     assert len(sizes) > 8 and all(size == ENTRY * (capacity + 5 * ring) for capacity, size in sizes)
     theirs = plain.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -75,34 +73,37 @@ def test_rejected_drafts_that_are_erased_hide_nothing(family, narrow):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_shared_beginning_beyond_the_window_is_taken_where_a_chunk_ended(family, narrow):
-    """Use texts that share 40 tokens, of which a chunk ended at 32; then they continue from each other."""
-    target, read = pair(family, "eager").target, []
-    asked = [Request(text(40, 0) + text(9, seed), max_new_tokens=8) for seed in (1, 2)]
-    expected = alone(target, asked)
-    asked.append(Request(asked[1].prompt + expected[1] + text(3, 3), max_new_tokens=8))
-    expected += alone(target, asked[2:])
-    engine = Engine(target, Random(), prefill_chunk=16, prefixes=PrefixCache(2**24, block=4))
-    for request, answer in zip(asked, expected, strict=True):
-        seen = engine.prefixes.hits
-        assert run(engine, [request])[0] == [answer]
-        read.append(engine.prefixes.hits - seen)
-    assert read[:2] == [0, 32] and read[2] >= 48
-    assert all(block.is_whole for block in engine.prefixes.find(engine.namespace, asked[2].prompt, 0)[-1:])
-    assert engine.prefixes.bytes == sum(block.bytes for block in engine.prefixes.blocks.values())
+def test_a_text_is_continued_at_its_end_or_shortly_before(family, narrow, monkeypatch):
+    """Use texts that share 40 tokens, after which the first one's rings have gone on. Then continue the second one, and
+    replace its last tokens."""
+    monkeypatch.setattr(sliding_cache, "SLACK", 3 + Random.nodes)
+    target = pair(family, "eager").target
+    engine = Engine(target, Random(), prefill_chunk=16, max_num_seqs=3, slot_tokens=150, reuse_prefixes=True)
+
+    def ask(prompt: list[int]) -> tuple[list[int], int]:
+        request, seen = Request(prompt, max_new_tokens=8), engine.slots.hits
+        expected = alone(target, [request])
+        assert run(engine, [request])[0] == expected
+        return prompt + expected[0], engine.slots.hits - seen
+
+    _, nothing = ask(text(40, 0) + text(19, 1))
+    second, diverged = ask(text(40, 0) + text(19, 2))
+    longer, continued = ask(second + text(3, 3))
+    _, replaced = ask(longer[:-2] + text(9, 4))
+    assert nothing == diverged == 0 and continued == len(second) - 1 and replaced >= len(longer) - 3
 
 
 def test_chunks_of_a_prompt_that_ends_in_nan_are_not_kept(narrow, monkeypatch):
     target, read = pair("gemma3_text", "eager").target, Target.forward
-    engine = Engine(target, prefill_chunk=16, prefixes=PrefixCache(2**24, block=4))
+    engine, request = Engine(target, prefill_chunk=16, reuse_prefixes=True), Request(text(40, 0), max_new_tokens=3)
+    expected = alone(target, [request])
     poison = lambda self, *args, **kwargs: (lambda out: out._replace(logits=out.logits * float("nan")))(  # noqa: E731
         read(self, *args, **kwargs)
     )
-    monkeypatch.setattr(Target, "forward", poison)
-    request, kept = Request(text(40, 0), max_new_tokens=3), []
-    texts, reasons = run(engine, [request], lambda step: kept.append(len(engine.prefixes.blocks)))
-    assert texts == [[]] and reasons == ["error"] and max(kept) > 0
-    assert not engine.prefixes.blocks and engine.prefixes.bytes == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(Target, "forward", poison)
+        assert run(engine, [request]) == ([[]], ["error"])
+    assert run(engine, [request])[0] == expected and engine.slots.hits == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -112,9 +113,9 @@ def test_a_short_rest_beside_a_long_prompt(family, monkeypatch):
     target = pair(family, "eager").target
     asked = [Request(text(48, 0)[:length] + text(more, 1), max_new_tokens=8) for length, more in ((48, 1), (0, 70))]
     expected = alone(target, asked)
-    engine = Engine(target, Random(), prefixes=PrefixCache(2**24, block=4))
+    engine = Engine(target, Random(), max_num_seqs=2, slot_tokens=120, reuse_prefixes=True)
     run(engine, [Request(asked[0].prompt[:48], max_new_tokens=1)])
-    assert run(engine, asked)[0] == expected and engine.prefixes.hits == 48
+    assert run(engine, asked)[0] == expected and engine.slots.hits in (47, 48)
 
 
 @pytest.mark.parametrize("what", ["preempt", "swap"])
@@ -128,27 +129,19 @@ def test_texts_go_on_after_they_were_interrupted(family, what, narrow):
     assert run(engine, asked, lambda step: interrupt() if step in (3, 5) else None)[0] == expected
 
 
-def test_a_limit_counts_what_is_kept(narrow, monkeypatch):
-    """Let two of four layers slide, with rings of 6 entries and of 20."""
-    monkeypatch.setattr("foredraft.inference.batch.INITIAL_ENTRIES", 4)
-    target, size = pair("gemma3_text", "eager").target, 100 * 4 * ENTRY
-    worker = Worker(target, Random(), cache_gib=2 * 2.25 * size / 2**30, prefix_cache_gib=0)
+def test_a_limit_counts_what_is_kept(narrow):
+    """Let two of four layers slide, with rings of 20 entries and of 6."""
+    target, size, slots = pair("gemma3_text", "eager").target, 100 * 4 * ENTRY, 2
+    worker = Worker(target, Random(), max_num_seqs=slots, cache_gib=2 * slots * size / 2**30)
     engines, rings = worker.engines, (WINDOW + 16, WINDOW + 2)
     for engine, ring in zip(engines, rings, strict=True):
-        assert engine.batch.max_cache_tokens == 100 and target.sliding(engine.drafter.nodes).ring == ring
-        most = engine.batch.max_text_tokens()
-        assert 100 - ring // 2 - 1 <= (most + 2 * engine.drafter.nodes) / 2 <= 100 - ring // 2
-        with pytest.raises(ValueError, match="exceeds the cache of 100 tokens"):
-            engine.check(Request(text(most, 0), max_new_tokens=1))
-    asked, used = [Request(text(40 + number, number), max_new_tokens=12) for number in range(6)], []
-    expected = alone(target, asked)
-
-    def note(step: int) -> None:
-        found = [engines[0].batch.cache, *(prompts.cache for prompts in engines[0].prefilling)]
-        caches = [cache for cache in found if cache is not None]
-        size = sum(block.nbytes for cache in caches for block in cache.blocks.values())
-        assert size == 0 or 0 <= 4 * ENTRY * sum(cache.entries for cache in caches) - size < 6 * 4 * ENTRY
-        used.append((len(engines[0].batch.unfinished()), size))
-
-    assert run(engines[0], asked, note)[0] == expected
-    assert max(rows for rows, _ in used) == 2 and size / 2 < max(size for _, size in used) <= 2.25 * size
+        assert engine.slot_tokens == (2 * 100 * 4 - 2 * sum(rings)) // 4
+        assert target.sliding(engine.drafter.nodes).ring == ring
+        with pytest.raises(ValueError, match="exceeds the cache of"):
+            engine.check(Request(text(engine.max_text_tokens(), 0), max_new_tokens=1))
+    asked = [Request(text(40 + number, number), max_new_tokens=12) for number in range(6)]
+    expected, sizes = alone(target, asked), []
+    for engine in engines:
+        assert run(engine, asked)[0] == expected
+        sizes.append(sum(block.nbytes for block in engine.slots.cache.blocks.values()))
+    assert 0 <= 2 * slots * size - sum(sizes) < 8 * slots * ENTRY

@@ -89,6 +89,7 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
     "model": "served_model_name",
     "new_tokens": "max_new_tokens",
     "prefill_chunk": "max_num_batched_tokens",
+    "prefix_cache_gib": "cache_gib",
     "prompts": "num_prompts",
 }
 

@@ -1,7 +1,7 @@
 """A preallocated key/value cache with a length per slot, into which unmodified transformers models write.
 
-The first `batch` slots are in use; others are free for sequences that join.
-Columns of a slot: `lengths[slot]` entries of computed text, then those of the newest forward, then nothing.
+Slots are allocated once. A forward computes some of them, its `rows` (`KVCache.use`). Columns of a slot:
+`slot_lengths[slot]` entries of computed text, then those of the newest forward, then nothing.
 
     slot 0   [ t t t t t t t | n n n . . . . . ]      t computed text, n the newest forward (a tree, or text)
     slot 1   [ t t t t | n n n . . . . . . . . ]      . never written, or stale: masked
@@ -13,8 +13,11 @@ accepting a path is one gather and one scatter for many layers, and its cost doe
 It is part of `heads` because autoregressive heads draft with such caches too.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -26,11 +29,12 @@ from foredraft.heads.target.device import upload
 from foredraft.heads.target.masks import Masks
 
 MIN_BUCKET = 256  # smallest number of columns that a forward of fixed shapes sees
-BLOCKS = 4  # shared by layers of one shape: while a cache grows, one block exists twice
+BLOCKS = 4  # shared by layers of one shape: each is smaller than the memory that a system grants at a time
 # On a CPU a forward after a text sees a multiple of this many columns. Attention processes keys in blocks of this size, so
 # all its products have one shape, and a row has the same bits regardless of its batch. A smaller last block would be
 # summed in another order.
 KEY_BLOCK = 512
+ALIGNMENT = 64  # bytes, of memory on a CPU
 
 
 def bucket(entries: int) -> int:
@@ -52,6 +56,16 @@ def to_device(numbers: Any, device: torch.device) -> Tensor:
     return upload(torch.tensor(numbers, dtype=torch.int64), device)
 
 
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On a CPU their pages take no memory until they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    buffer = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return torch.from_numpy(buffer[start : start + size]).view(dtype).view(*shape)
+
+
 class CacheLayer(CacheLayerMixin):
     """Give one layer access to its part of a KVCache."""
 
@@ -69,17 +83,17 @@ class CacheLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         cache, new = self.cache, key_states.shape[2]
-        if cache.uniform_lengths and cache.kv_bucket is None:
+        if cache.uniform_lengths and cache.span is not None and cache.kv_bucket is None:
             first = cache.lengths[0] + cache.num_uncommitted
-            self.keys[:, :, first : first + new] = key_states
-            self.values[:, :, first : first + new] = value_states
+            self.keys[cache.span, :, first : first + new] = key_states
+            self.values[cache.span, :, first : first + new] = value_states
         else:
             # With sharding=layers, some layers are on another device than the cache's indices.
             slots, columns = (index.to(self.keys.device) for index in (cache.slots, cache.columns(new)))
             self.keys[slots, :, columns] = key_states.transpose(1, 2)
             self.values[slots, :, columns] = value_states.transpose(1, 2)
         width = cache.width(new)
-        return self.keys[:, :, :width], self.values[:, :, :width]
+        return cache.of_rows(self.keys, width), cache.of_rows(self.values, width)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.width(query_length), 0
@@ -92,60 +106,46 @@ class CacheLayer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """Hold `capacity` entries in each of `max_batch` slots of `layers` layers, of which `batch` slots are in use.
+    """Hold `capacity` entries in each of `num_slots` slots of `layers` layers. Forwards compute the `batch` slots `rows`.
 
-    lengths: computed tokens per slot, on the host, so that no step has to ask the device for them.
+    slot_lengths: computed tokens per slot, on the host, so that no step has to ask the device for them.
+    lengths: the same, only of the rows.
     num_uncommitted: entries after them that the next forward must not overwrite: a head drafts level by level.
     new_counts: (batch, 1) int64, the real entries of a forward of prompts; None in other forwards.
     seq_lens: (batch, 1) int64, the lengths on the device.
+    span: the rows as a slice if they are neighbors, else None.
     kv_bucket: None if forwards see the columns up to the longest slot's newest entry. If they are to be captured
     (cuda_graphs.py), they see this number of columns, and only `seq_lens` determines where the text ends.
     """
 
     sliding: Any = None  # the settings of a SlidingCache
-    lag = 0  # 1 if a block of the prefix cache stores the recurrent states before its last token
     new_counts: Tensor | None
 
     def __init__(
         self,
         layers: int,
-        batch: int,
+        num_slots: int,
         capacity: int,
         device: torch.device | str,
         capture: bool = False,
         one_device: bool = True,
     ):
-        """Allocate the cache. capture: should forwards be captured, if the device supports it? one_device: False if the
-        layers are on several devices. Then each layer has its own memory, or every device would reserve that of all
-        layers."""
+        """Describe the cache, whose memory is allocated by its first forward. capture: should forwards be captured, if the
+        device supports it? one_device: False if the layers are on several devices. Then each layer has its own memory, or
+        every device would reserve that of all layers."""
         super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
         self.slides = [False] * layers  # which layers only keep the newest entries (sliding_cache.py)
         self.device, self.capture, self.one_device = torch.device(device), capture, one_device
         self.key_block = key_block(self.device)
         self.blocks: dict[tuple, Tensor] = {}
         self.kv_bucket: int | None = None
-        self.allocate(batch, capacity)
-        self.use(batch)
-        self.clear()
-
-    def allocate(self, max_batch: int, capacity: int) -> None:
-        self.max_batch, self.capacity = max_batch, capacity
-        self.graphs = CudaGraphs(self.device, self.capture)  # captured graphs refer to addresses
-        self.all_slots = torch.arange(max_batch, device=self.device)[:, None]
-        self.all_seq_lens = torch.zeros(max_batch, 1, dtype=torch.int64, device=self.device)
-
-    @property
-    def entries(self) -> int:
-        """Return the number of entries with reserved memory."""
-        return self.max_batch * self.num_entries(self.capacity)
-
-    def num_entries(self, capacity: int) -> int:
-        """Return the number of entries of all layers with as many bytes as a slot of this capacity."""
-        return capacity
-
-    def empty_like(self, batch: int, capacity: int) -> "KVCache":
-        """Return an empty cache for the same layers."""
-        return KVCache(len(self.layers), batch, capacity, self.device)
+        self.num_slots, self.capacity = num_slots, capacity
+        self.graphs = CudaGraphs(self.device, self.capture)
+        self.all_slots = torch.arange(num_slots, device=self.device)[:, None]
+        self.all_seq_lens = torch.zeros(num_slots, 1, dtype=torch.int64, device=self.device)  # captured graphs read it
+        self.slot_lengths = [0] * num_slots
+        self.rows: list[int] = []
+        self.use(range(num_slots))
 
     def columns_in(self, key: tuple) -> int:
         """Return the columns of each slot in the block of this key. Those beyond `capacity` are never written, so on a CPU
@@ -156,51 +156,47 @@ class KVCache(Cache):
         """Return the columns of these entries of a text in the block of this key."""
         return entries
 
-    def use(self, batch: int) -> None:
-        """Use this number of slots. What was captured for the same number before stays."""
-        self.batch, self.slots, self.static_seq_lens = batch, self.all_slots[:batch], self.all_seq_lens[:batch]
-        for layer in self.layers:
-            layer.is_initialized = False  # its views show other slots
-            if isinstance(layer, CacheLayer):
-                layer.keys, layer.values = None, None  # type: ignore[assignment]  # or their memory would stay
-
-    def reorder(self, slots: list[int | None], capacity: int, max_entries: int | None = None) -> None:
-        """Make these slots the batch, None for an empty one, with room for `capacity` entries. A sequence is copied if its
-        slot changes. If entries or slots grow, all are copied, and captured graphs are lost. Slots are doubled then, if
-        that makes at most `most` entries in total."""
-        lengths = [0 if slot is None else self.lengths[slot] for slot in slots]
-        moved = [(new, old) for new, old in enumerate(slots) if old is not None and old != new]
-        if capacity != self.capacity or len(slots) > self.max_batch:
-            max_batch = self.max_batch if len(slots) <= self.max_batch else max(len(slots), 2 * self.max_batch)
-            max_batch = (
-                max_batch
-                if max_entries is None or max_batch * self.num_entries(capacity) <= max_entries
-                else len(slots)
-            )
-            self.resize(slots, capacity, max_batch)
-        else:
-            for block in self.blocks.values():
-                copies = [block[:, :, old, :, : lengths[new]].clone() for new, old in moved]
-                for (new, _), copy in zip(moved, copies, strict=True):
-                    block[:, :, new, :, : lengths[new]] = copy
-            if len(slots) != self.batch:
-                self.use(len(slots))
+    def use(self, rows: Sequence[int]) -> None:
+        """Let forwards compute these slots, in this order. Captured ones compute the first slots."""
+        if list(rows) == self.rows:
+            return
+        self.rows, self.batch, first = list(rows), len(rows), rows[0]
+        self.span = slice(first, first + len(rows)) if self.rows == [*range(first, first + len(rows))] else None
+        self.slots = to_device(self.rows, self.device)[:, None] if self.span is None else self.all_slots[self.span]
         self.kv_bucket = None
-        self.set_lengths(lengths)
+        self.set_lengths([self.slot_lengths[slot] for slot in rows])
 
-    def resize(self, slots: list[int | None], capacity: int, max_batch: int) -> None:
-        """Allocate other memory for `max_batch` slots of `capacity` entries, of which these become the first. This happens
-        block by block, and each frees the previous one, which must not be referenced elsewhere."""
-        self.allocate(max_batch, capacity)
-        self.use(len(slots))
-        for key in list(self.blocks):
-            block = self.blocks[key]
-            layers, pair, _, heads, _, dim = block.shape
-            self.blocks[key] = block.new_zeros(layers, pair, max_batch, heads, self.columns_in(key), dim)
-            for new, old in enumerate(slots):
-                if old is not None:
-                    length = self.lengths[old]
-                    self.blocks[key][:, :, new, :, :length] = block[:, :, old, :, :length]
+    def of_rows(self, states: Tensor, width: int) -> Tensor:
+        """Return the first `width` columns of the rows of keys or values (num_slots, heads, columns, dim)."""
+        if self.span is not None:
+            return states[self.span, :, :width]
+        return states[:, :, :width].index_select(0, self.slots[:, 0].to(states.device))
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` entries of a slot."""
+        self.slot_lengths[slot], self.rows = length, []
+
+    def swap(self, one: int, other: int) -> None:
+        """Swap the contents of two slots."""
+        lengths = self.slot_lengths
+        longest = max(lengths[one], lengths[other])
+        for block in self.blocks.values():
+            states = block[:, :, one, :, :longest].clone()
+            block[:, :, one, :, :longest] = block[:, :, other, :, :longest]
+            block[:, :, other, :, :longest] = states
+        lengths[one], lengths[other] = lengths[other], lengths[one]
+        self.rows = []
+
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Copy the first `length` entries of a slot to another one."""
+        for key, block in self.blocks.items():
+            columns = slice(self.columns_in(key) if key[0] else length)  # entries in a ring are in another order
+            block[:, :, slot, :, columns] = block[:, :, source, :, columns]
+        self.truncate(slot, length)
+
+    def can_rewind(self, length: int, earlier: int) -> bool:
+        """Return whether a slot of `length` entries can be truncated to an `earlier` length."""
+        return True
 
     def erase(self, slot: int) -> None:
         """Overwrite all entries of a slot."""
@@ -210,60 +206,31 @@ class KVCache(Cache):
     def erase_uncommitted(self, slot: int) -> None:
         """Overwrite the entries after a slot's text."""
         for block in self.blocks.values():
-            block[:, :, slot, :, self.lengths[slot] :] = 0
-
-    def copy_from(self, slots: list[int], other: "KVCache", others: list[int]) -> None:
-        """Copy slots `others` of another cache to these empty slots."""
-        lengths = [*self.lengths]
-        for slot, theirs in zip(slots, others, strict=True):
-            lengths[slot] = other.lengths[theirs]
-            for key, block in other.blocks.items():
-                self.block_like(key, block[:, :, 0])[:, :, slot, :, : lengths[slot]] = block[
-                    :, :, theirs, :, : lengths[slot]
-                ]
-        self.set_lengths(lengths)
-
-    def block_like(self, key: tuple, states: Tensor) -> Tensor:
-        """Return the block of this key, or make it for states (layers, 1 or 2, heads, entries, dim)."""
-        if key not in self.blocks:
-            layers, pair, heads, _, dim = states.shape
-            self.blocks[key] = states.new_zeros(layers, pair, self.max_batch, heads, self.columns_in(key), dim)
-        return self.blocks[key]
-
-    def copy_out(self, slot: int, start: int, end: int) -> dict[tuple, Tensor]:
-        """Copy a slot's entries start .. end - 1, (layers, 1 or 2, heads, entries, dim) each."""
-        return {key: block[:, :, slot, :, start:end].clone() for key, block in self.blocks.items()}
-
-    def contains(self, slot: int, start: int, end: int) -> bool:
-        """Return whether a block of these tokens of its text can be continued from."""
-        return True
-
-    def copy_in(self, slot: int, pieces: list[dict[tuple, Tensor]], end: int) -> None:
-        """Write results of `copy_out`, one after the other, up to the slot's entry `end` - 1."""
-        for key in pieces[0]:
-            states = torch.cat([piece[key] for piece in pieces], dim=3)
-            self.block_like(key, states)[:, :, slot, :, : states.shape[3]] = states
+            block[:, :, slot, :, self.slot_lengths[slot] :] = 0
 
     def clear(self) -> None:
         """Forget all text. Captured graphs stay."""
-        self.kv_bucket = None
-        self.set_lengths([0] * self.batch)
+        self.slot_lengths, self.rows = [0] * self.num_slots, []
+        self.use(range(self.num_slots))
 
     def set_lengths(self, lengths: list[int], seq_lens: Tensor | None = None) -> None:
-        """Set the lengths of all slots. seq_lens: the same (batch, 1) if the device has them, otherwise they are
+        """Set the lengths of all rows. seq_lens: the same (batch, 1) if the device has them, otherwise they are
         uploaded."""
         self.lengths, self.num_uncommitted, self.new_counts = lengths, 0, None
+        for slot, length in zip(self.rows, lengths, strict=True):
+            self.slot_lengths[slot] = length
         self.newest_columns: tuple[tuple[int, int], Tensor] | None = None
         self.uniform_lengths = min(lengths) == max(lengths)
         self.seq_lens = to_device(lengths, self.device)[:, None] if seq_lens is None else seq_lens
-        if self.graphs.active:  # captured graphs read them from one address
-            self.seq_lens = self.static_seq_lens.copy_(self.seq_lens)
+        if self.graphs.active and self.span is not None and self.span.start == 0:
+            # Captured graphs read them from one address.
+            self.seq_lens = self.all_seq_lens[self.span].copy_(self.seq_lens)
 
     def rewind(self) -> None:
         """Return to the state of the last `set_lengths`: a captured function starts with this."""
         self.num_uncommitted = 0
         if self.kv_bucket is not None:
-            self.seq_lens = self.static_seq_lens
+            self.seq_lens = self.all_seq_lens[: self.batch]
 
     def extend(self, lengths: list[int], counts: Tensor) -> None:
         """Lengthen slots to `lengths`, by counts (batch, 1). In captured functions this lasts only until the next
@@ -286,8 +253,7 @@ class KVCache(Cache):
         are just the new entries, since no mask hides what follows them (see `causal_mask`)."""
         if self.kv_bucket is not None:
             return self.kv_bucket
-        width = max(self.lengths) + self.num_uncommitted + new
-        assert width <= self.capacity, f"{width} entries in a cache of {self.capacity}"
+        width = min(max(self.lengths) + self.num_uncommitted + new, self.capacity)
         return width if self.is_empty else whole_blocks(width, self.key_block)
 
     @property
@@ -295,12 +261,13 @@ class KVCache(Cache):
         return not any(self.lengths) and self.num_uncommitted == 0
 
     def columns(self, new: int) -> Tensor:
-        """Return (batch, new) int64, the columns of each slot's newest entries. Every layer calls this; captured graphs
-        compute it at each replay."""
+        """Return (batch, new) int64, the columns of each row's newest entries. Every layer calls this; captured graphs
+        compute it at each replay. Padding of a row that has less text than others may follow the last column."""
         key = self.num_uncommitted, new
         if self.newest_columns is None or self.newest_columns[0] != key or self.kv_bucket is not None:
             first, after = self.num_uncommitted, self.num_uncommitted + new
-            self.newest_columns = key, self.seq_lens + torch.arange(first, after, device=self.device)
+            columns = self.seq_lens + torch.arange(first, after, device=self.device)
+            self.newest_columns = key, columns.clamp(max=self.capacity - 1) if self.kv_bucket is None else columns
         return self.newest_columns[1]
 
     def key_positions(self, positions: Tensor) -> Tensor:
@@ -324,9 +291,9 @@ class KVCache(Cache):
             if key not in self.blocks:
                 # A model that mixes shapes reserves its later layers twice.
                 count = min(per_block, alike - number * per_block)
-                size = (count, 2 if same else 1, self.max_batch, states.shape[1], self.columns_in(key), states.shape[3])
-                self.blocks[key] = torch.zeros(size, dtype=states.dtype, device=states.device)
-            views += list(self.blocks[key][place, :, : self.batch])
+                size = (count, 2 if same else 1, self.num_slots, states.shape[1], self.columns_in(key), states.shape[3])
+                self.blocks[key] = zeros(size, states.dtype, states.device)
+            views += list(self.blocks[key][place])
         return views[0], views[1]
 
     def mask(self, among: Tensor) -> Tensor:
@@ -388,7 +355,7 @@ class KVCache(Cache):
             slides = key[0]
             if self.batch == 1 and self.kv_bucket is None and not slides:
                 first = self.lengths[0]  # a slice costs less than an index
-                block = block[:, :, :1]
+                block = block[:, :, self.span]
                 block[..., first : first + new, :] = block.index_select(4, source[0].to(block.device))
             else:
                 new_columns, old_columns, slots = (

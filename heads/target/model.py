@@ -2,7 +2,6 @@
 
 import contextlib
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from foredraft.heads.target.output import TargetOutput
 from foredraft.heads.target.probes import is_batch_invariant, ragged_state, supports_caching, supports_chains
 from foredraft.heads.target.resolve_path import full_name, resolve_path
 from foredraft.heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
-from foredraft.heads.target.sliding_cache import Sliding, SlidingCache, share_of
+from foredraft.heads.target.sliding_cache import Sliding, SlidingCache
 from foredraft.heads.target.stacked_cache import StackedCache
 from foredraft.heads.target.state_cache import StateCache
 from foredraft.heads.target.support import (
@@ -288,62 +287,36 @@ class Target:
             return None
         kinds = self.layer_types or ["sliding_attention"] * self.num_layers
         layers = frozenset(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
-        return Sliding(layers, self.window, power_of_two(max(2, nodes)), self.sliding_share, key_block(self.device))
+        return Sliding(layers, self.window, power_of_two(max(2, nodes)), key_block(self.device))
 
-    @cached_property
-    def sliding_share(self) -> float:
-        """Return the share of a cache entry's bytes that belongs to sliding layers, measured by a forward of one token."""
-        vars(self)["sliding_share"] = 0.0  # the lines below read it
-        cache, token = self._new_cache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        with torch.no_grad():
-            self.forward(token, cache=cache)
-        return share_of(cache)
-
-    @cached_property
-    def state_entries(self) -> int:
-        """Return the cache entries that take as many bytes as a text's recurrent states, three times: a step of drafts has
-        those before it, those after it and those that it rolls back to. An entry is a byte if no layer keeps keys."""
-        if not self.supports_ragged:
-            return 0
-        vars(self)["state_entries"] = 0  # the lines below read it
-        cache, token = self.new_cache(1, 1), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        assert isinstance(cache, StackedCache)
-        with torch.no_grad():
-            self.forward(token, cache=cache)
-        entry = sum(block.nbytes // block.shape[4] for block in cache.blocks.values())
-        return math.ceil(3 * cache.state_bytes / max(1, entry))
-
-    def new_cache(self, batch: int, capacity: int, nodes: int = NODES) -> KVCache | StateCache:
-        """Make an empty cache. nodes: largest size of a tree."""
+    def new_cache(self, num_slots: int, capacity: int, nodes: int = NODES, capture: bool = False) -> TargetCache:
+        """Make an empty cache. nodes: largest size of a tree. capture: should forwards be captured, if the device supports
+        it?"""
         if self.supports_ragged:
             assert self._ragged_state is not None
-            return StackedCache(self._ragged_state, batch, capacity, self.device, self.state_entries)
+            return StackedCache(self._ragged_state, num_slots, capacity, self.device)
         if not self.supports_trees:
-            return StateCache(batch, capacity, self.device)
-        return self._new_cache(batch, capacity, nodes)
-
-    def _new_cache(self, batch: int, capacity: int, nodes: int = NODES, capture: bool = False) -> KVCache:
+            return StateCache(num_slots, self.device)
         sliding = self.sliding(nodes)
         kind = KVCache if sliding is None else partial(SlidingCache, sliding)
-        return kind(self.num_layers, batch, capacity, self.device, capture, self.on_one_device)
+        return kind(self.num_layers, num_slots, capacity, self.device, capture, self.on_one_device)
 
-    def acquire_cache(self, batch: int, capacity: int, nodes: int = NODES) -> TargetCache:
-        """Return a cache, with captured forwards if the device supports them: the one that was released last, if it
-        suits."""
-        if not self.supports_trees:
-            return self.new_cache(batch, capacity)
+    @property
+    def captures(self) -> bool:
+        """Return whether its decoding steps are captured."""
+        return self.supports_trees and captures(self.device, self.supports_cuda_graphs)
+
+    def acquire_cache(self, num_slots: int, capacity: int, nodes: int = NODES) -> TargetCache:
+        """Return an empty cache with at least these sizes: the one that was released last, if it suits."""
         cache, self._idle_cache = self._idle_cache, None
-        suits = cache is not None and cache.max_batch >= batch and cache.capacity >= capacity
+        suits = cache is not None and cache.num_slots >= num_slots and cache.capacity >= capacity
         if cache is None or not suits or cache.sliding != self.sliding(nodes):
-            capture = self.supports_cuda_graphs
-            slots = power_of_two(batch) if captures(self.device, capture) else batch
-            cache = self._new_cache(slots, capacity, nodes, capture)
-        if cache.batch != batch:
-            cache.use(batch)
+            return self.new_cache(num_slots, capacity, nodes, self.supports_cuda_graphs)
         cache.clear()
         return cache
 
     def release(self, cache: TargetCache) -> None:
+        """Keep a cache with captured forwards for the next `acquire_cache`."""
         if isinstance(cache, KVCache) and cache.graphs.active:
             self._idle_cache = cache
 

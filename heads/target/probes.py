@@ -53,7 +53,7 @@ def supports_chains(target: "Target") -> bool:
     """Measure `Target.supports_chains` on a few random tokens."""
     tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(0)).to(target.device)
     text, nodes = tokens[:, : PROBE // 2], PROBE // 2
-    together, one_by_one = (StateCache(1, PROBE, target.device) for _ in range(2))
+    together, one_by_one = (StateCache(1, target.device) for _ in range(2))
     for cache in (together, one_by_one):
         cache.prefill(target, text, [text.shape[1]])
     try:

@@ -12,7 +12,6 @@ A mask is made of entries as for other layers, and then gathered in the order of
 and keeps the newest.
 """
 
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +19,7 @@ from torch import Tensor
 
 from foredraft.heads.target.cache import CacheLayer, KVCache, whole_blocks
 
-# Spare entries: this many after a sequence's newest whole block of the prefix cache stay, and of the block in which its
-# window starts.
-SLACK = 64
+SLACK = 64  # spare entries: a text can be continued from this many tokens before its end
 
 
 class Sliding(NamedTuple):
@@ -31,16 +28,11 @@ class Sliding(NamedTuple):
     layers: frozenset[int]
     window: int  # tokens
     nodes: int  # largest size of a tree
-    share: float  # of the sliding layers in the bytes of an entry
     key_block: int = 1  # a ring is a multiple of it
 
     @property
     def ring(self) -> int:
         return whole_blocks(self.window + self.nodes + SLACK, self.key_block)
-
-    def num_entries(self, entries: int) -> int:
-        """Return the number of entries of all layers with as many bytes as a sequence of this length."""
-        return entries - int(self.share * max(0, entries - self.ring))
 
 
 class SlidingLayer(CacheLayer):
@@ -53,20 +45,21 @@ class SlidingLayer(CacheLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        slots, seen, written = cache.slots.to(self.keys.device), [self.keys, self.values], [key_states, value_states]
+        slots, cached, written = cache.slots.to(self.keys.device), (self.keys, self.values), [key_states, value_states]
         if cache.new_counts is None:
-            entries = cache.columns(new)
+            entries, seen = cache.columns(new), [cache.of_rows(states, cache.ring) for states in cached]
         else:
             text, last, n = cache.text_columns, cache.new_counts, min(new, cache.ring)
-            seen = [torch.cat([old[:, :, :text], states], 2) for old, states in zip(seen, written, strict=True)]
+            pairs = zip(cached, written, strict=True)
+            seen = [torch.cat([cache.of_rows(old, text), states], 2) for old, states in pairs]
             # If there are fewer, the last one is also written in the place of padding.
             newest = (last - n).clamp(min=0) + torch.arange(n, device=last.device)
             newest = newest.minimum(last - 1).clamp(min=0)
             entries = cache.seq_lens + newest
             written = [states.take_along_dim(newest.to(states.device)[:, None, :, None], 2) for states in written]
         columns = (entries % cache.ring).to(slots.device)
-        for cached, states in zip((self.keys, self.values), written, strict=True):
-            cached[slots, :, columns] = states.transpose(1, 2)
+        for old, states in zip(cached, written, strict=True):
+            old[slots, :, columns] = states.transpose(1, 2)
         return seen[0], seen[1]
 
 
@@ -75,19 +68,10 @@ class SlidingCache(KVCache):
         """Allocate a KVCache, which gets all further arguments, with rings for sliding layers."""
         self.sliding = sliding
         super().__init__(layers, *args, **kwargs)
+        self.ring = min(whole_blocks(self.capacity, self.key_block), sliding.ring)
         self.slides = [number in sliding.layers for number in range(layers)]
         for number in sliding.layers:
             self.layers[number] = SlidingLayer(self, number)
-
-    def allocate(self, max_batch: int, capacity: int) -> None:
-        super().allocate(max_batch, capacity)
-        self.ring = min(whole_blocks(capacity, self.key_block), self.sliding.ring)
-
-    def num_entries(self, capacity: int) -> int:
-        return self.sliding.num_entries(capacity)
-
-    def empty_like(self, batch: int, capacity: int) -> KVCache:
-        return SlidingCache(self.sliding, len(self.layers), batch, capacity, self.device)
 
     def columns_in(self, key: tuple) -> int:
         return self.ring if key[0] else super().columns_in(key)
@@ -118,35 +102,12 @@ class SlidingCache(KVCache):
         return ends - 1 - (ends - 1 - torch.arange(columns, device=self.device)) % self.ring
 
     def erase_uncommitted(self, slot: int) -> None:
-        length = self.lengths[slot]
+        length = self.slot_lengths[slot]
         written = torch.arange(length, min(length + self.sliding.nodes, self.capacity), device=self.device)
         for key, block in self.blocks.items():
             block[:, :, slot, :, self.columns_of(key, written).to(block.device)] = 0
 
-    def contains(self, slot: int, start: int, end: int) -> bool:
-        """Return whether all layers have all entries from `start` on."""
-        return start >= self.lengths[slot] + self.sliding.nodes - self.ring or self.ring >= self.capacity
-
-    def copy_out(self, slot: int, start: int, end: int) -> dict[tuple, Tensor]:
-        """Copy entries as `KVCache.copy_out` does, without sliding layers if they no longer have these entries."""
-        entries, complete = torch.arange(start, end, device=self.device), self.contains(slot, start, end)
-        return {
-            key: block[:, :, slot, :, self.columns_of(key, entries).to(block.device)]
-            for key, block in self.blocks.items()
-            if complete or not key[0]
-        }
-
-    def copy_in(self, slot: int, pieces: list[dict[tuple, Tensor]], end: int) -> None:
-        for key in pieces[-1]:
-            parts = (piece.get(key) for piece in reversed(pieces))
-            newest = [*takewhile(lambda part: part is not None, parts)]
-            states = torch.cat(newest[::-1], dim=3)[..., -self.columns_in(key) :, :]
-            block = self.block_like(key, states)
-            entries = torch.arange(end - states.shape[3], end, device=self.device)
-            block[:, :, slot, :, self.columns_of(key, entries).to(block.device)] = states
-
-
-def share_of(cache: KVCache) -> float:
-    """Return the sliding layers' share of a cache's memory."""
-    size = {key: block.numel() * block.element_size() for key, block in cache.blocks.items()}
-    return sum(size[key] for key in size if key[0]) / sum(size.values())
+    def can_rewind(self, length: int, earlier: int) -> bool:
+        """Return whether the rings still contain the window before the earlier length."""
+        oldest = length + self.sliding.nodes - self.ring  # rejected drafts replaced the entries before it
+        return self.ring >= self.capacity or max(0, earlier - self.sliding.window) >= oldest

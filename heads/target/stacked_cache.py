@@ -9,7 +9,7 @@ nothing is copied before a forward, and no token is computed twice:
                             ^ `commit`
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -108,30 +108,26 @@ class BothLayer(StateLayer, CacheLayer):
 class StackedCache(KVCache):
     """Hold KVCache's layers where the model keeps keys, StateLayers where it has states, and otherwise its own layers."""
 
-    lag = 1
-
-    def __init__(self, state: Cache, batch: int, capacity: int, device: torch.device, state_entries: int = 0):
-        """Allocate the cache. state: any cache of the model, which determines the kinds of layers. state_entries: as in
-        `Target`."""
-        # Each layer with keys has its own memory, since most layers have none.
-        super().__init__(len(state.layers), batch, capacity, device, one_device=False)
-        self.state_entries = state_entries
+    def __init__(self, state: Cache, num_slots: int, capacity: int, device: torch.device):
+        """Allocate the cache. state: any cache of the model, which determines the kinds of layers."""
         self.states: list[StateLayer] = []
+        self.stored: dict[tuple, Tensor] = {}  # the states (num_slots, ...) of slots that are not rows, by name
+        # Each layer with keys has its own memory, since most layers have none.
+        super().__init__(len(state.layers), num_slots, capacity, device, one_device=False)
         for number, layer in enumerate(state.layers):
             if isinstance(layer, LinearAttentionLayer):
                 both = isinstance(layer, DynamicLayer)
-                self.layers[number] = BothLayer(self, number, layer, batch) if both else StateLayer(layer, batch)
+                self.layers[number] = (
+                    BothLayer(self, number, layer, num_slots) if both else StateLayer(layer, num_slots)
+                )
                 self.states.append(self.layers[number])
             elif not isinstance(layer, DynamicLayer):
                 self.layers[number] = layer
         self.has_keys = any(isinstance(layer, DynamicLayer) for layer in state.layers)
 
-    def num_entries(self, capacity: int) -> int:
-        return capacity + self.state_entries
-
     @property
     def state_bytes(self) -> int:
-        """Return the size of all states of all slots."""
+        """Return the size of the states of all rows."""
         return sum(states[key].nbytes for _, states, key in self.tensors())
 
     def tensors(self) -> Iterator[tuple[tuple, dict[int, Any], int]]:
@@ -162,36 +158,54 @@ class StackedCache(KVCache):
     def attention_mask(self, *args: Any) -> Any:
         return super().attention_mask(*args) if self.has_keys else None
 
-    def reorder(self, slots: list[int | None], capacity: int, max_entries: int | None = None) -> None:
-        super().reorder(slots, capacity, max_entries)
-        order = torch.tensor([0 if slot is None else slot for slot in slots])
-        for _, states, key in self.tensors():
-            states[key] = states[key][order.to(states[key].device)]
+    def use(self, rows: Sequence[int]) -> None:
+        if self.states and list(rows) != self.rows:
+            self.store()
+            for name, states, key in self.tensors():
+                states[key] = self.stored[name][list(rows)]
+        super().use(rows)
 
-    def copy_from(self, slots: list[int], other: KVCache, others: list[int]) -> None:
-        assert isinstance(other, StackedCache)
-        super().copy_from(slots, other, others)
-        for (_, mine, key), (_, theirs, _) in zip(self.tensors(), other.tensors(), strict=True):
-            mine[key][slots] = theirs[key][others]
+    def store(self) -> None:
+        """Return the states of the rows to their slots, until the next `use`."""
+        for name, states, key in self.tensors():
+            if self.rows == [*range(self.num_slots)]:
+                self.stored[name] = states[key]
+            elif self.rows:
+                self.stored[name][self.rows] = states[key]
+        self.rows = []
+
+    def swap(self, one: int, other: int) -> None:
+        self.store()
+        super().swap(one, other)
+        for states in self.stored.values():
+            states[[one, other]] = states[[other, one]]
+
+    def copy(self, source: int, slot: int, length: int) -> None:
+        self.store()
+        super().copy(source, slot, length)
+        for states in self.stored.values():
+            states[slot] = states[source]
+
+    def truncate(self, slot: int, length: int) -> None:
+        self.store()
+        super().truncate(slot, length)
+        for states in self.stored.values() if length == 0 else ():
+            states[slot] = 0
+
+    def clear(self) -> None:
+        self.store()
+        super().clear()
+        for _, states, key in self.tensors():
+            states[key] = torch.zeros_like(states[key])
 
     def erase(self, slot: int) -> None:
         super().erase(slot)
-        for _, states, key in self.tensors():
-            states[key][slot] = 0
+        for name, states, key in self.tensors():
+            if slot in self.rows:
+                states[key][self.rows.index(slot)] = 0
+            else:
+                self.stored[name][slot] = 0
 
-    def contains(self, slot: int, start: int, end: int) -> bool:
-        """Return whether the states are those after all of its text but the last token."""
-        return end == self.lengths[slot] + self.lag
-
-    def copy_out(self, slot: int, start: int, end: int) -> dict[tuple, Tensor]:
-        """Copy entries as `KVCache.copy_out` does, and the states if they are those after entry `end` - 1."""
-        copies = super().copy_out(slot, start, end)
-        if end == self.lengths[slot]:
-            copies |= {name: states[key][slot].clone() for name, states, key in self.tensors()}
-        return copies
-
-    def copy_in(self, slot: int, pieces: list[dict[tuple, Tensor]], end: int) -> None:
-        names = {name: (states, key) for name, states, key in self.tensors()}
-        super().copy_in(slot, [{k: v for k, v in piece.items() if k not in names} for piece in pieces], end)
-        for name, (states, key) in names.items():
-            states[key][slot] = pieces[-1][name]
+    def can_rewind(self, length: int, earlier: int) -> bool:
+        """Return whether nothing changes: states cannot go back."""
+        return earlier == length

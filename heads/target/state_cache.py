@@ -95,44 +95,48 @@ class StateCache:
     that decoding uses. lengths, seq_lens: as there."""
 
     kv_bucket: int | None = None
-    entries = lag = 0  # a state's size is not counted, and it is not in the prefix cache
 
-    def __init__(self, batch: int, capacity: int, device: torch.device | str):
-        self.batch, self.capacity, self.device = batch, capacity, torch.device(device)
+    def __init__(self, num_slots: int, device: torch.device | str):
+        self.num_slots, self.device = num_slots, torch.device(device)
         self.graphs = CudaGraphs(self.device, enabled=False)
-        self.slots = [SlotState() for _ in range(batch)]
-        self.set_lengths([0] * batch)
+        self.clear()
+
+    def clear(self) -> None:
+        self.all_slots, self.slot_lengths = [SlotState() for _ in range(self.num_slots)], [0] * self.num_slots
+        self.use(range(self.num_slots))
+
+    def use(self, rows: Sequence[int]) -> None:
+        """Let forwards compute these slots, as `KVCache.use` does."""
+        self.rows, self.slots = list(rows), [self.all_slots[slot] for slot in rows]
+        self.set_lengths([self.slot_lengths[slot] for slot in rows])
 
     def set_lengths(self, lengths: list[int]) -> None:
         self.lengths = lengths
+        for slot, length in zip(self.rows, lengths, strict=True):
+            self.slot_lengths[slot] = length
         self.seq_lens = torch.tensor(lengths, device=self.device)[:, None]
 
     def set_bucket(self, room: int) -> None:
         """Do nothing: there are no captured forwards."""
 
-    def clear(self) -> None:
-        self.reorder([None] * self.batch, self.capacity)
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget the text of a slot. Parts of it cannot be kept: see `can_rewind`."""
+        self.all_slots[slot], self.slot_lengths[slot] = SlotState(), 0
 
-    def reorder(self, slots: list[int | None], capacity: int, max_entries: int | None = None) -> None:
-        """Make these slots the batch, as `KVCache.reorder` does, without a limit of entries."""
-        self.batch, self.capacity = len(slots), capacity
-        lengths = [0 if slot is None else self.lengths[slot] for slot in slots]
-        self.slots = [SlotState() if slot is None else self.slots[slot] for slot in slots]
-        self.set_lengths(lengths)
+    def swap(self, one: int, other: int) -> None:
+        for parts in (self.all_slots, self.slot_lengths):
+            parts[one], parts[other] = parts[other], parts[one]  # type: ignore[index]
+
+    def can_rewind(self, length: int, earlier: int) -> bool:
+        return False
 
     def erase(self, slot: int) -> None:
         """Forget the state of a slot whose sequence has ended."""
-        self.slots[slot] = SlotState(finished=True)
+        self.all_slots[slot] = SlotState(finished=True)
+        self.use(self.rows)
 
     def erase_uncommitted(self, slot: int) -> None:
         """Do nothing: rejected drafts were in a fork, which is gone."""
-
-    def copy_from(self, slots: list[int], other: "StateCache", others: list[int]) -> None:
-        """Copy slots `others` of another cache to these empty slots."""
-        lengths = [*self.lengths]
-        for slot, theirs in zip(slots, others, strict=True):
-            self.slots[slot], lengths[slot] = other.slots[theirs], other.lengths[theirs]
-        self.set_lengths(lengths)
 
     def mask(self, among: Tensor) -> Tensor:
         """Return `among` unchanged: the model's own masks determine what a token of a chain sees."""

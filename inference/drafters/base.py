@@ -161,6 +161,15 @@ def select(accepted: Accepted, slots: list[int | None]) -> Accepted:
     return Accepted(accepted.tokens[index], accepted.aux_hidden_states[index], counts, texts)
 
 
+def scatter(accepted: Accepted, rows: Sequence[int], fresh: Accepted) -> Accepted:
+    """Return `accepted` with the sequences of `fresh` in these rows."""
+    accepted, fresh = pad_accepted(accepted, fresh.tokens.shape[1]), pad_accepted(fresh, accepted.tokens.shape[1])
+    accepted.tokens[rows], accepted.aux_hidden_states[rows] = fresh.tokens, fresh.aux_hidden_states
+    for row, count, text in zip(rows, fresh.counts, fresh.text, strict=True):
+        accepted.counts[row], accepted.text[row] = count, text
+    return accepted
+
+
 class PendingAccepted:
     """Collect tokens of steps without this drafter, until it drafts again. Joining and leaving sequences copy no data."""
 

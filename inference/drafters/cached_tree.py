@@ -88,33 +88,29 @@ class CachedTree(Drafter):
         self.sampling = sampling
         room = self.cache_entries(capacity)
         cache = self.cache
-        if cache is None or not cache.graphs.active or cache.max_batch < batch or cache.capacity < room:
-            cache = KVCache(
-                self.cache_layers, batch, room, self.target.device, capture=self.target.supports_cuda_graphs
-            )
-        elif cache.batch != batch:
-            cache.use(batch)
+        if cache is None or not cache.graphs.active or cache.num_slots < batch or cache.capacity < room:
+            capture = self.target.supports_cuda_graphs
+            self.cache = cache = KVCache(self.cache_layers, batch, room, self.target.device, capture)
         cache.clear()
-        self.cache = cache
+        cache.use(range(batch))
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
-        assert self.cache is not None
         self.sampling = sampling
-        self.cache.reorder(slots, max(self.cache.capacity, self.cache_entries(capacity)))
 
     @property
     def cached_drafters(self) -> "list[CachedTree]":
         return [self]
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """Return a cache for prompts of at most `capacity` tokens, which `prefill` fills before the sequences join."""
-        return KVCache(self.cache_layers, batch, capacity, self.target.device)
-
-    def prefill(self, accepted: Accepted, cache: KVCache) -> None:
-        """Prefill the next part of the prompts of new sequences, after the entries of `cache`."""
+    def prefill(self, accepted: Accepted) -> None:
+        """Prefill the next part of the prompts of new sequences, in the rows that the cache uses."""
+        cache = self.open_cache()
         embeddings = self.head.embed(accepted.tokens, self.target)
         self.head.draft_extend(accepted.aux_hidden_states, embeddings, cache)
         cache.set_lengths([length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)])
+
+    def open_cache(self) -> KVCache:
+        assert self.cache is not None, "`begin` precedes drafting"
+        return self.cache
 
     def cache_entries(self, capacity: int) -> int:
         """Return the number of cache entries for texts of `capacity` tokens and the drafting of a tree after them."""
@@ -131,15 +127,11 @@ class CachedTree(Drafter):
         return logits.log_softmax(-1).clamp(max=-STEP)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        cache = self.cache
-        assert cache is not None
+        cache = self.open_cache()
         if cache.graphs.active:  # of a fixed width, for any number of accepted tokens
             accepted = pad_accepted(accepted, 1 + self.depth)
         new, counts = accepted.tokens.shape[1], accepted.device_counts
         lengths = [length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)]
-        room = max(cache.lengths) + new + self.entries  # the padding of a short text may follow a long one
-        if room > cache.capacity:
-            cache.reorder(list(range(cache.batch)), room)
         draft, seq_lens = partial(self.draft, lengths), cache.seq_lens + counts
         inputs = accepted.tokens, accepted.aux_hidden_states, counts, gumbel, self.sampling.temperature
         if self.should_stop is None and new <= 1 + self.depth:  # neither reads scores nor catches up after other steps
@@ -163,8 +155,7 @@ class CachedTree(Drafter):
     ) -> tuple[TokenTree, Tensor]:
         """Draft the trees below tokens (batch, new), of which the first `counts` (batch, 1) are real. Returns them with the
         ranks of their nodes. lengths: of the head's cache with these tokens."""
-        head, cache = self.head, self.cache
-        assert cache is not None
+        head, cache = self.head, self.open_cache()
         cache.rewind()
         hidden = newest(head.draft_extend(aux_hidden_states, head.embed(tokens, self.target), cache), counts)
         cache.extend(lengths, counts)

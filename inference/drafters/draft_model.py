@@ -37,15 +37,11 @@ class DraftModel(DynamicTree):
             head = DraftModelHead(model, target.vocab_size)
         super().__init__(head, target, nodes, depth, check_width(width, 2, target), min_probability)
 
-    def new_cache(self, batch: int, capacity: int) -> KVCache:
-        return super().new_cache(batch, capacity + 1)  # with an entry for the first token
-
-    def prefill(self, accepted: Accepted, cache: KVCache) -> None:
-        super().prefill(with_first_tokens(accepted, cache), cache)
+    def prefill(self, accepted: Accepted) -> None:
+        super().prefill(with_first_tokens(accepted, self.open_cache()))
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        assert self.cache is not None
-        return super().propose(with_first_tokens(accepted, self.cache), gumbel)
+        return super().propose(with_first_tokens(accepted, self.open_cache()), gumbel)
 
 
 def with_first_tokens(accepted: Accepted, cache: KVCache) -> Accepted:

@@ -39,16 +39,16 @@ class Metrics:
             ),
             "running_requests": (
                 "Texts that are decoded",
-                lambda: sum(len(engine.batch.unfinished()) for engine in worker.engines),
+                lambda: sum(len(engine.slots.unfinished()) for engine in worker.engines),
             ),
         }
-        prefixes = worker.prefixes
-        if prefixes is not None:
-            gauges["prefix_cache_hit_rate"] = (
-                "Share of prompt tokens found in the prefix cache",
-                lambda: prefixes.hits / max(1, prefixes.looked_up),
-            )
-            gauges["prefix_cache_bytes"] = ("Memory of the prefix cache", lambda: prefixes.bytes)
+        gauges["prefix_cache_hit_rate"] = (
+            "Share of prompt tokens that were in the cache",
+            lambda: (
+                sum(engine.slots.hits for engine in worker.engines)
+                / max(1, sum(engine.slots.looked_up for engine in worker.engines))
+            ),
+        )
         if learning:
             gauges["learning_seconds"] = (
                 "Run time of training and comparison processes, in seconds",

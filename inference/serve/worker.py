@@ -24,9 +24,8 @@ import torch
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import Drafter
 from foredraft.inference.engine import Engine, RequestOutput
-from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
-from foredraft.inference.serve.cache_budget import cache_budget
+from foredraft.inference.serve.cache_budget import slot_tokens
 from foredraft.inference.serve.scoring import Scored, score
 
 log = logging.getLogger("foredraft.serve")
@@ -95,13 +94,12 @@ class Worker(threading.Thread):
         timeout: float = 600.0,
         cache_gib: float | None = None,
         max_num_batched_tokens: int | None = 512,
-        prefix_cache_gib: float | None = None,
         others: Sequence[Drafter] = (),
     ):
         """Initialize the engines. max_num_seqs: maximum number of requests decoded at a time. max_waiting: maximum number of
         waiting requests. timeout: seconds of a request, including its time in the queue. cache_gib: maximum memory of all
-        caches and of prefixes; half is for requests without drafts. max_num_batched_tokens: `prefill_chunk` of `Engine`.
-        prefix_cache_gib: memory of prefixes; 0 disables them; None is 1, or a quarter of cache_gib. others: more tenants'."""
+        caches, which is divided by max_num_seqs; half is for requests without drafts; None is what the device has.
+        max_num_batched_tokens: `prefill_chunk` of `Engine`. others: more tenants'."""
         super().__init__(name="engine", daemon=True)
         if max_num_seqs < 1 or max_waiting < 0 or timeout <= 0 or (cache_gib is not None and cache_gib <= 0):
             raise ValueError(
@@ -113,35 +111,23 @@ class Worker(threading.Thread):
                 f"target.sharding={target.sharding}: requests reach one process, but all must take part in every forward: "
                 "set target.sharding=layers or engine=vllm"
             )
-        if prefix_cache_gib is None:
-            prefix_cache_gib = 1.0 if cache_gib is None else cache_gib / 4
-        if prefix_cache_gib < 0 or (cache_gib is not None and prefix_cache_gib >= cache_gib):
-            raise ValueError(
-                f"prefix_cache_gib={prefix_cache_gib} must be at least 0 and less than cache_gib={cache_gib}, which includes "
-                "it"
-            )
         if max_num_batched_tokens is not None and max_num_batched_tokens < 1:
             raise ValueError(
                 f"max_num_batched_tokens={max_num_batched_tokens} must be at least 1; null prefills prompts whole"
             )
-        self.prefixes = PrefixCache(int(prefix_cache_gib * 2**30)) if prefix_cache_gib else None
-        self.target = target
-        tokens, drafter_share = None, 0.0
-        if cache_gib is not None:
-            size = int((cache_gib - prefix_cache_gib) * 2**30)
-            tokens, drafter_share = cache_budget(target, drafter, size, 1 + len(others))
+        self.target, drafters = target, (drafter, *others, None)
+        tokens = slot_tokens(target, drafters, max_num_seqs, cache_gib)
         # One per tenant, and one without drafts for requests that ask for it. Their steps alternate.
         self.engines = [
             Engine(
                 target,
                 one,
                 max_num_seqs=max_num_seqs,
-                max_cache_tokens=tokens,
+                slot_tokens=tokens,
                 prefill_chunk=max_num_batched_tokens,
-                prefixes=self.prefixes,
-                drafter_share=drafter_share,
+                reuse_prefixes=True,
             )
-            for one in (drafter, *others, None)
+            for one in drafters
         ]
         self.limits = {engine: BatchLimit(max_num_seqs) for engine in self.engines}
         self.max_open, self.timeout = max_num_seqs + max_waiting, timeout
@@ -196,8 +182,8 @@ class Worker(threading.Thread):
     def context(self, speculative: bool = True, tenant: int = 0) -> int | None:
         """Return the maximum length of a text, including its prompt: the target's context, or the capacity of the cache with
         the trees of this tenant's drafter."""
-        batch = self.engines[tenant if speculative else -1].batch
-        return min((most for most in (self.target.context, batch.max_text_tokens()) if most is not None), default=None)
+        engine = self.engines[tenant if speculative else -1]
+        return min((most for most in (self.target.context, engine.max_text_tokens()) if most is not None), default=None)
 
     def score(self, tokens: Sequence[int], top: int) -> Future[list[Scored]]:
         """Compute log-probabilities of a text's tokens (scoring.py). The future can be canceled. Raises Failed."""

@@ -11,7 +11,6 @@ from typing import Any
 from foredraft.heads.target import Target
 from foredraft.inference.engine import Engine
 from foredraft.inference.evaluation.progress import report
-from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
 from foredraft.inference.sampling import SamplingParams
 from foredraft.train.data.chat_template import ChatFormat
@@ -22,7 +21,6 @@ from foredraft.train.data.regeneration import AnsweredRow, ConversationRequest, 
 FAILURES = 16  # conversations in a row that a server fails at, at least, before it is taken for broken
 PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds that a conversation waits after status 429, at first and at most
 PATIENCE = 900.0  # seconds in which a server may refuse all requests by status 429
-PREFIXES = 1 << 28  # bytes of texts whose beginnings are not read again
 TOKEN_IDS = "return_token_ids"  # of vLLM and SGLang
 
 
@@ -197,7 +195,7 @@ def in_process(
 ) -> None:
     """Answer by our own engine, `batch` conversations at once, each written when it is done. An answer depends only on its
     own row."""
-    engine = Engine(target, None, max_num_seqs=batch, prefixes=PrefixCache(PREFIXES))
+    engine = Engine(target, None, max_num_seqs=batch, reuse_prefixes=True)
     params = SamplingParams(temperature=settings.temperature, top_p=settings.top_p)
     texts: dict[Request, tuple[ConversationRequest, deque[Message], AnsweredRow, list[int]]] = {}
 

@@ -30,7 +30,6 @@ from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.target import Target
 from foredraft.inference.engine import Engine
 from foredraft.inference.evaluation.progress import Progress, report
-from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
 from foredraft.inference.sampling import SamplingParams
 from foredraft.inference.text import continuation
@@ -46,7 +45,6 @@ from foredraft.train.data.written_rows import RowFile
 TEXT = "{text}"  # in a task: what the target wrote before
 SHORTEST_ANSWER = 4  # tokens
 SHORTEST_CUT = 40  # tokens of an answer before it repeats itself
-PREFIXES = 1 << 28  # bytes of texts whose beginnings are not read again
 LONG = 3600  # seconds left, from which on the user is told how to stop early
 SURE = 20  # seconds after which the seconds left are known well enough for that
 MAX_REJECTED = 100  # rows of which none is kept, after which no other is tried
@@ -130,7 +128,7 @@ class Writer:
         self.kept, self.tried = rows.kept, len(rows.numbers) if rows.kept else 0  # when a row was last kept
         self.numbers = (number for number in itertools.count() if number not in rows.numbers)
         self.texts: dict[Request, tuple[Conversation, list[int]]] = {}
-        self.engine = Engine(target, None, max_num_seqs=batch, prefixes=PrefixCache(PREFIXES))
+        self.engine = Engine(target, None, max_num_seqs=batch, reuse_prefixes=True)
         self.advised = False
 
     def write(self, tokens: int) -> None:
