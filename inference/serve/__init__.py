@@ -8,8 +8,7 @@ detokenizer.py  text that may be shown; logprobs.py: log-probabilities of its to
 worker.py       the thread that owns the engine
 scoring.py      log-probabilities of a prompt's own tokens, between steps
 choice.py       one text of an answer; completion.py: the whole answer and its usage, in OpenAI's format
-learning.py     learn=true: trains the head on served texts (traffic.py) in background.py; learned.py stores the heads
-accepted_log.py an optional log of accepted drafts, for training
+accepted_log.py a log of accepted drafts, for training; followed_head.py: the head may change (train/learn.py)
 vllm.py         the same API with vLLM, which uses the exported head
 service.py      the path of a request through these modules
 app.py          the routes, with limits.py and metrics.py around them; page.html: the page at /

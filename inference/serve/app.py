@@ -1,5 +1,6 @@
 """The web application: its routes, its errors, and its process."""
 
+import asyncio
 import json
 import logging
 import sys
@@ -17,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from foredraft.inference.serve.accepted_log import AcceptedLog
-from foredraft.inference.serve.learning import Learning
+from foredraft.inference.serve.followed_head import FollowedHead
 from foredraft.inference.serve.limits import Gate, Refused, error_response
 from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest
 from foredraft.inference.serve.responses import ResponsesAnswer
@@ -50,23 +51,22 @@ def create_app(
     max_tokens: int | None = None,
     max_body: int = 2**22,
     api_key: str | None = None,
-    accepted_log: AcceptedLog | None = None,
+    logs: Sequence[Sequence[AcceptedLog]] = (),
     local_only: bool = False,
     cors: Sequence[str] = (),
-    learning: Sequence[Learning] = (),
+    heads: Sequence[FollowedHead] = (),
 ) -> FastAPI:
     """Create the application, which starts and stops the worker. max_body: bytes of a request's body. cors: origins whose
-    pages may send requests. See `Service` and `Gate`."""
-    service = Service(worker, names, max_tokens, accepted_log, learning)
+    pages may send requests. heads: those that may change. See `Service` and `Gate`."""
+    service = Service(worker, names, max_tokens, logs or [()] * len(names))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         worker.start()
-        for learner in learning:
-            learner.start()
+        tasks = [asyncio.create_task(head.follow()) for head in heads]
         yield
-        for learner in learning:
-            learner.stop()
+        for task in tasks:
+            task.cancel()
         worker.stop()
 
     app = FastAPI(title="foredraft", lifespan=lifespan, docs_url=None, redoc_url=None)

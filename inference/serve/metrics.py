@@ -1,19 +1,18 @@
 """Metrics for Prometheus at /metrics: counts and times, never a text or a key."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from foredraft.inference.serve.completion import Answer
-from foredraft.inference.serve.learning import Learning
 from foredraft.inference.serve.worker import Worker
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    def __init__(self, worker: Worker, learning: Sequence[Learning] = ()):
+    def __init__(self, worker: Worker):
         self.worker = worker
         self.registry = CollectorRegistry()
         registry: dict[str, Any] = {"registry": self.registry, "namespace": "foredraft"}
@@ -49,11 +48,6 @@ class Metrics:
                 lambda: prefixes.hits / max(1, prefixes.looked_up),
             )
             gauges["prefix_cache_bytes"] = ("Memory of the prefix cache", lambda: prefixes.bytes)
-        if learning:
-            gauges["learning_seconds"] = (
-                "Run time of training and comparison processes, in seconds",
-                lambda: learning[0].background.seconds,  # shared by all tenants
-            )
         for name, (meaning, value) in gauges.items():
             Gauge(name, meaning, **registry).set_function(value)
 

@@ -20,7 +20,6 @@ from foredraft.inference.serve import tools
 from foredraft.inference.serve.accepted_log import AcceptedLog
 from foredraft.inference.serve.choice import Echo
 from foredraft.inference.serve.completion import Answer
-from foredraft.inference.serve.learning import Learning
 from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.prompts import PromptEncoder
@@ -66,14 +65,12 @@ class Service:
         worker: Worker,
         names: Sequence[str],
         max_tokens: int | None,
-        accepted_log: AcceptedLog | None,
-        learning: Sequence[Learning],
+        logs: Sequence[Sequence[AcceptedLog]],
     ):
         """Initialize the service. names: of the model, for clients, one per tenant. max_tokens: default limit of an answer;
-        None is the context. learning: one per tenant, or empty."""
-        self.accepted_log, self.learning = accepted_log, learning
-        self.worker, self.names, self.max_tokens = worker, names, max_tokens
-        self.metrics = Metrics(worker, learning)
+        None is the context. logs: of each tenant."""
+        self.worker, self.names, self.max_tokens, self.logs = worker, names, max_tokens, logs
+        self.metrics = Metrics(worker)
         self.target = worker.target
         self.encoder, self.encoding = PromptEncoder(self.target), ThreadPoolExecutor(1, "tokenizer")
         # Separate threads, because a schema may take seconds to compile.
@@ -198,13 +195,11 @@ class Service:
         answer.close()
         seconds = time.monotonic() - answer.began
         self.metrics.observe(answer, seconds)
-        if self.accepted_log is not None and answer.request.store is not False:
+        for accepted_log in self.logs[tenant] if answer.request.store is not False else ():
             try:
-                self.accepted_log.write(answer)
+                accepted_log.write(answer)
             except OSError as error:  # such as a full disk, which must not fail the request
                 log.error("the log of accepted drafts cannot be written: %s", error)
-        if self.learning and answer.request.store is not False:
-            self.learning[tenant].write(answer)
         unended = "cancelled" if answer.failure is None else "error"
         reasons = [choice.finish_reason or unended for choice in answer.choices.values()]
         facts = {"id": answer.id, "path": path, "seconds": round(seconds, 3), "finish_reasons": reasons}

@@ -149,8 +149,7 @@ class Worker(threading.Thread):
         self.jobs: dict[Request, Job] = {}
         self.scoring: deque[tuple[Future[list[Scored]], list[Scored], Iterator[list[Scored]]]] = deque()
         self.open = 0  # number of reserved texts that have not ended
-        self.on_reserve: Callable[[], None] = lambda: None  # called when texts are reserved
-        self.heads: dict[Engine, str] = {}  # names of the heads in use, if they can change (learning.py)
+        self.heads: dict[Engine, str] = {}  # names of the heads in use, if they can change (followed_head.py)
         self.lock = threading.Lock()
         self.dead = False
         self.on_death: Callable[[], object] = lambda: None  # called in the thread
@@ -168,7 +167,6 @@ class Worker(threading.Thread):
             if self.open + count > self.max_open:
                 raise QueueFull
             self.open += count
-        self.on_reserve()
 
     def release(self, count: int) -> None:
         with self.lock:
@@ -210,6 +208,19 @@ class Worker(threading.Thread):
 
     def cancel(self, job: Job) -> None:
         self.inbox.put(partial(self.end, job))
+
+    def call(self, function: Callable[[], None]) -> Future[None]:
+        """Call a function in the thread, between steps. The future has no result if the thread has ended."""
+        future: Future[None] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self.inbox.put(call)
+        return future
 
     def stop(self) -> None:
         self.inbox.put(None)
