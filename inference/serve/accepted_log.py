@@ -49,6 +49,6 @@ class AcceptedLog:
         row |= {"accepted": choice.accepted, "drafted": choice.drafted}
         if self.text:
             request = choice.job.request
-            row |= {"prompt_ids": request.prompt, "ids": choice.ids}
+            row |= {"prompt_ids": request.prompt, "ids": choice.whole.ids}
             row |= {"seed": request.seed, "temperature": request.params.temperature}
         return row

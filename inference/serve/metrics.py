@@ -56,7 +56,7 @@ class Metrics:
         self.completion_tokens.inc(answer.completion_tokens)
         for job, choice in answer.choices.items():
             head = self.worker.heads.get(job.engine, "")
-            self.forwards.labels(head).inc(choice.forwards)
+            self.forwards.labels(head).inc(len(choice.accepted))
             self.emitted.labels(head).inc(choice.emitted)
         self.seconds.observe(seconds)
         if answer.failure is not None:
