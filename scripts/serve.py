@@ -135,9 +135,9 @@ def model_name(cfg: DictConfig, target: str) -> str:
 
 def exec_engine(cfg: DictConfig, api_key: str | None) -> None:
     """Replace this process by the server of another engine."""
-    from foredraft.inference.serve import llamacpp, vllm
+    from foredraft.inference.serve import other_engines as engines
 
-    program = [vllm.find_vllm()] if cfg.engine == "vllm" else llamacpp.find_llamacpp()
+    program = engines.find_vllm() if cfg.engine == "vllm" else engines.find_llamacpp()
     if cfg.log_accepted is not None:
         raise ValueError(
             f"log_accepted={cfg.log_accepted}: {ENGINES[cfg.engine]} does not report rejected drafts. "
@@ -146,8 +146,10 @@ def exec_engine(cfg: DictConfig, api_key: str | None) -> None:
     target = instantiate(cfg.target)
     drafter, where = cfg.drafter.path, (model_name(cfg, target.name), cfg.host, cfg.port, cfg.max_num_seqs)
     if cfg.engine == "vllm":
-        vllm.exec_server(program[0], vllm.serve_command(target, drafter, *where), api_key)
-    llamacpp.exec_server(program, llamacpp.serve_command(target, cfg.target_gguf, drafter, *where), api_key)
+        command = engines.vllm_command(target, drafter, *where)
+    else:
+        command = engines.llamacpp_command(target, cfg.target_gguf, drafter, *where)
+    engines.exec_server(cfg.engine, [*program, *command], api_key)
 
 
 if __name__ == "__main__":

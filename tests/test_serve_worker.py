@@ -16,9 +16,10 @@ from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference.batch import Batch
 from foredraft.inference.drafters import DraftModel, NgramDrafter
 from foredraft.inference.serve.accepted_log import AcceptedLog
-from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
 from foredraft.inference.serve.metrics import Metrics
+from foredraft.inference.serve.stop_strings import StopStrings
 from foredraft.inference.serve.worker import GOOD_STEPS, BatchLimit, Failed, Job, QueueFull, Worker
+from foredraft.inference.text import Detokenizer
 from tests.support.batches import prompt
 
 

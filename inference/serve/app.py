@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from foredraft.inference.serve.accepted_log import AcceptedLog
 from foredraft.inference.serve.followed_head import FollowedHead
@@ -26,16 +27,6 @@ from foredraft.inference.serve.responses_protocol import ResponsesRequest
 from foredraft.inference.serve.service import INTERNAL_ERROR, Service
 from foredraft.inference.serve.worker import Failed, QueueFull, Worker
 
-PATHS = (
-    "/",
-    "/health",
-    "/metrics",
-    "/openapi.json",
-    "/v1/models",
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-)
 PAGE = Path(__file__).with_name("page.html")
 # Forbid content of other hosts, and embedding in other pages. Inline code is the page's.
 PAGE_POLICY = (
@@ -72,12 +63,15 @@ def create_app(
     app = FastAPI(title="foredraft", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.worker = worker
 
+    paths = set[str]()
+
     def seen(path: str, status: int) -> None:
-        service.metrics.requests.labels(path if path in PATHS else "other", status).inc()
+        service.metrics.requests.labels(path if path in paths else "other", status).inc()
 
     protect(app, cors, api_key=api_key, max_body=max_body, seen=seen, local_only=local_only)
     add_answer_routes(app, service)
     add_status_routes(app, service)
+    paths |= {route.path for route in app.routes if isinstance(route, Route)}
     return app
 
 

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.inference.engine import RequestOutput
-from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
 from foredraft.inference.serve.logprobs import TokenLogprob
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
 from foredraft.inference.serve.reasoning import CLOSING, OPENING, HarmonyReader, ReasoningReader, new_reasoning_reader
 from foredraft.inference.serve.scoring import Scored
+from foredraft.inference.serve.stop_strings import StopStrings
 from foredraft.inference.serve.tools import ToolReader, callable_tools, new_call, new_tool_reader
 from foredraft.inference.serve.worker import Job
-from foredraft.inference.text import answer_context
+from foredraft.inference.text import Detokenizer, answer_context
 from foredraft.inference.trace import Trace
 
 

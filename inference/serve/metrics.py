@@ -1,6 +1,7 @@
 """Metrics for Prometheus at /metrics: counts and times, never a text or a key."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -15,41 +16,30 @@ class Metrics:
     def __init__(self, worker: Worker):
         self.worker = worker
         self.registry = CollectorRegistry()
-        registry: dict[str, Any] = {"registry": self.registry, "namespace": "foredraft"}
-        self.requests = Counter("requests", "Requests by path and status", ["path", "status"], **registry)
-        self.failures = Counter(
-            "failed_answers", "Answers that ended with an error, also streamed ones, by status", ["status"], **registry
-        )
-        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **registry)
-        self.completion_tokens = Counter("completion_tokens", "Tokens of answers", **registry)
-        self.forwards = Counter(
-            "forwards", "Target forwards after prompts, per sequence, by head", ["head"], **registry
-        )
-        self.emitted = Counter(
-            "emitted_tokens", "Tokens of these forwards; their quotient is the acceptance length", ["head"], **registry
-        )
-        self.first = Histogram("first_token_seconds", "Time to the first token", buckets=SECONDS, **registry)
-        self.seconds = Histogram("request_seconds", "Time to the end of the answer", buckets=SECONDS, **registry)
+        shared: dict[str, Any] = {"registry": self.registry, "namespace": "foredraft"}
+        count, times = partial(Counter, **shared), partial(Histogram, buckets=SECONDS, **shared)
+        self.requests = count("requests", "Requests by path and status", ["path", "status"])
+        failed = "Answers that ended with an error, also streamed ones, by status"
+        self.failures = count("failed_answers", failed, ["status"])
+        self.prompt_tokens = count("prompt_tokens", "Tokens of prompts")
+        self.completion_tokens = count("completion_tokens", "Tokens of answers")
+        self.forwards = count("forwards", "Target forwards after prompts, per sequence, by head", ["head"])
+        emitted = "Tokens of these forwards; their quotient is the acceptance length"
+        self.emitted = count("emitted_tokens", emitted, ["head"])
+        self.first = times("first_token_seconds", "Time to the first token")
+        self.seconds = times("request_seconds", "Time to the end of the answer")
+        engines, prefixes = worker.engines, worker.prefixes
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "open_requests": ("Texts that are decoded or waiting", lambda: worker.open),
-            "waiting_requests": (
-                "Texts that are waiting",
-                lambda: sum(len(engine.waiting) for engine in worker.engines),
-            ),
-            "running_requests": (
-                "Texts that are decoded",
-                lambda: sum(len(engine.batch.unfinished()) for engine in worker.engines),
-            ),
+            "waiting_requests": ("Texts that are waiting", lambda: sum(len(one.waiting) for one in engines)),
+            "running_requests": ("Texts that are decoded", lambda: sum(len(one.batch.unfinished()) for one in engines)),
         }
-        prefixes = worker.prefixes
         if prefixes is not None:
-            gauges["prefix_cache_hit_rate"] = (
-                "Share of prompt tokens found in the prefix cache",
-                lambda: prefixes.hits / max(1, prefixes.looked_up),
-            )
-            gauges["prefix_cache_bytes"] = ("Memory of the prefix cache", lambda: prefixes.bytes)
+            rate = "Share of prompt tokens found in the prefix cache"
+            gauges["prefix_cache_hit_rate"] = rate, lambda: prefixes.hits / max(1, prefixes.looked_up)
+            gauges["prefix_cache_bytes"] = "Memory of the prefix cache", lambda: prefixes.bytes
         for name, (meaning, value) in gauges.items():
-            Gauge(name, meaning, **registry).set_function(value)
+            Gauge(name, meaning, **shared).set_function(value)
 
     def observe(self, answer: Answer, seconds: float) -> None:
         self.prompt_tokens.inc(answer.prompt_tokens)
