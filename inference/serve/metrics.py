@@ -31,8 +31,11 @@ class Metrics:
         engines, prefixes = worker.engines, worker.prefixes
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "open_requests": ("Texts that are decoded or waiting", lambda: worker.open),
-            "waiting_requests": ("Texts that are waiting", lambda: sum(len(one.waiting) for one in engines)),
-            "running_requests": ("Texts that are decoded", lambda: sum(len(one.batch.unfinished()) for one in engines)),
+            "waiting_requests": ("Texts that are waiting", lambda: sum(len(engine.waiting) for engine in engines)),
+            "running_requests": (
+                "Texts that are decoded",
+                lambda: sum(len(engine.batch.unfinished()) for engine in engines),
+            ),
         }
         if prefixes is not None:
             rate = "Share of prompt tokens found in the prefix cache"

@@ -232,11 +232,8 @@ class Worker(threading.Thread):
         with self.lock:
             self.dead = True
         while not self.inbox.empty():
-            call = self.inbox.get()
-            if isinstance(call, partial) and call.func == self.add:
-                self.jobs[call.args[0].request] = call.args[0]
-            elif isinstance(call, partial) and call.func == self.answer_call:
-                self.answer_call(call.args[0], raise_dead)
+            if (call := self.inbox.get()) is not None:
+                call()  # it fails, or registers a job that fails below
         for job in self.jobs.values():
             self.send(job, Failed(ENGINE_DEAD, 503))
         self.on_death()
@@ -256,6 +253,8 @@ class Worker(threading.Thread):
         if not future.set_running_or_notify_cancel():
             return
         try:
+            if self.dead:
+                raise Failed(ENGINE_DEAD, 503)
             future.set_result(function())
         except Exception as error:
             future.set_exception(error)
@@ -263,7 +262,8 @@ class Worker(threading.Thread):
     def add(self, job: Job) -> None:
         self.jobs[job.request] = job
         try:
-            job.engine.add(job.request)
+            if not self.dead:
+                job.engine.add(job.request)
         except ValueError as error:
             # The drafter has been replaced by one with larger trees since the check.
             self.end(job, Failed(str(error), 400))
@@ -328,7 +328,3 @@ class Worker(threading.Thread):
         engine.max_num_seqs = self.limits[engine].on_failure(len(tried))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-
-
-def raise_dead() -> None:
-    raise Failed(ENGINE_DEAD, 503)
