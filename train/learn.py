@@ -73,6 +73,7 @@ def main(cfg: DictConfig) -> None:
             stack.callback(hold(folder, "output_dir").close)
             run = partial(run_process, output=folder / "process.log", share=share)
             learners.append(Learner(heads, target, train, cfg.num_samples, cfg.keep, run))
+        print(f"waiting for {cfg.num_samples} texts in {cfg.output_dir}", flush=True)
         while True:
             pause = POLL
             for learner in learners:
@@ -120,7 +121,8 @@ def start_process(arguments: list[str], output: Path) -> "subprocess.Popen[bytes
     """Start Python with these arguments. It ends with this process. output: file for its output."""
     with output.open("wb") as file:
         command = [sys.executable, "-c", CHILD, *arguments]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        # In a session of its own: Ctrl-C reaches only the first process, which ends the others.
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
 
 
 def run_process(arguments: list[str], output: Path, share: float = 1.0) -> bool:
