@@ -27,11 +27,11 @@ def judge(target: dict[str, Any], head: str, files: dict[str, str], output: str)
     settings = dict(target)
     loaded = pkgutil.resolve_name(settings.pop("_target_"))(**settings)
     drafter = load_drafter(head, loaded, tree="fixed")
-    found: dict[str, Any] = {name: decode(loaded, drafter, rows_of(Path(file))) for name, file in files.items()}
+    result: dict[str, Any] = {name: decode(loaded, drafter, rows_of(Path(file))) for name, file in files.items()}
     tree = tree_of(drafter)
     assert tree is not None, f"{head} is not a head"
-    found["train"] = train_overrides(tree.head)
-    write_atomically(Path(output), json.dumps(found).encode())
+    result["train"] = train_overrides(tree.head)
+    write_atomically(Path(output), json.dumps(result).encode())
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def decode(target: Target, drafter: Drafter, rows: list[dict[str, Any]]) -> list
             if output.accepted is not None:
                 counts[output.request][0] += len(output.tokens)
                 counts[output.request][1] += 1
-    return [found for found in counts.values() if found[1]]
+    return [pair for pair in counts.values() if pair[1]]
 
 
 def request_of(row: dict[str, Any]) -> Request:

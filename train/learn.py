@@ -209,12 +209,12 @@ class Learner:
         if (old := self.judged(parent)) is None:
             return None, facts
         new, previous = self.trained(parent, old["train"]), self.previous(parent)
-        if new is not None and (found := self.judged(new)):
-            facts = compare(old, found)
+        if new is not None and (counts := self.judged(new)):
+            facts = compare(old, counts)
             if facts["outcome"] == "better":
                 return new, facts | {"outcome": "served"}
-        if previous is not None and (found := self.judged(previous)):
-            again = compare(old, found)
+        if previous is not None and (counts := self.judged(previous)):
+            again = compare(old, counts)
             if again["outcome"] == "better":
                 return previous, again | {"outcome": "back"}
         return None, facts
@@ -235,21 +235,21 @@ class Learner:
         train, part = self.round / "train", self.round / "part"
         if train.is_dir():
             return
-        new, held = split(texts_of(self.taken))
-        known, known_held = split(texts_of(self.replay))
+        new, new_held_out = split(texts_of(self.taken))
+        older, older_held_out = split(texts_of(self.replay))
         chance = random.Random(len(new))
-        known = chance.sample(known, min(len(known), len(new)))
-        known_held = chance.sample(known_held, min(len(known_held), MAX_EVAL_TEXTS))
+        older = chance.sample(older, min(len(older), len(new)))
+        older_held_out = chance.sample(older_held_out, min(len(older_held_out), MAX_EVAL_TEXTS))
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir()
         (part / "new.jsonl").write_bytes(b"".join(new))
-        (part / "replay.jsonl").write_bytes(b"".join(known))
-        for name, lines in zip(SETS, (held[-MAX_EVAL_TEXTS:], known_held), strict=True):
+        (part / "replay.jsonl").write_bytes(b"".join(older))
+        for name, lines in zip(SETS, (new_held_out[-MAX_EVAL_TEXTS:], older_held_out), strict=True):
             (self.round / f"{name}.jsonl").write_bytes(b"".join(lines))
         part.rename(train)
 
     def judged(self, head: Path) -> dict[str, Any] | None:
-        """Return what judge.py found of a head; None if it failed."""
+        """Return the output of judge.py for a head; None if it failed."""
         output = self.round / f"{head.parent.name}-{head.name}.json"
         facts = {"target": self.target, "head": str(head), "output": str(output)}
         facts["files"] = {name: str(self.round / f"{name}.jsonl") for name in SETS}
@@ -266,13 +266,13 @@ class Learner:
 
     def finish(self) -> None:
         """Add the round's texts to those of earlier rounds, and remove its directory."""
-        kept, size = list[bytes](), 0
+        retained, size = list[bytes](), 0
         # Texts with the smallest hashes are a uniform subset of all texts so far.
         for line in sorted({*texts_of(self.replay), *texts_of(self.taken)}, key=zlib.crc32):
             if (size := size + len(line)) > MAX_REPLAY:
                 break
-            kept.append(line)
-        write_atomically(self.replay, b"".join(kept))
+            retained.append(line)
+        write_atomically(self.replay, b"".join(retained))
         shutil.rmtree(self.round.rename(self.heads.folder / "ended"))
 
 
@@ -292,15 +292,15 @@ def is_text(line: bytes) -> bool:
 def split(lines: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     """Split into texts for training and held-out ones by their prompt, so that equal prompts are in the same part."""
     keys = [zlib.crc32(json.dumps(json.loads(line)["prompt_ids"]).encode()) % HELD_OUT for line in lines]
-    held = [line for line, key in zip(lines, keys, strict=True) if not key]
-    return [line for line, key in zip(lines, keys, strict=True) if key], held or list(lines[::HELD_OUT])
+    held_out = [line for line, key in zip(lines, keys, strict=True) if not key]
+    return [line for line, key in zip(lines, keys, strict=True) if key], held_out or list(lines[::HELD_OUT])
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return the verdict on a new head: its outcome, and the acceptance lengths of both heads on both sets of texts."""
     difference, error = acceptance_difference(old["recent"], new["recent"])
     facts: dict[str, Any] = {"outcome": "better" if difference > ERRORS * error else "no better", "error": error}
-    facts |= {name: [acceptance(found[name])[0] for found in (old, new)] for name in SETS if old[name]}
+    facts |= {name: [acceptance(counts[name])[0] for counts in (old, new)] for name in SETS if old[name]}
     if facts["outcome"] == "better" and old["replay"]:
         before, now = facts["replay"]
         facts["outcome"] = "forgot too much" if now < (1 - MAX_REGRESSION) * before else "better"
