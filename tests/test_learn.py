@@ -55,7 +55,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Rounds:
-    """A learner whose processes are replaced: training copies the head, and judging finds `found`, of new heads and of those
+    """Replace the processes of a learner: training copies the head, and judging finds `found`, of new heads and of those
     that are there."""
 
     def __init__(self, **settings: Any) -> None:
@@ -341,10 +341,8 @@ def test_each_tenant_has_texts_and_a_head_of_its_own(tiny_path: Path, folder: Pa
         assert status == 404 and b"'one', 'two'" in said
 
 
-def test_a_log_with_a_limit_starts_again(target: Target, tiny_path: Path, folder: Path):
-    """The program ends at once, and the server says so and goes on."""
-    more = facts(tiny_path, "learn.train=[nonsense]")
-    with served(folder, *more) as server:
+def test_a_log_with_a_limit_starts_again(tiny_path: Path, folder: Path):
+    with served(folder, *facts(tiny_path)) as server:
         log = folder / "learned" / "served.jsonl"
         text(server, 1)
         with log.open("a") as file:

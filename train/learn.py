@@ -121,7 +121,7 @@ def start_process(arguments: list[str], output: Path) -> "subprocess.Popen[bytes
     """Start Python with these arguments. It ends with this process. output: file for its output."""
     with output.open("wb") as file:
         command = [sys.executable, "-c", CHILD, *arguments]
-        # In a session of its own: Ctrl-C reaches only the first process, which ends the others.
+        # In a separate session: Ctrl-C reaches only the first process, which ends the others.
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
 
 

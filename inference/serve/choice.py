@@ -1,16 +1,15 @@
 """One text of an answer: its content, reasoning, tool calls and log-probabilities, from the outputs of its steps."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.inference.engine import RequestOutput
+from foredraft.inference.serve.echo import Echo
 from foredraft.inference.serve.logprobs import TokenLogprob
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
 from foredraft.inference.serve.reasoning import CLOSING, OPENING, HarmonyReader, ReasoningReader, new_reasoning_reader
-from foredraft.inference.serve.scoring import Scored
 from foredraft.inference.serve.stop_strings import StopStrings
 from foredraft.inference.serve.tools import ToolReader, callable_tools, new_call, new_tool_reader
 from foredraft.inference.serve.worker import Job
@@ -38,31 +37,6 @@ class Piece:
         self.logprobs += piece.logprobs
         self.calls += piece.calls
         self.finish_reason = piece.finish_reason
-
-
-class Echo(NamedTuple):
-    """Hold a prompt that precedes its texts, without an incomplete character at its end, which a text may complete."""
-
-    text: str
-    logprobs: list[TokenLogprob]  # empty if not requested
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        tokens: Sequence[int],
-        scored: Sequence[Scored],
-        skip_special_tokens: bool = True,
-    ) -> "Echo":
-        detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt=())
-        if not scored:
-            text = detokenizer.decode(tokens)
-            return cls(text[: len(text) - len(Detokenizer(tokenizer, skip_special_tokens, tokens).pending())], [])
-        text, places = "", []
-        for token, score in zip(tokens, scored, strict=False):
-            places.append(TokenLogprob(token, *score, len(text), not detokenizer.tokens))
-            text += detokenizer.push(token)
-        return cls(text, places)
 
 
 class Choice:

@@ -6,7 +6,8 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from foredraft.inference.serve.choice import Choice, Echo, Piece
+from foredraft.inference.serve.choice import Choice, Piece
+from foredraft.inference.serve.echo import Echo
 from foredraft.inference.serve.limits import error_body
 from foredraft.inference.serve.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, StreamOptions

@@ -18,13 +18,12 @@ from foredraft import inference as decoding
 from foredraft.inference.grammar import Grammar, Grammars
 from foredraft.inference.serve import tools
 from foredraft.inference.serve.accepted_log import AcceptedLog
-from foredraft.inference.serve.choice import Echo
 from foredraft.inference.serve.completion import Answer
+from foredraft.inference.serve.echo import Echo, Scored, score
 from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.prompts import PromptEncoder
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
-from foredraft.inference.serve.scoring import Scored, score
 from foredraft.inference.serve.worker import TIMED_OUT, Failed, Worker
 
 log = logging.getLogger("foredraft.serve")
