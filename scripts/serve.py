@@ -53,22 +53,24 @@ def main(cfg: DictConfig) -> None:
     load = partial(instantiate, cfg.drafter, target=target)
     folders = learn.folders_of(cfg.learn.output_dir, cfg.learn.tenants) if cfg.learn.enabled else []
     learned = list(map(LearnedHeads, folders))
-    drafter, *others = [load(path=str(heads.start(cfg.drafter.path))) for heads in learned] or [load()]
+    first = [heads.first(cfg.drafter.path) for heads in learned]
+    drafter, *others = [load(path=head) for head in first] or [load()]
     limits = cfg.max_num_seqs, cfg.max_waiting, cfg.timeout, cfg.cache_gib
     worker = Worker(target, drafter, *limits, cfg.max_num_batched_tokens, cfg.prefix_cache_gib, others)
+    followed = []
+    for number, (heads, head) in enumerate(zip(learned, first, strict=True)):
+        heads.start(head)
+        followed.append(FollowedHead(worker, number, heads.current_file, load, names[number] if others else ""))
     app = create_app(
         worker,
         names,
-        cfg.max_tokens,
-        cfg.max_body,
-        api_key,
-        [[*logs, AcceptedLog(folder / "served.jsonl", True, MAX_LEARN_LOG)] for folder in folders] or [logs],
-        api_key is None and not cfg.insecure,
-        list(cfg.cors),
-        [
-            FollowedHead(worker, number, heads.current_file, load, names[number] if others else "")
-            for number, heads in enumerate(learned)
-        ],
+        max_tokens=cfg.max_tokens,
+        max_body=cfg.max_body,
+        api_key=api_key,
+        logs=[[*logs, AcceptedLog(folder / "served.jsonl", True, MAX_LEARN_LOG)] for folder in folders] or [logs],
+        local_only=api_key is None and not cfg.insecure,
+        cors=list(cfg.cors),
+        heads=followed,
     )
     with learning(cfg):
         run(app, cfg.host, cfg.port, cfg.drain)

@@ -64,7 +64,7 @@ class Rounds:
         given = Path("given")
         given.mkdir(exist_ok=True)
         (given / "config.json").write_text("{}")
-        self.heads.start("given")
+        self.heads.start(self.heads.first("given"))
         self.learner = Learner(self.heads, {}, ["train"], **{"num_samples": 8, "keep": 8, "run": self.run} | settings)
 
     def run(self, arguments: list[str]) -> bool:
@@ -230,8 +230,10 @@ def test_the_head_before_comes_back_by_hand_or_where_it_is_better():
     assert len(rounds.history()) == 4
     Path("learned/current").unlink()
     assert rounds.heads.current() == Path("learned/head-0002")
-    assert rounds.heads.start("given") == Path("learned/head-0002")
-    assert rounds.heads.start("learned/head-0001") == Path("learned/head-0001") == rounds.heads.current()
+    assert rounds.heads.first("given") == "learned/head-0002"
+    assert rounds.heads.first("learned/head-0001") == "learned/head-0001"
+    rounds.heads.start("learned/head-0001")
+    assert rounds.current == "head-0001"
 
 
 @pytest.mark.linux

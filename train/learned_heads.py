@@ -36,18 +36,16 @@ class LearnedHeads:
         heads = self.all()
         return head.rename(self.folder / f"head-{number_of(heads[-1]) + 1 if heads else 1:04}")
 
-    def start(self, spec: str) -> Path:
-        """Return the head to serve first, and choose it: `spec` if it is one of these, otherwise the current or the newest.
-        Without heads, import `spec`. Raises ValueError for a head that cannot learn."""
+    def first(self, spec: str) -> str:
+        """Return the head to serve first: `spec` if it is one of these or there are none, otherwise the current or newest."""
         heads = self.all()
-        if Path(spec).absolute().parent == self.folder.absolute():
-            head = Path(spec)
-        elif heads:
-            head = self.current() or heads[-1]
-        else:
-            head = self.import_head(spec)
-        self.choose(head.name)
-        return head
+        is_here = Path(spec).absolute().parent == self.folder.absolute()
+        return spec if is_here or not heads else str(self.current() or heads[-1])
+
+    def start(self, spec: str) -> None:
+        """Serve `spec` from now on. Import it unless it is one of these. Raises ValueError for a head that cannot learn."""
+        is_here = Path(spec).absolute().parent == self.folder.absolute()
+        self.choose(Path(spec).name if is_here else self.import_head(spec).name)
 
     def import_head(self, spec: str) -> Path:
         from foredraft.heads import adapter  # these import torch
