@@ -125,7 +125,7 @@ class Answer:
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the streamed chunks: roles, then what each step adds, then the usage if requested. Raises Failed."""
         envelope = self.envelope("chat.completion.chunk" if self.chat else "text_completion")
-        options = self.request.stream_options or StreamOptions()
+        options = self.request.stream_options or StreamOptions.model_validate({})
 
         def chunk(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
             if options.include_usage:

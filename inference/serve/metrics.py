@@ -1,7 +1,6 @@
 """Metrics for Prometheus at /metrics: counts and times, never a text or a key."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,17 +16,16 @@ class Metrics:
         self.worker = worker
         self.registry = CollectorRegistry()
         shared: dict[str, Any] = {"registry": self.registry, "namespace": "foredraft"}
-        count, times = partial(Counter, **shared), partial(Histogram, buckets=SECONDS, **shared)
-        self.requests = count("requests", "Requests by path and status", ["path", "status"])
+        self.requests = Counter("requests", "Requests by path and status", ["path", "status"], **shared)
         failed = "Answers that ended with an error, also streamed ones, by status"
-        self.failures = count("failed_answers", failed, ["status"])
-        self.prompt_tokens = count("prompt_tokens", "Tokens of prompts")
-        self.completion_tokens = count("completion_tokens", "Tokens of answers")
-        self.forwards = count("forwards", "Target forwards after prompts, per sequence, by head", ["head"])
+        self.failures = Counter("failed_answers", failed, ["status"], **shared)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **shared)
+        self.completion_tokens = Counter("completion_tokens", "Tokens of answers", **shared)
+        self.forwards = Counter("forwards", "Target forwards after prompts, per sequence, by head", ["head"], **shared)
         emitted = "Tokens of these forwards; their quotient is the acceptance length"
-        self.emitted = count("emitted_tokens", emitted, ["head"])
-        self.first = times("first_token_seconds", "Time to the first token")
-        self.seconds = times("request_seconds", "Time to the end of the answer")
+        self.emitted = Counter("emitted_tokens", emitted, ["head"], **shared)
+        self.first = Histogram("first_token_seconds", "Time to the first token", buckets=SECONDS, **shared)
+        self.seconds = Histogram("request_seconds", "Time to the end of the answer", buckets=SECONDS, **shared)
         engines, prefixes = worker.engines, worker.prefixes
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "open_requests": ("Texts that are decoded or waiting", lambda: worker.open),
