@@ -8,6 +8,8 @@ import json
 import logging
 import os
 import re
+import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from foredraft.train.learned_heads import LearnedHeads
 
 ENGINES = {"foredraft": "foredraft", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 MAX_LEARN_LOG = 2**26  # bytes of texts that wait for the next training
+NEEDS_HEAD = "learn=true trains the head that drafts: set drafter=DIRECTORY and engine=foredraft"
 log = logging.getLogger("foredraft.serve")
 
 
@@ -40,6 +43,7 @@ def main(cfg: DictConfig) -> None:
         return exec_engine(cfg, api_key)
     check_address(cfg.host, cfg.port)
     try:
+        from foredraft.inference.drafters import tree_of
         from foredraft.inference.serve.accepted_log import AcceptedLog
         from foredraft.inference.serve.app import create_app, run
         from foredraft.inference.serve.followed_head import FollowedHead
@@ -55,6 +59,8 @@ def main(cfg: DictConfig) -> None:
     learned = list(map(LearnedHeads, folders))
     first = [heads.first(cfg.drafter.path) for heads in learned]
     drafter, *others = [load(path=head) for head in first] or [load()]
+    if learned and tree_of(drafter) is None:
+        raise ValueError(NEEDS_HEAD)
     limits = cfg.max_num_seqs, cfg.max_waiting, cfg.timeout, cfg.cache_gib
     worker = Worker(target, drafter, *limits, cfg.max_num_batched_tokens, cfg.prefix_cache_gib, others)
     followed = []
@@ -79,7 +85,7 @@ def main(cfg: DictConfig) -> None:
 def check_learning(cfg: DictConfig) -> None:
     learn.check_settings(cfg.learn, "learn.")
     if cfg.learn.enabled and (cfg.engine != "foredraft" or "path" not in cfg.drafter):
-        raise ValueError("learn=true trains the head that drafts: set drafter=DIRECTORY and engine=foredraft")
+        raise ValueError(NEEDS_HEAD)
     names = list(cfg.learn.tenants)
     if names and (not cfg.learn.enabled or cfg.served_model_name is not None or len(set(names)) < len(names)):
         raise ValueError(
@@ -114,6 +120,7 @@ def learning(cfg: DictConfig) -> Iterator[None]:
             log.warning("learning ended with %s: see %s", code, output)
 
     threading.Thread(target=watch, daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # uvicorn raises it again at its end
     try:
         yield
     finally:
