@@ -216,9 +216,8 @@ class DFlashHead(BlockHead):
         masks = mask.expand(*anchors.shape[:-1], self.block_size - 1, -1)
         return torch.cat([anchors[..., None, :].to(mask.dtype), masks], dim=-2)
 
-    def drafts(self, hidden: Tensor, context: Tensor) -> Tensor:
-        """Return hidden states (..., depth, width) of the drafts from those of all positions. context: (..., hidden), the
-        fused hidden state of the newest text position, which LiLiCorr uses."""
+    def drafts(self, hidden: Tensor) -> Tensor:
+        """Return hidden states (..., depth, width) of the drafts from those of all positions."""
         hidden = self.norm(hidden)
         return hidden if self.sample_from_anchor else hidden[..., 1:, :]
 
@@ -232,8 +231,8 @@ class DFlashHead(BlockHead):
         context, blocks = self.fuse(aux_hidden_states), Blocks.of(text, size)
         starts = blocks.last.clamp(min=0)
         anchors = (starts + 1).clamp(max=length - 1)
-        wide = (-1, -1, self.config.hidden_size)
-        hidden = self.inputs(embeddings.gather(1, anchors[..., None].expand(wide))).flatten(1, 2)
+        wide = anchors[..., None].expand(-1, -1, self.config.hidden_size)
+        hidden = self.inputs(embeddings.gather(1, wide)).flatten(1, 2)
         ahead = torch.arange(1, size + 1, device=starts.device)
         positions = (text.positions.gather(1, starts)[..., None] + ahead).flatten(1)
         of_text, of_blocks = (self.rotary(p, length + size, hidden.dtype) for p in (text.positions, positions))
@@ -243,7 +242,7 @@ class DFlashHead(BlockHead):
             of_context = attention.keys_values(context, *of_text)
             attended = attend_blocks(q, of_context, (block_kv[0], block_kv[1]), blocks, *self.masking(number))
             hidden = layer.feed_forward(hidden, attention.project_out(attended), kernel)
-        hidden = self.drafts(hidden.unflatten(1, (-1, size)), context.gather(1, starts[..., None].expand(wide)))
+        hidden = self.drafts(hidden.unflatten(1, (-1, size)))
         before = (starts[..., None] + ahead[: self.depth]).clamp(max=length - 1)
         return self.condition_on_text(hidden, text.tokens.gather(1, before.flatten(1)).view_as(before))
 
@@ -252,15 +251,10 @@ class DFlashHead(BlockHead):
         cos_sin = self.rotary(cache.columns(aux_hidden_states.shape[1]), cache.capacity, context.dtype)
         for number, layer in enumerate(self.own_layers):
             cache.update(*layer.self_attn.keys_values(context, *cos_sin), number)
-        return self.build_context(embeddings, context)
-
-    def build_context(self, embeddings: Tensor, context: Tensor) -> Tensor:
-        """Return what `draft_block` needs of each position: the embedding of the token after it comes first."""
         return embeddings
 
     def draft_block(self, last: Tensor, cache: KVCache) -> Tensor:
-        anchor, context = last[:, 0].tensor_split([self.config.hidden_size], dim=-1)
-        hidden, columns = self.inputs(anchor), cache.columns(self.block_size)
+        hidden, columns = self.inputs(last[:, 0]), cache.columns(self.block_size)
         cos, sin = self.rotary(columns, cache.capacity, hidden.dtype)
         for number, layer in enumerate(self.own_layers):
             causal, window = self.masking(number)
@@ -270,7 +264,7 @@ class DFlashHead(BlockHead):
             x, kernel = layer.inputs(hidden)
             attended = layer.self_attn.attend_cached(x, cos, sin, mask, cache, number)
             hidden = layer.feed_forward(hidden, attended, kernel)
-        return self.drafts(hidden, context)
+        return self.drafts(hidden)
 
 
 def spread_layers(n: int, count: int) -> list[int]:

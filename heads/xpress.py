@@ -114,7 +114,7 @@ class XPressHead(DFlashHead):
     def base_logits(self, hidden: Tensor) -> Tensor:
         return super().base_logits(hidden[..., : self.config.hidden_size])
 
-    def drafts(self, hidden: Tensor, context: Tensor) -> Tensor:
+    def drafts(self, hidden: Tensor) -> Tensor:
         hidden = self.norm(hidden)
         states = torch.cat([hidden, c := self.xpress_head.of_hidden(hidden)], dim=-1)
         if self.sample_from_anchor:

@@ -350,6 +350,13 @@ def test_bad_data_ends_in_one_sentence(name: str, tiny_path: Path, tmp_path: Pat
         ("train/run.py", "criterion=block", "criterion is objective now"),
         ("train/run.py", "criterion.depth_decay=1", "criterion.depth_decay is objective.depth_decay now"),
         ("train/run.py", "optimizer=muon", "optimizer is trainer.optim now"),
+        ("train/run.py", "head=lilicorr", "head=lilicorr was removed: it accepted less than DFlash"),
+        ("train/run.py", "head=medusa2", "head=medusa2 was removed: it changed the target's text"),
+        (
+            "train/run.py",
+            "trainer.head_lr_multiplier=2",
+            "trainer.head_lr_multiplier was removed: it was a setting of head",
+        ),
         ("train/run.py", "target=embedded", "target=embedded is target=test_model now"),
         ("train/run.py", "head.depth=3", "head.depth is head.ttt_steps now"),
         ("train/run.py", "evaluate.proof=false", "evaluate.proof is eval.check_float32 now"),

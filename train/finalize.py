@@ -46,9 +46,7 @@ def finalize(
     head, target = distillation.head, distillation.target
     strategy.forget_sharding(cfg.strategy)
     step = trainer.state.global_step
-    # Where the target's adapter is trained too, the head of an earlier step would not fit to it.
-    alone = all(name.startswith("head.") for name, _ in distillation.named_parameters())
-    best = checkpoints.best_step(history) if cfg.eval.keep_best and alone else None
+    best = checkpoints.best_step(history) if cfg.eval.keep_best else None
     if best is not None and best != step:
         print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
         head = read_head(checkpoints.best_head(directory / CHECKPOINTS, best), target).float().to(target.device)

@@ -10,7 +10,6 @@ from torch.nn.utils import parametrize
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.draft_model import DraftModelHead
-from foredraft.heads.medusa2 import Medusa2Head
 
 SCALE = 2.0
 
@@ -30,7 +29,7 @@ def add(head: DraftHead, rank: int) -> None:
     """Add low-rank additions, zero at first, to the head's linear layers; from now on only these learn."""
     if rank < 1:
         raise ValueError(f"lora_r={rank} is the rank of what is learned, at least 1; null trains all weights")
-    if isinstance(head, DraftModelHead | Medusa2Head):
+    if isinstance(head, DraftModelHead):
         raise ValueError(f"head={head.kind} has its own adapter: leave lora_r={rank} out, or choose another head")
     head.requires_grad_(False)
     for layer in [part for part in head.modules() if isinstance(part, nn.Linear)]:

@@ -34,7 +34,6 @@ from foredraft.heads.formats.gguf.tensors import DTYPES
 from foredraft.heads.formats.hydra import check_tied
 from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
 from foredraft.heads.hydra import HydraHead
-from foredraft.heads.lilicorr import LiLiCorrHead
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.mtp import PREFIX, MTPHead
 from foredraft.heads.p_eagle import PEagleHead
@@ -81,7 +80,6 @@ VLLM_EXPORTS: dict[type[DraftHead], Export] = {
     EagleHead: Export(formats.EagleFormat("EagleLlamaForCausalLM"), VLLM, CHAIN),
     DFlashHead: Export(formats.DFlashFormat(), VLLM, CHAIN),
     DFlash2Head: Export(formats.DFlash2Format(), VLLM_DFLASH, CHAIN),
-    LiLiCorrHead: Export(formats.LiLiCorrFormat(), VLLM_DFLASH, CHAIN),
     XPressHead: Export(formats.XPressFormat(), VLLM, XPRESS),
     DSparkHead: Export(formats.SpeculatorsDSpark(), VLLM, CHAIN),
     PEagleHead: Export(formats.PEagleFormat(), VLLM_P_EAGLE, CHAIN),
@@ -115,12 +113,6 @@ def sglang(head: DraftHead, target: Target) -> Export:
             raise ValueError(f"SGLang's Domino has head.pure_draft_prefix_len=1, and this head has {head.pure}")
         layout = formats.DSparkFormat() if isinstance(head, DSparkHead) else formats.DominoFormat()
         return Export(layout, SGLANG_BLOCK, "SGLang drafts a chain, not a tree.")
-    if isinstance(head, LiLiCorrHead):
-        return Export(
-            formats.LiLiCorrFormat(),
-            SGLANG_BLOCK.replace("{algorithm}", "DFLASH"),
-            "SGLang drafts a chain, not a tree.",
-        )
     if type(head) is DFlashHead:
         return Export(formats.DFlashFormat(), SGLANG_BLOCK, "SGLang drafts a chain, not a tree.")
     if not isinstance(head, Eagle3Head):
