@@ -490,7 +490,7 @@ def test_env_has_a_line_for_every_topic(monkeypatch: pytest.MonkeyPatch, capsys:
     """Check that it gives the reason why a part does not work here, and what to install for it."""
 
     def version(name: str) -> str:
-        if name == "peft":
+        if name == "datasets":
             raise metadata.PackageNotFoundError
         return "5.0.0" if name == "transformers" else there(name)
 
@@ -503,7 +503,7 @@ def test_env_has_a_line_for_every_topic(monkeypatch: pytest.MonkeyPatch, capsys:
     foredraft.main()
     said = dict(re.split(r": +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert said["python"].startswith(platform.python_version()) and said["torch"] == there("torch")
-    assert said["peft"] == "not installed" and "peft: pip install 'foredraft[train]'" in said["extra train"]
+    assert said["datasets"] == "not installed" and "datasets: pip install 'foredraft[train]'" in said["extra train"]
     assert re.fullmatch(r"5\.0\.0, which is outside .*>=5.*", said["transformers"])
     assert said["dtype=auto"].startswith("float32: ") and said["device"].startswith("cpu")
     assert said["FlexAttention"].startswith("disabled: ") and said["packed products bfloat16"].startswith("disabled: ")

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from foredraft.train import checks, lora
+from foredraft.heads import lora
+from foredraft.train import checks
 from tests.support.batches import batch
 from tests.support.configs import composed
 from tests.support.head_factory import criterion, make_head
@@ -42,7 +43,9 @@ def test_the_addition_learns_alone_and_is_merged_in_the_end(target, kind):
 def test_what_cannot_be_adapted_is_said(fresh):
     with pytest.raises(ValueError, match="lora_r=0 is the rank"):
         lora.add(make_head("medusa", fresh), 0)
-    with pytest.raises(ValueError, match="head=draft_model has its own adapter"):
-        lora.add(make_head("draft_model", fresh), 4)
+    with pytest.raises(ValueError, match=r"lora_r=4 and head\.lora_r tune the same layers"):
+        lora.add(make_head("draft_model", fresh, lora_r=2), 4)
     with pytest.raises(ValueError, match="lora_r=4 works with strategy=single or ddp, and this is zero1"):
         checks.check_lora(composed("train", "lora_r=4", "init_from=x", "strategy=zero1"))
+    with pytest.raises(ValueError, match="lora_r=3 works with strategy=single or ddp, and this is fsdp"):
+        checks.check_lora(composed("train", "head=draft_model", "head.lora_r=3", "strategy=fsdp"))

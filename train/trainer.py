@@ -25,11 +25,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
+from foredraft.heads import lora
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.hub.client import HEAD
 from foredraft.heads.target import Target
-from foredraft.train import lora, optimizer
+from foredraft.train import optimizer
 from foredraft.train.data.packing import collate
 from foredraft.train.module import DistillationModel
 from foredraft.train.optimizer import OPTIMIZERS
