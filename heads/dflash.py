@@ -50,7 +50,7 @@ class DFlashHead(BlockHead):
 
     kind, projector, depth_key = "dflash", "dflash", "block_size"
     architecture: ClassVar[str] = "DFlashDraftModel"
-    own_names: ClassVar[tuple[str, ...]] = ()  # arguments of a kind in addition to DFlash's, saved in `dflash_config`
+    own_defaults: ClassVar[dict[str, Any]] = {}  # settings of a kind in addition to DFlash's, saved in `dflash_config`
     config: LlamaConfig
     target: Target
 
@@ -65,10 +65,15 @@ class DFlashHead(BlockHead):
         window: int | None = None,
         layer_types: list[str] | None = None,
         draft_vocab_size: int | None = None,
+        **own: Any,
     ):
         """Build the modules. config: its num_hidden_layers are the head's. window: of sliding layers. layer_types: None if
-        all are full. draft_vocab_size: None drafts from the whole vocabulary with the target's lm_head."""
+        all are full. draft_vocab_size: None drafts from the whole vocabulary with the target's lm_head. own: as in
+        `own_defaults`."""
         super().__init__()
+        if unknown := sorted(own.keys() - self.own_defaults.keys()):
+            raise TypeError(f"head={self.kind} has no setting {unknown[0]}")
+        self.own = self.own_defaults | own
         self.config, self.layers, self.block_size, self.mask_token_id = config, list(layers), block_size, mask_token_id
         self.causal, self.window, self.sample_from_anchor = causal, window, sample_from_anchor
         self.depth = self.limit = block_size if sample_from_anchor else block_size - 1
@@ -97,14 +102,14 @@ class DFlashHead(BlockHead):
         window: int | None = None,
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
-        **kind_settings: Any,
+        **own: Any,
     ) -> "DFlashHead":
         """Make a new head.
 
         block_size: positions of a block. num_hidden_layers: decoder layers of the head. target_layer_ids: hidden states
         that it takes; None uses as many as it has layers, spread as in the paper. mask_token_id: None chooses a token that
         hardly occurs in text. window: of all its layers but the last; None for full attention. draft_vocab_size, counts: as
-        in EAGLE-3. kind_settings: of kinds that build on this one."""
+        in EAGLE-3. own: as in `own_defaults`."""
         layers = target_layer_ids
         if layers is None:
             layers = spread_layers(target.num_layers, num_hidden_layers)
@@ -118,7 +123,7 @@ class DFlashHead(BlockHead):
         config.num_hidden_layers, config.attention_bias = num_hidden_layers, False
         types = None if window is None else [SLIDING] * (num_hidden_layers - 1) + [FULL]
         layout = sample_from_anchor, causal, window, types, draft_vocab_size
-        head = cls(config, layers, block_size, mask, *layout, **kind_settings)
+        head = cls(config, layers, block_size, mask, *layout, **own)
         head.init_like(target)
         head.init_projections(target, counts)
         head.attach(target)
@@ -162,18 +167,13 @@ class DFlashHead(BlockHead):
             window=config["sliding_window"],
             layer_types=config["layer_types"],
             draft_vocab_size=config["draft_vocab_size"],
-            **cls.own_arguments(block),
+            **{name: block[name] for name in cls.own_defaults},
         )
-
-    @classmethod
-    def own_arguments(cls, config: dict) -> dict[str, Any]:
-        """Return this kind's constructor arguments from `dflash_config`."""
-        return {name: config[name] for name in cls.own_names}
 
     @property
     def own_settings(self) -> dict[str, Any]:
         """Return what this kind adds to `dflash_config`."""
-        return {}
+        return self.own
 
     def to_config(self) -> dict:
         """Return z-lab's config.json, in which layers are numbered by their outputs, from 0."""

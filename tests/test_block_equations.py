@@ -24,15 +24,16 @@ def kind(request: pytest.FixtureRequest) -> str:
 def conv(head, w: dict[str, Tensor], name: str, x: Tensor, which: int, read: Tensor) -> Tensor:
     """Compute DFlash-2's convolution: slot t of x (slots, hidden) and the slot before it, by kernels of what the sublayer
     read."""
-    base, groups = w[name + "base_kernel"][which], x.shape[1] // head.group
+    taps, size = head.own["conv_kernel_size"], head.own["conv_group_size"]
+    base, groups = w[name + "base_kernel"][which], x.shape[1] // size
     rows = []
     for t in range(len(x)):
-        dynamic = (w[name + "kernel_projection.weight"] @ read[t]).view(2, head.taps, groups)[which]
+        dynamic = (w[name + "kernel_projection.weight"] @ read[t]).view(2, taps, groups)[which]
         row = torch.zeros(x.shape[1])
         for c in range(x.shape[1]):
-            for tap in range(head.taps):
+            for tap in range(taps):
                 if t >= tap:
-                    row[c] += (base[tap, c] + dynamic[tap, c // head.group]) * x[t - tap, c]
+                    row[c] += (base[tap, c] + dynamic[tap, c // size]) * x[t - tap, c]
         rows.append(row)
     return torch.stack(rows)
 

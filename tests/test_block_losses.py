@@ -18,7 +18,7 @@ def test_xpress_learns_behind_its_own_drafts(target, kind):
     base, bonus, seen = head.base_logits(states), torch.tensor([5, 6, 7]), []
     taught = head.condition_on_text(states, torch.randint(1, 300, (3, head.depth)))[..., head.width :]
     logits, tokens = made.corrected(base, states, taught), torch.zeros(3, head.depth).long()
-    drafts = Drafts(states, taught, base, logits, base, tokens, bonus, tokens == 0)
+    drafts = Drafts(states, taught, base, logits, base, tokens, bonus)
 
     def compare(logits: torch.Tensor) -> torch.Tensor:
         seen.append(logits)

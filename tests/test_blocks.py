@@ -174,7 +174,7 @@ def test_a_choice_among_candidates_is_learned_where_the_right_one_is_there(targe
     tokens = base.argmax(-1)  # always a candidate; the target's token is one where it is said below
     answer[0].scatter_(-1, base[0].argsort()[..., -3, None], 9.0)
     answer[1].scatter_(-1, base[1].argsort()[..., 0, None], 9.0)
-    drafts = blocks.Drafts(base, correction, base, base, answer, tokens, tokens[:, 0], tokens >= 0)
+    drafts = blocks.Drafts(base, correction, base, base, answer, tokens, tokens[:, 0])
     for loss in (kl_div, label):
         found = BlockDistillation(head, target, loss).selector_loss(drafts)
         assert (found[1] == 0).all()

@@ -3,8 +3,8 @@
 from typing import Any
 
 from foredraft.heads.dflash2 import DFlash2Head
-from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.formats.eagle3 import AUX, FLAGS
+from foredraft.heads.eagle3 import FLAGS, Eagle3Head
+from foredraft.heads.formats.eagle3 import AUX
 from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
 from foredraft.heads.target import Target
 from foredraft.heads.target.files import weight_map
