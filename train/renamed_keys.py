@@ -97,6 +97,7 @@ REMOVED = {
     "head.lora_alpha": OF_MEDUSA2,
     "head=lilicorr": "it accepted less than DFlash, from which it builds. Use head=dflash",
     "head=medusa2": "it changed the target's text, and was slower than Medusa-1. Use head=medusa",
+    "loss=coupled": "it gained nothing over loss=kl_div. Use that",
     "head=uno": "it cost two forwards of the target per step. Use head=dflash",
     "optimizer.head_multiplier": OF_MEDUSA2,
     "recipe=vicuna_7b_medusa2": "head=medusa2 was removed. Use recipe=vicuna_7b_medusa1",

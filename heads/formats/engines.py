@@ -82,6 +82,9 @@ class Export(NamedTuple):
         return self.use.format(target=target, head=directory, depth=head.depth, **names)
 
 
+Exporter = Callable[..., Export]  # of a head and its target
+
+
 def flags_note(head: DraftHead, target: Target) -> str:
     extras = [name for name in SGLANG_FLAGS if head.to_config()[name]]
     return f"{', '.join(extras)}: supported by SGLang since its pull requests 24663 and 32334 (2026)." if extras else ""
@@ -184,13 +187,14 @@ def llamacpp(head: DraftHead, target: Target, dtype: str = "float16", target_ggu
     return export_for("llama.cpp", head, target, *layouts, dtype, target_gguf)
 
 
-vllm = partial(export_for, "vLLM")
-sglang = partial(export_for, "SGLang")
-speculators = partial(export_for, "the speculators package")
-eagle = partial(export_for, "SafeAILab's code")
-medusa = partial(export_for, "FasterDecoding's code")
-hydra = partial(export_for, "zankner's code")
-mtp = partial(export_for, "a target's own file")
+vllm: Exporter = partial(export_for, "vLLM")
+sglang: Exporter = partial(export_for, "SGLang")
+speculators: Exporter = partial(export_for, "the speculators package")
+eagle: Exporter = partial(export_for, "SafeAILab's code")
+medusa: Exporter = partial(export_for, "FasterDecoding's code")
+hydra: Exporter = partial(export_for, "zankner's code")
+mtp: Exporter = partial(export_for, "a target's own file")
+gguf: Exporter = llamacpp
 
 FORMATS = {  # each with the description that --help shows
     "vllm": ("The layout that vLLM loads.", vllm),
@@ -200,7 +204,7 @@ FORMATS = {  # each with the description that --help shows
     "medusa": ("The layout of the Medusa authors, which Text Generation Inference loads too.", medusa),
     "hydra": ("The layout of the Hydra authors.", hydra),
     "mtp": ("The target's own files with this MTP layer in place of theirs.", mtp),
-    "gguf": ("GGUF, which llama.cpp loads; dtype= and target_gguf= are for this format.", llamacpp),
+    "gguf": ("GGUF, which llama.cpp loads; dtype= and target_gguf= are for this format.", gguf),
 }
 # Engines, and the formats that they read: a card names the first that supports the head.
 ENGINES = {
@@ -211,15 +215,14 @@ ENGINES = {
 }
 
 
-def exporter_for(name: str, **options: str | None) -> Callable[[DraftHead, Target], Export]:
+def exporter_for(name: str, **options: str | None) -> Exporter:
     """Return the function for the format of this name. options: dtype and target_gguf of "gguf", None unless given."""
     if name not in FORMATS:
         raise ValueError(f"format={name} is not one of {', '.join(FORMATS)}")
     given = {key: value for key, value in options.items() if value is not None}
     for key, value in given.items() if name != "gguf" else ():
         raise ValueError(f"{key}={value} is only for format=gguf: leave it out with format={name}")
-    exporter: Callable[..., Export] = FORMATS[name][1]
-    return partial(exporter, **given)
+    return partial(FORMATS[name][1], **given)
 
 
 def engines(head: DraftHead, target: Target, name: str) -> list[dict[str, Any]]:
