@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import TrainerState
 
+from foredraft.heads import lora
 from foredraft.heads.base import DraftHead, PackedBatch, ParallelHead
 from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub.card import model_card
@@ -23,7 +24,7 @@ from foredraft.inference.evaluation.measure import NOT_CHECKED, check_identical,
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.inference.evaluation.report import RunRecord, Sample, table, write_report
 from foredraft.inference.generation import generate, tokens_per_forward
-from foredraft.train import held_out, lora, publish
+from foredraft.train import held_out, publish
 from foredraft.train.checks import save_checked
 from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, has_prompts, prompts
@@ -46,9 +47,7 @@ def finalize(
     head, target = distillation.head, distillation.target
     strategy.forget_sharding(cfg.strategy)
     step = trainer.state.global_step
-    # Where the target's adapter is trained too, the head of an earlier step would not fit to it.
-    alone = all(name.startswith("head.") for name, _ in distillation.named_parameters())
-    best = checkpoints.best_step(history) if cfg.eval.keep_best and alone else None
+    best = checkpoints.best_step(history) if cfg.eval.keep_best else None
     if best is not None and best != step:
         print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
         head = read_head(checkpoints.best_head(directory / CHECKPOINTS, best), target).float().to(target.device)

@@ -22,14 +22,14 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, TrainerState, set_seed
 
-from foredraft.heads import hub
+from foredraft.heads import hub, lora
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import length_settings
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.inference.generation import tokens_per_forward
-from foredraft.train import held_out, lora, losses
+from foredraft.train import held_out, losses
 from foredraft.train.checks import (
     check_fresh_text,
     check_hidden_states,

@@ -71,9 +71,8 @@ def record() -> dict[str, Any]:
             facts[f"losses of {head}"] = train(head, Path(folder, head))
             print(head, facts[f"losses of {head}"][-1], flush=True)
         for head in [*HEADS, *DRAFTERS]:
-            joined = head not in DRAFTERS and head != "medusa2"
-            for drafter in [head, f"{head}+suffix"] if joined else [head]:
-                target = Target.from_pretrained(str(ROOT / "scripts/test_model"), dtype="float32")  # Medusa-2 alters it
+            for drafter in [head] if head in DRAFTERS else [head, f"{head}+suffix"]:
+                target = Target.from_pretrained(str(ROOT / "scripts/test_model"), dtype="float32")
                 path = drafter if head in DRAFTERS else drafter.replace(head, str(Path(folder, head, "head")), 1)
                 facts[f"decoding with {drafter}"] = decode(target, path)
     return facts
