@@ -284,7 +284,8 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
             "acceptance_length": round(tokens_per_forward(decoded), 4),
             "acceptance_error": held_out.standard_error(decoded),
         }
-        return found | held_out.agreement(trainer.criterion.with_head(head), run.held_out).figures
+        held = held_out.for_run(run.held_out, trainer.state.max_steps * rows * cfg.max_length)
+        return found | held_out.agreement(trainer.criterion.with_head(head), held).figures
 
     stop = StopOnSignal()
     trainer = HeadTrainer(
