@@ -171,7 +171,7 @@ def test_a_short_run_is_measured_on_fewer_rows_from_all_over_the_text():
 def test_a_run_with_a_limit_of_time_decodes_as_many_prompts_as_fit(
     target, monkeypatch, capsys, seconds, minutes, expected
 ):
-    """seconds: of a text of 16 tokens, an eighth of those measured."""
+    # seconds: of a text of 16 tokens, an eighth of those measured
     clock = iter([0.0, seconds])
     monkeypatch.setattr(finalize, "generate", lambda *_, **__: None)
     monkeypatch.setattr(finalize, "time", SimpleNamespace(perf_counter=lambda: next(clock)))

@@ -113,6 +113,6 @@ def check_lora(cfg: DictConfig) -> None:
     """Raise ValueError if `lora_r` is not possible."""
     if cfg.lora_r is not None and cfg.init_from is None:
         raise ValueError(f"lora_r={cfg.lora_r} adapts a head that was trained before: give it as init_from")
-    rank = cfg.lora_r or cfg.head.get("lora_r")
+    rank = cfg.lora_r or cfg.get("head", {}).get("lora_r")  # head=auto has no head of the run
     if rank is not None and cfg.strategy not in ("single", "ddp"):
         raise ValueError(f"lora_r={rank} works with strategy=single or ddp, and this is {cfg.strategy}")

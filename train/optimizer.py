@@ -140,5 +140,5 @@ def groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str
     """Return groups of parameters. As in transformers, no norm and no bias decays. Without decay there is one group."""
     decayed = [parameter for parameter in parameters if weight_decay and parameter.ndim > 1]
     rest = [parameter for parameter in parameters if not weight_decay or parameter.ndim <= 1]
-    found = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest}]
+    found: list[dict[str, Any]] = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest}]
     return [group for group in found if group["params"]]

@@ -48,7 +48,8 @@ def decode(target: Target, drafter: str) -> dict[str, Any]:
     tokenizer = target.text_tokenizer
     rows = tokenizer(PROMPTS, padding=True, padding_side="left", return_tensors="pt")
     facts = {}
-    for name, settings in {"greedy": {}, "sampled": {"temperature": 1.0, "top_p": 0.9}}.items():
+    sampling: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.0, "top_p": 0.9}}
+    for name, settings in sampling.items():
         options = {} if drafter in DRAFTERS[:4] else {"tree": "fixed"}
         out = generate(
             target,
