@@ -173,6 +173,7 @@ def test_a_run_with_a_limit_of_time_decodes_as_many_prompts_as_fit(
 ):
     # seconds: of a text of 16 tokens, an eighth of those measured
     clock = iter([0.0, seconds])
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of a training whose other processes have ended
     monkeypatch.setattr(finalize, "generate", lambda *_, **__: None)
     monkeypatch.setattr(finalize, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     settings = SimpleNamespace(timed_prompts=8, max_new_tokens=128)

@@ -175,9 +175,9 @@ def measured_prompts(target: Target, rows: list[list[int]], settings: Any, minut
     # Six times in batches, which take a third of the time: greedy, sampled, and both with and without drafts in float32. Six
     # times alone: three decoders, greedy and sampled.
     share = 60 * max(minutes, MIN_MINUTES) / (6 * seconds * (wanted[0] / 3 + wanted[1]))
-    count, timed = distributed.broadcast(
-        (min(wanted[0], max(4, int(share * wanted[0]))), min(wanted[1], max(2, int(share * wanted[1]))))
-    )
+    counts = min(wanted[0], max(4, int(share * wanted[0]))), min(wanted[1], max(2, int(share * wanted[1])))
+    # The processes that run a sharded target together must decode the same prompts. Of others, only one is left here.
+    count, timed = distributed.broadcast(counts) if target.is_collective else counts
     if count < wanted[0]:
         print(
             f"{count} of {wanted[0]} held-out prompts are decoded, and {timed} timed: more would take longer than "
