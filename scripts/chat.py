@@ -15,7 +15,7 @@ from rich.text import Text
 
 from foredraft.heads import Target
 from foredraft.inference import Drafter, Engine, Request, SamplingParams
-from foredraft.inference.batch import RequestOutput
+from foredraft.inference.slots import RequestOutput
 from foredraft.inference.text import Detokenizer, answer_context
 from foredraft.train.cli import entry
 

@@ -361,7 +361,7 @@ def test_a_packed_document_has_the_features_that_it_has_alone(kind: str) -> None
 def test_a_limit_of_memory_counts_the_states_of_texts(kind: str, entry: int, state: int) -> None:
     """Count four states for each text (its slot's, before drafts, after them, and rolled back to) in addition to keys, which
     Mamba does not keep."""
-    target = pair(kind).target
+    target = Target(copy.deepcopy(pair(kind).target.model), name=kind, context=len(PROMPTS[0]) + 6)
     requests = [Request(PROMPTS[0], max_new_tokens=6, seed=number) for number in range(5)]
     expected, together = decoding.alone(target, requests), set[int]()
     both = 2 * 4 * state + max(1, 2 * entry) * (len(PROMPTS[0]) + 6 + 2)  # as much for what is decoded without drafts
@@ -369,8 +369,8 @@ def test_a_limit_of_memory_counts_the_states_of_texts(kind: str, entry: int, sta
     engine = worker.engines[0]
     texts, _ = decoding.run(engine, requests, lambda step: together.add(len(engine.running())))
     assert texts == expected and max(together) == 2 and engine.slot_tokens == len(PROMPTS[0]) + 6 + 2
-    with pytest.raises(ValueError, match="is too small for 2 times"):
-        Worker(target, None, max_num_seqs=2, cache_gib=2 * 2 * 4 * state / 2**30)
+    with pytest.raises(ValueError, match="is too small for 1 texts in 2 engines"):
+        Worker(target, None, max_num_seqs=2, cache_gib=2 * 4 * state / 2**30)
 
 
 def test_other_programs_may_compile_the_functions_that_are_watched() -> None:

@@ -24,7 +24,7 @@ SHORT = {"model": "tiny", "prompt": "class Pair:", "max_tokens": 12, "seed": 2}
 @pytest.fixture(scope="module")
 def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     facts = [f"target={tiny_path}", "target.dtype=float32", "target.device=cpu", "served_model_name=tiny"]
-    limits = ["max_num_seqs=2", "max_waiting=2", "max_body=100000", "cache_gib=0.0006", "log_accepted=accepted.jsonl"]
+    limits = ["max_num_seqs=2", "max_waiting=2", "max_body=100000", "cache_gib=0.0008", "log_accepted=accepted.jsonl"]
     with served(tmp_path_factory.mktemp("faults"), *facts, *limits, FOREDRAFT_API_KEY=KEY) as running:
         yield running
 
@@ -66,7 +66,7 @@ BAD = {
     "more texts than the server takes": b'{"prompt": "a", "n": 100}',
     "more texts than anybody encodes": json.dumps({"prompt": ["word"] * 12_000, "n": 128}).encode(),
     "many biases": json.dumps({"prompt": "a", "logit_bias": {str(n): 1 for n in range(2000)}}).encode(),
-    "too much for the cache": b'{"prompt": "a", "max_tokens": 240}',
+    "more than the context": b'{"prompt": "a", "max_tokens": 256}',
 }
 
 

@@ -14,11 +14,14 @@ from transformers import PreTrainedTokenizerFast
 from foredraft.heads import Target
 from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference.drafters import DraftModel, NgramDrafter
+from foredraft.inference.drafters.base import NoDrafter
 from foredraft.inference.serve.accepted_log import AcceptedLog
-from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
+from foredraft.inference.serve.cache_budget import slot_limits
 from foredraft.inference.serve.metrics import Metrics
+from foredraft.inference.serve.stop_strings import StopStrings
 from foredraft.inference.serve.worker import GOOD_STEPS, BatchLimit, Failed, Job, QueueFull, Worker
 from foredraft.inference.slots import Slots
+from foredraft.inference.text import Detokenizer
 from tests.support.batches import prompt
 
 
@@ -32,8 +35,8 @@ def ask(worker: Worker, asked: list[Request]) -> list[list[int] | Failed]:
 
     async def read() -> dict[Job, list[int] | Failed]:
         found: dict[Job, list[int] | Failed] = {}
-        worker.reserve(len(asked))
-        jobs, ended = worker.submit(asked), 0
+        with worker.reserved(len(asked)):
+            jobs, ended = worker.submit(asked), 0
         texts: dict[Job, list[int]] = {job: [] for job in jobs}
         worker.start()
         while ended < len(jobs):
@@ -185,27 +188,48 @@ def test_a_late_request_fails(target):
 def test_a_full_queue_takes_all_of_a_request_or_nothing(target):
     worker = Worker(target, None, max_num_seqs=1, max_waiting=2)
 
-    worker.reserve(2)
-    with pytest.raises(QueueFull):
-        worker.reserve(2)
-    with pytest.raises(ValueError, match="4 texts exceed the limit of 3"):
-        worker.reserve(4)
-    worker.reserve(1)
-    assert worker.open == 3
-    worker.release(3)
-    assert worker.open == 0
+    with worker.reserved(2):
+        with pytest.raises(QueueFull), worker.reserved(2):
+            pass
+        with pytest.raises(ValueError, match="4 texts exceed the limit of 3"), worker.reserved(4):
+            pass
+        with pytest.raises(ValueError, match="a bad prompt"), worker.reserved(1):
+            assert worker.open == 3
+            raise ValueError("a bad prompt")
+        assert worker.open == 2
 
 
 def test_memory_of_both_caches_is_counted(target):
     """Count 6 layers of 2 heads of 8 numbers, keys and values; a draft model of the same size with entries for its tree in
-    addition; and an engine without drafts."""
-    whole, slots = 2 * 6 * 2 * 8 * 4, 3
-    model = DraftModel(target, target)
-    limits = {"max_num_seqs": slots, "cache_gib": 400 * slots * whole / 2**30}
-    rooms = [[engine.slot_tokens for engine in Worker(target, drafter, **limits).engines] for drafter in (None, model)]
-    assert rooms == [[200, 200], [(400 - model.cache_entries(0)) // 3] * 2]
-    with pytest.raises(ValueError, match="cache_gib=1e-06 is too small for 2 times max_num_seqs=16 texts"):
+    addition; and an engine without drafts. The number of slots falls before the length of texts does."""
+    entry, model, context = 2 * 6 * 2 * 8 * 4, DraftModel(target, target), target.context
+    tree, long, longer = model.cache_entries(0), context + 2, context + 2 * model.nodes
+    for drafter, entries, slots in (
+        (None, 2 * 3 * long, (3, long)),
+        (None, 2 * 3 * long - 1, (2, long)),
+        (None, 2 * long, (1, long)),
+        (None, 2 * 200, (1, 200)),
+        (model, 3 * (3 * longer + tree), (3, longer)),
+        (model, 2 * (3 * longer + tree) - 1, (1, longer)),
+        (model, 3 * 100 + tree, (1, 100)),
+    ):
+        worker = Worker(target, drafter, max_num_seqs=3, cache_gib=entries * entry / 2**30)
+        assert [(engine.max_num_seqs, engine.slot_tokens) for engine in worker.engines] == [slots] * 2
+        assert worker.context() == min(context, slots[1] - 2 * (drafter or NoDrafter()).nodes)
+    with pytest.raises(ValueError, match="cache_gib=1e-06 is too small for 1 texts in 2 engines"):
         Worker(target, None, cache_gib=1e-6)
+
+
+def test_slots_of_a_gpu_are_a_power_of_two(target, monkeypatch):
+    entry, long = 2 * 6 * 2 * 8 * 4, target.context + 2
+    monkeypatch.setattr(Target, "captures", True)
+    for room, most, count in ((16, 12, 12), (15, 12, 8), (8, 8, 8), (7, 8, 4), (3, 8, 2), (1, 8, 1)):
+        assert slot_limits(target, [None, None], most, 2 * room * long * entry / 2**30) == (count, long)
+
+
+def test_a_small_cache_is_reported(target, caplog):
+    slot_limits(target, [None], 3, 0.0005)
+    assert "room for 2 texts of 256 tokens at a time, not for max_num_seqs=3" in caplog.text
 
 
 def test_how_often_beginnings_were_known_is_told(target):

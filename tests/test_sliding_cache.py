@@ -131,7 +131,7 @@ def test_texts_go_on_after_they_were_interrupted(family, what, narrow):
 
 def test_a_limit_counts_what_is_kept(narrow):
     """Let two of four layers slide, with rings of 20 entries and of 6."""
-    target, size, slots = pair("gemma3_text", "eager").target, 100 * 4 * ENTRY, 2
+    target, size, slots = pair("gemma3_text", "eager").target, 100 * 4 * ENTRY, 1
     worker = Worker(target, Random(), max_num_seqs=slots, cache_gib=2 * slots * size / 2**30)
     engines, rings = worker.engines, (WINDOW + 16, WINDOW + 2)
     for engine, ring in zip(engines, rings, strict=True):

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from foredraft.inference.batch import RequestOutput
 from foredraft.inference.evaluation.report import Sample
-from foredraft.inference.serve.choice import Echo
+from foredraft.inference.serve.echo import Echo
 from foredraft.inference.serve.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
+from foredraft.inference.slots import RequestOutput
 from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt, token_texts_of
 from foredraft.scripts.chat import AnswerWriter, Marks
 from foredraft.scripts.preview import runs

@@ -93,6 +93,7 @@ class CacheLayer(CacheLayerMixin):
             self.keys[slots, :, columns] = key_states.transpose(1, 2)
             self.values[slots, :, columns] = value_states.transpose(1, 2)
         width = cache.width(new)
+        cache.used = max(cache.used, width)
         return cache.of_rows(self.keys, width), cache.of_rows(self.values, width)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -114,6 +115,7 @@ class KVCache(Cache):
     new_counts: (batch, 1) int64, the real entries of a forward of prompts; None in other forwards.
     seq_lens: (batch, 1) int64, the lengths on the device.
     span: the rows as a slice if they are neighbors, else None.
+    used: the columns that any forward has seen. On a CPU, those after them take no memory.
     kv_bucket: None if forwards see the columns up to the longest slot's newest entry. If they are to be captured
     (cuda_graphs.py), they see this number of columns, and only `seq_lens` determines where the text ends.
     """
@@ -143,7 +145,7 @@ class KVCache(Cache):
         self.graphs = CudaGraphs(self.device, self.capture)
         self.all_slots = torch.arange(num_slots, device=self.device)[:, None]
         self.all_seq_lens = torch.zeros(num_slots, 1, dtype=torch.int64, device=self.device)  # captured graphs read it
-        self.slot_lengths = [0] * num_slots
+        self.slot_lengths, self.used = [0] * num_slots, 0
         self.rows: list[int] = []
         self.use(range(num_slots))
 
@@ -200,13 +202,13 @@ class KVCache(Cache):
 
     def erase(self, slot: int) -> None:
         """Overwrite all entries of a slot."""
-        for block in self.blocks.values():
-            block[:, :, slot] = 0
+        for key, block in self.blocks.items():
+            block[:, :, slot, :, : self.columns_in(key) if key[0] else self.used] = 0
 
     def erase_uncommitted(self, slot: int) -> None:
         """Overwrite the entries after a slot's text."""
         for block in self.blocks.values():
-            block[:, :, slot, :, self.slot_lengths[slot] :] = 0
+            block[:, :, slot, :, self.slot_lengths[slot] : self.used] = 0
 
     def clear(self) -> None:
         """Forget all text. Captured graphs stay."""

@@ -124,8 +124,9 @@ class StateCache:
         self.all_slots[slot], self.slot_lengths[slot] = SlotState(), 0
 
     def swap(self, one: int, other: int) -> None:
-        for parts in (self.all_slots, self.slot_lengths):
-            parts[one], parts[other] = parts[other], parts[one]  # type: ignore[index]
+        states, lengths = self.all_slots, self.slot_lengths
+        states[one], states[other] = states[other], states[one]
+        lengths[one], lengths[other] = lengths[other], lengths[one]
 
     def can_rewind(self, length: int, earlier: int) -> bool:
         return False

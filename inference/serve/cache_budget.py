@@ -1,5 +1,6 @@
-"""How many tokens fit into the slots of the server's caches."""
+"""How many texts, and of which length, fit into the memory of the server's caches."""
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,14 +9,22 @@ import torch
 
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
+from foredraft.heads.target.cuda_graphs import power_of_two
 from foredraft.heads.target.stacked_cache import StackedCache
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, select_layers
 from foredraft.inference.sampling import Sampling, SamplingParams
 
+log = logging.getLogger("foredraft.serve")
+
 FREE_SHARE = 0.9  # of a GPU's free memory: the rest is for forwards
-STATES = (
-    4  # copies of a text's recurrent states: its slot's, those before and after a forward, and those rolled back to
-)
+RAM_SHARE = 0.5  # of a computer's memory: the rest is for weights, forwards and other programs
+# Copies of a text's recurrent states: its slot's, those before and after a forward, and those rolled back to.
+STATES = 4
+
+
+class SlotLimits(NamedTuple):
+    num_slots: int  # of each engine
+    entries: int | None  # of each slot; None without a limit
 
 
 class SlotBytes(NamedTuple):
@@ -23,34 +32,51 @@ class SlotBytes(NamedTuple):
     fixed: int  # bytes of a slot of any length: rings of sliding layers, recurrent states, entries of a tree
 
 
-def slot_tokens(
-    target: Target, drafters: Sequence[Drafter | None], num_slots: int, cache_gib: float | None
-) -> int | None:
-    """Return the entries of each slot, if an engine per drafter with `num_slots` slots may use `cache_gib`; None is what the
-    device has. None for targets without a limit. Raises ValueError for a cache that cannot be limited, or is too small."""
-    most = max(1 if drafter is None else drafter.nodes for drafter in drafters)
-    context = None if target.context is None else target.context + 2 * most
+def slot_limits(
+    target: Target, drafters: Sequence[Drafter | None], max_num_seqs: int, cache_gib: float | None
+) -> SlotLimits:
+    """Return the slots of an engine per drafter, at most `max_num_seqs` each, if all may use `cache_gib`; None is
+    FREE_SHARE or RAM_SHARE. Every slot has room for the longest text of the target: if memory is short, there are fewer
+    slots. Only a text that does not fit into a single slot is limited. Raises ValueError for a cache that cannot be limited,
+    or is too small."""
+    trees = 2 * max(1 if drafter is None else drafter.nodes for drafter in drafters)
+    longest = None if target.context is None else target.context + trees
     if not (target.supports_trees or target.supports_ragged):
         if cache_gib is not None:
             raise ValueError(
                 f"cache_gib: {target.name} keeps a separate cache per text, which cannot be limited: use max_num_seqs instead"
             )
-        return context
-    if cache_gib is not None:
-        size = cache_gib * 2**30
-    elif target.device.type == "cuda":
-        size = FREE_SHARE * torch.cuda.mem_get_info(target.device)[0]
-    else:  # memory that is not written is not used, so each engine may have all of it
-        size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * len(drafters)
+        return SlotLimits(max_num_seqs, longest)
+    size = memory_for_caches(target) if cache_gib is None else cache_gib * 2**30
     parts = [slot_bytes(target, drafter) for drafter in drafters]
-    left = size / num_slots - sum(part.fixed for part in parts)
-    tokens = int(left / max(1, sum(part.entry for part in parts)))
-    if tokens <= 2 * most:
+    entry, fixed = max(1, sum(part.entry for part in parts)), sum(part.fixed for part in parts)
+    count = max_num_seqs
+    if longest is not None:
+        enough = size // (longest * entry + fixed)
+        # With CUDA graphs, the number of slots is filled up to a power of two.
+        while count > 1 and (power_of_two(count) if target.captures else count) > enough:
+            count -= 1
+    entries = int((size / count - fixed) / entry)
+    if entries <= trees:
         raise ValueError(
-            f"cache_gib={cache_gib} is too small for {len(drafters)} times max_num_seqs={num_slots} texts: reduce "
-            "max_num_seqs, or increase it"
+            f"cache_gib={cache_gib} is too small for {count} texts in {len(drafters)} engines: increase it, or reduce "
+            "max_num_seqs"
         )
-    return tokens if context is None else min(tokens, context)
+    entries = entries if longest is None else min(entries, longest)
+    if count < max_num_seqs:
+        log.warning(
+            "the caches have room for %d texts of %d tokens at a time, not for max_num_seqs=%d: set a smaller "
+            "target.context, or a larger cache_gib",
+            *(count, entries - trees, max_num_seqs),
+        )
+    return SlotLimits(count, entries)
+
+
+def memory_for_caches(target: Target) -> float:
+    """Return the bytes that all caches may use by default."""
+    if target.device.type == "cuda":
+        return FREE_SHARE * torch.cuda.mem_get_info(target.device)[0]
+    return RAM_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @torch.inference_mode()
