@@ -91,7 +91,7 @@ class DraftModelHead(RecurrentHead):
 
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         last = [self.lm.num_layers]
-        packed = self.lm.supports_packed_rows
+        packed = self.lm.capabilities.packed_rows
         mask = self.lm.masks.packed(text.document_starts(), self.lm.dtype) if packed else text.mask()
         output = self.lm.forward(self.embed(text.tokens), text.positions, mask, None, last, 1, text.positions)
         return [output.aux_hidden_states.roll(-1, dims=1)]  # its output at token p + 1 names token p + 2
@@ -117,8 +117,8 @@ class DraftModelHead(RecurrentHead):
 
 
 def check_branches(lm: Target) -> None:
-    if not lm.supports_trees:
-        raise ValueError(f"{lm.why_no_trees}, which a draft model must support: choose another, or train a head")
+    if not lm.capabilities.trees:
+        raise ValueError(f"{lm.capabilities.why}, which a draft model must support: choose another, or train a head")
 
 
 def first_layers(target: Target, count: int) -> PreTrainedModel:

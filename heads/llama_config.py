@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from foredraft.heads.layers import DecoderLayer, RMSNorm
 from foredraft.heads.target import Target
-from foredraft.heads.target.support import settings_of
+from foredraft.heads.target.capabilities import settings_of
 
 ROPES = ("default", "linear", "llama3", "yarn", "longrope")  # those that a head supports
 REQUIRED = ("hidden_size", "num_attention_heads")

@@ -63,11 +63,11 @@ class Engine:
         self.prefilling: deque[Prompts] = deque()
         self.empty: list[Request] = []  # requests with max_new_tokens=0
         self.last_was_prefill = False
-        self.prefill_chunk = prefill_chunk if prefill_chunk is not None and target.supports_chunks else None
+        self.prefill_chunk = prefill_chunk if prefill_chunk is not None and target.capabilities.chunks else None
         self.slot_tokens, self.reuse_prefixes = slot_tokens, reuse_prefixes
         self.slots = Slots(target, self.drafter, verifier or Coupled())
         # On a CPU the matrix product of a single row uses another kernel than several rows, and rounds differently.
-        self.pads_single_rows = target.device.type == "cpu" and target.supports_trees
+        self.pads_single_rows = target.device.type == "cpu" and target.capabilities.trees
         self.clock = Clock(target.device, timings)
 
     def add(self, request: Request) -> None:
@@ -269,7 +269,7 @@ class Engine:
         for sequence in islice(self.waiting, free):
             if self.reuse_prefixes and self.slots.will_share(sequence, [*busy, *sequences]):
                 continue
-            if self.target.prefers_chains and sequences and len(sequence.text) != longest:
+            if self.target.capabilities.prefers_chains and sequences and len(sequence.text) != longest:
                 continue  # attention over padding would change bits
             size = (len(sequences) + 1) * max(longest, len(sequence.text))
             if sequences and self.prefill_chunk is not None and size > self.prefill_chunk:
@@ -296,7 +296,7 @@ class Engine:
             entries = self.slot_tokens
         else:
             entries = grown(before.capacity, max(map(self.num_entries, self.waiting)))
-            entries = bucket(entries) if self.target.captures else entries
+            entries = bucket(entries) if self.target.capabilities.captures else entries
         self.preempt()
         self.slots.allocate(count, entries)  # may run out of memory: until then all stay in the queue
 

@@ -95,7 +95,7 @@ class Slots:
     def allocate(self, count: int, capacity: int) -> None:
         """Allocate at least `count` slots of `capacity` entries."""
         self.reset()
-        count = power_of_two(count) if self.target.captures else count
+        count = power_of_two(count) if self.target.capabilities.captures else count
         cache = self.target.acquire_cache(count, capacity, self.drafter.nodes)
         self.capacity = cache.capacity if isinstance(cache, KVCache) else capacity
         greedy = Sampling.of([SamplingParams()] * count, self.target.vocab_size, self.target.device)
@@ -270,7 +270,7 @@ class Slots:
         up to a power of two with None."""
         order = [None if sequence.finish_reason else row for row, sequence in enumerate(self.sequences)]
         count = len(order) - order.count(None) + arriving
-        count = power_of_two(count) if self.target.captures else count
+        count = power_of_two(count) if self.target.capabilities.captures else count
         if count >= len(order):
             return order + [None] * (count - len(order))
         for _ in range(len(order) - count):

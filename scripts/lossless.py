@@ -34,7 +34,7 @@ def main(cfg: DictConfig) -> None:
     drafter, dtype = instantiate(cfg.drafter, target=half), str(half.dtype).removeprefix("torch.")
     padded = PaddedDrafter(drafter)
     nodes = padded.nodes
-    if half.prefers_chains and not drafter.branches:
+    if half.capabilities.prefers_chains and not drafter.branches:
         for name, share in identical_shares(half, drafter, None, rows, cfg.max_new_tokens).items():
             print(f"L2  {dtype}, {name}: {share:.1%} identical")
             wrong += share < 1

@@ -283,9 +283,9 @@ def on_meta(config: hf.PreTrainedConfig) -> hf.PreTrainedModel:
 def test_a_model_that_cannot_branch_says_why(model_type: str) -> None:
     config, reason = CHAINS[model_type]
     target = Target(on_meta(config))
-    assert not target.supports_trees
+    assert not target.capabilities.trees
     assert re.match(
-        rf"^model_type {model_type} (has|has no|does not take|writes) {reason}\b", target.why_no_trees or ""
+        rf"^model_type {model_type} (has|has no|does not take|writes) {reason}\b", target.capabilities.why or ""
     )
 
 
@@ -299,7 +299,7 @@ def test_a_model_that_writes_no_text_is_refused_by_name(model_type: str) -> None
 def test_what_does_not_read_on_has_no_head_to_train() -> None:
     config = hf.XLMConfig(n_layers=1, emb_dim=32, n_heads=2, n_words=50)
     target = Target(hf.AutoModelForCausalLM.from_config(config))
-    assert not target.supports_caching and not target.supports_chains
+    assert not target.capabilities.caching and not target.capabilities.chains
     with pytest.raises(
         ValueError, match=r"^model_type xlm cannot continue from a cache.* cannot have a head; choose another target"
     ):

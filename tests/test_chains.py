@@ -53,7 +53,7 @@ CASES = [(kind, 0.0) for kind in CONFIGS] + [(kind, 1.0) for kind in ("qwen3_5",
 @pytest.mark.parametrize("kind, temperature", CASES)
 def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
     plain, target = pair(kind)
-    assert not target.supports_trees
+    assert not target.capabilities.trees
     settings = {"max_new_tokens": NEW, "eos_token_id": -1, "temperature": temperature}
     alone = [generate(target, None, *batch([row]), seed=row, **settings).new_tokens[0] for row in range(len(PROMPTS))]
     if temperature == 0:
@@ -68,13 +68,13 @@ def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
         drafter = Oracle([answers[row] for row in rows], VOCAB)
         drafted = generate(target, drafter, *batch(rows), seed=rows, **settings)
         assert drafted.new_tokens == [alone[row] for row in rows]
-        if target.supports_chains:  # else little was accepted, and keeping it was not tested
+        if target.capabilities.chains:  # else little was accepted, and keeping it was not tested
             assert drafted.acceptance_length > 2
 
 
 def test_what_does_not_read_several_tokens_right_is_decoded_plainly_and_says_so() -> None:
     _, target = pair("mamba")
-    assert not target.supports_chains and all(pair(kind).target.supports_chains for kind in READING)
+    assert not target.capabilities.chains and all(pair(kind).target.capabilities.chains for kind in READING)
     with pytest.warns(
         UserWarning, match=r"^mamba computes different logits for several tokens at once .* Drafting is disabled"
     ):
@@ -285,14 +285,14 @@ def test_long_prompts_come_in_chunks(kind: str) -> None:
                 written[output.request] += [output.tokens, output.trace and output.trace.tokens]
             prefills[-1] += engine.last_was_prefill
         seen.append(list(written.values()))
-    assert seen[0] == seen[1] and (prefills[1] > 3) == target.supports_chunks and prefills[0] == 1
+    assert seen[0] == seen[1] and (prefills[1] > 3) == target.capabilities.chunks and prefills[0] == 1
 
 
 def test_a_batch_costs_one_forward_a_step(monkeypatch) -> None:
     target, calls = pair("qwen3_5").target, []
     forward = target.model.forward
     monkeypatch.setattr(target.model, "forward", lambda *args, **facts: calls.append(0) or forward(*args, **facts))
-    assert target.supports_ragged
+    assert target.capabilities.state is not None
     calls.clear()
     steps = generate(target, None, *batch([0, 1, 2]), max_new_tokens=10, eos_token_id=-1).steps
     assert len(calls) == 1 + len(steps)
@@ -300,14 +300,16 @@ def test_a_batch_costs_one_forward_a_step(monkeypatch) -> None:
 
 @pytest.mark.parametrize("kind", ["llama4", "bloom", "deepseek_v32", "phi3"])
 def test_what_masks_otherwise_is_read_row_by_row(kind: str) -> None:
-    assert not pair(kind).target.supports_ragged
+    assert not pair(kind).target.capabilities.state is not None
 
 
 def test_texts_below_the_boundary_of_longrope_are_drafted_for_by_trees() -> None:
     whole = pair("phi3").target
-    assert whole.rope_boundary == 30 and "unless texts stay shorter (target.context=30)" in str(whole.why_no_trees)
+    assert whole.capabilities.rope_boundary == 30 and "unless texts stay shorter (target.context=30)" in str(
+        whole.capabilities.why
+    )
     short = Target(copy.deepcopy(whole.model), name="short", context=30)
-    assert short.supports_trees and short.context == 30 and short.max_positions == whole.context
+    assert short.capabilities.trees and short.context == 30 and short.max_positions == whole.context
     head = Eagle3Head.for_target(short, ttt_steps=3).eval()
     settings = {"max_new_tokens": NEW, "eos_token_id": -1}
     alone = generate(whole, None, *batch([1, 2]), **settings).new_tokens

@@ -91,8 +91,8 @@ def train_a_step(kind: str, head: DraftHead, target: Target) -> float:
 )
 def test_a_head_trains_is_saved_and_drafts(family: str, kind: str, tmp_path) -> None:
     target, settings = make_target(family), OVERRIDES.get(kind, {})
-    if kind in OF_TREES and not target.supports_trees:
-        with pytest.raises(InstantiationException, match=f"{target.why_no_trees}.*choose another"):
+    if kind in OF_TREES and not target.capabilities.trees:
+        with pytest.raises(InstantiationException, match=f"{target.capabilities.why}.*choose another"):
             build_head(kind, target, **settings)
         return
     head = build_head(kind, target, **settings)

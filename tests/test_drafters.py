@@ -291,7 +291,7 @@ def test_short_words_name_drafters(target, tiny_path):
     assert isinstance(load(f"draft:{tiny_path}", tree="auto", nodes=4), AutoTree)
     assert isinstance(load(f"draft:{tiny_path}", reproducible=True), AutoTree)  # exact in float32 whatever a clock says
     half = Target.from_pretrained(tiny_path, dtype="bfloat16", device="cpu")
-    half.prefers_chains = False  # else any chain keeps every bit
+    half.capabilities.prefers_chains = False  # else any chain keeps every bit
     assert isinstance(load_drafter(f"draft:{tiny_path}", half, reproducible=True), DraftModel)
 
 

@@ -16,7 +16,14 @@ from tests.support.small_targets import without_layers
 def said_of(target: Target) -> tuple:
     """Return all that a head asks of a target before it sees a state."""
     shape = target.num_layers, target.hidden_size, target.vocab_size, target.context, target.dtype, target.device
-    return *shape, target.why_no_trees, target.masks, target.layer_types, target.eos_token_ids, target.logit_settings
+    return (
+        *shape,
+        target.capabilities.why,
+        target.masks,
+        target.layer_types,
+        target.eos_token_ids,
+        target.logit_settings,
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

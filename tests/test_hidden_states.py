@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 from foredraft.heads import Target
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.target.capabilities import Capabilities
 from foredraft.heads.target.packed_mask import PackedMask
 from foredraft.train import losses
 from foredraft.train.data.packing import Packed
@@ -240,6 +241,6 @@ def test_no_mask_of_a_packed_row_is_made(target: Target, monkeypatch: pytest.Mon
     for module, name in ((PackedBatch, "mask"), (PackedMask, "dense")):
         monkeypatch.delattr(module, name)
     for packed in (True, False):
-        monkeypatch.setattr(Target, "supports_packed_rows", packed)
+        monkeypatch.setattr(Capabilities, "packed_rows", packed)
         found = torch.cat(online.forward_target(target, text, [2]), -1)
         torch.testing.assert_close(found, expected.aux_hidden_states, rtol=1e-4, atol=1e-5)

@@ -64,7 +64,7 @@ def test_a_checkpoint_that_was_saved_in_8_bit_takes_no_outliers_out(path, tmp_pa
     saved = LlamaForCausalLM.from_pretrained(path, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     saved.save_pretrained(tmp_path)
     target = Target.from_pretrained(tmp_path, dtype="float32", device="cpu")
-    assert target.model.config.quantization_config.llm_int8_threshold == 6 and target.supports_trees
+    assert target.model.config.quantization_config.llm_int8_threshold == 6 and target.capabilities.trees
     test_what_it_makes_of_a_text_does_not_depend_on_what_is_read_beside_it(target)
 
 

@@ -129,6 +129,6 @@ def test_a_cache_of_one_block_a_layer_decodes_the_same(target: Target, monkeypat
     )
     together = generate(target, NgramDrafter(), ids, **settings).new_tokens
     apart = Target(target.model, target.tokenizer, target.name)
-    monkeypatch.setitem(vars(apart), "on_one_device", False)
+    monkeypatch.setitem(vars(apart.capabilities), "one_device", False)
     assert generate(apart, NgramDrafter(), ids, **settings).new_tokens == together
     assert len(apart.acquire_cache(1, 8).blocks) == 0 and not apart.acquire_cache(1, 8).one_device

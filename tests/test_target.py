@@ -181,7 +181,7 @@ def test_a_target_whose_activations_are_quantised_together_is_decoded_plainly(ti
     load = model_module.load_model
     monkeypatch.setattr(model_module, "load_model", lambda *args, **kwargs: quantised(load(*args, **kwargs), together))
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu", pack=False)
-    assert target.supports_trees == (not together)
+    assert target.capabilities.trees == (not together)
     if not together:
         return
     prompts = torch.tensor([[5, 9, 17, 5, 9, 17, 5, 9], [30, 2, 4, 6, 8, 10, 12, 14]])

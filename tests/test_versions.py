@@ -13,8 +13,8 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from transformers.utils import ModelOutput
 
 from foredraft.heads import Target
+from foredraft.heads.target.capabilities import cache_name
 from foredraft.heads.target.state_cache import can_crop
-from foredraft.heads.target.support import cache_name
 from foredraft.inference import generate
 from tests.support import hybrids
 from tests.support.drafters import Oracle
@@ -55,8 +55,8 @@ def test_a_cache_of_either_name_is_used(name: str, trees: bool) -> None:
     settings = {"max_new_tokens": 12, "eos_token_id": -1}
     expected = generate(Target(model), None, PROMPT, **settings).new_tokens
     target, lengths = Target(renamed(model, name)), []
-    assert target.supports_trees
-    target.why_no_trees = None if trees else "it is to draft chains"
+    assert target.capabilities.trees
+    target.capabilities.why = None if trees else "it is to draft chains"
     model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: lengths.append(output.shape[1]))
     drafter = Oracle([PROMPT[0].tolist() + expected[0]], target.vocab_size, right=True)
     drafted = generate(target, drafter, PROMPT, **settings)
@@ -99,5 +99,5 @@ def test_a_model_that_runs_its_layers_in_loops_drafts_no_trees() -> None:
     """Use Dory, of 5.24, which appends a copy of every layer of the cache for each loop."""
     config = tiny_config(n_recurrent_loops=2)
     assert re.search(
-        "model_type llama runs its layers several times", Target(LlamaForCausalLM(config)).why_no_trees or ""
+        "model_type llama runs its layers several times", Target(LlamaForCausalLM(config)).capabilities.why or ""
     )

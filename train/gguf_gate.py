@@ -49,7 +49,7 @@ def check(trained: str | Path, target: Target, file: Path, prompts: list[list[in
     ours = [decode_here(head, target, row, depth, new_tokens) for row in prompts]
     theirs = decode_llamacpp(trained, target, file, prompts, depth, new_tokens)
     place, gains = first_difference(ours, theirs), (gained(ours), gained(theirs))
-    exact = target.dtype == torch.float32 and target.supports_trees
+    exact = target.dtype == torch.float32 and target.capabilities.trees
     exact = exact and all(tensor.tensor_type.name == "F32" for tensor in package().GGUFReader(file).tensors)
     figures = f"{gains[1]:.2f} tokens per forward over {file.name} in llama.cpp, {gains[0]:.2f} here"
     if place and (exact or abs(gains[1] / gains[0] - 1) > CLOSE):

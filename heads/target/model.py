@@ -9,35 +9,31 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft.heads import packing
 from foredraft.heads.target import attention, recurrent_ops
 from foredraft.heads.target.cache import KVCache, key_block, to_device
-from foredraft.heads.target.cuda_graphs import captures, power_of_two
+from foredraft.heads.target.capabilities import (
+    Capabilities,
+    cache_name,
+    check_supported,
+    has_cache,
+    is_batch_variant,
+    settings_of,
+)
+from foredraft.heads.target.cuda_graphs import power_of_two
 from foredraft.heads.target.ends import load_ends, refuse
 from foredraft.heads.target.gguf import record_of
 from foredraft.heads.target.images import BLOCKS, INPUTS, MROPE, ImageReader, reads_images
 from foredraft.heads.target.loading import load_model, load_tokenizer, loads_straight_to
 from foredraft.heads.target.masks import Masks
 from foredraft.heads.target.output import TargetOutput
-from foredraft.heads.target.probes import is_batch_invariant, ragged_state, supports_caching, supports_chains
 from foredraft.heads.target.resolve_path import full_name, resolve_path
 from foredraft.heads.target.sharding import COLLECTIVE, arguments, broadcast, full_tensor
 from foredraft.heads.target.sliding_cache import Sliding, SlidingCache
 from foredraft.heads.target.stacked_cache import StackedCache
 from foredraft.heads.target.state_cache import StateCache
-from foredraft.heads.target.support import (
-    cache_name,
-    check_supported,
-    has_cache,
-    is_batch_variant,
-    longrope_boundary,
-    settings_of,
-    uses_sparse_indexer,
-    why_no_drafts,
-    why_no_trees,
-)
 
 T = TypeVar("T")
 # The number of positions in configs: of most families, of MPT, of Whisper.
@@ -58,7 +54,6 @@ class Target:
     sharding: str | None = None  # over devices (heads/target/sharding.py)
     gguf: dict[str, Any] | None = None  # of a target from a GGUF file: file, sha256, weights (their quantization)
     embeddings_only = False  # are its decoder layers not loaded (heads/target/ends.py)?
-    is_batch_variant = False  # does a forward depend on other sequences of the batch (heads/target/support.py)?
     # Where `forward` then gets hidden states: tokens (batch, length) and layers -> (batch, length, layers * hidden).
     remote_hidden_states: Callable[[Tensor, Sequence[int]], Tensor] = staticmethod(refuse)
 
@@ -85,16 +80,12 @@ class Target:
             raise ValueError(
                 f"context={context} must be at least 1, and at most {self.max_positions}, the limit of {name}"
             )
-        # The reason why one forward cannot verify the branches of a tree, so drafts are chains. None if it can.
-        self.why_no_trees: str | None = why_no_trees(model, self.context)
-        if self.supports_trees:
+        self.capabilities = Capabilities(self)
+        if self.capabilities.trees:
             attention.take_masks(model)
         recurrent_ops.patch_recurrent_ops(model)
         self._parameters = set(inspect.signature(model.forward).parameters)
         self._cache_name = cache_name(model)
-        # Texts longer than this are rotated by other angles from the start (longrope).
-        self.rope_boundary: int | None = longrope_boundary(self.config, self.context)
-        self.uses_sparse_indexer: bool = uses_sparse_indexer(self.config)
         # Not from `to_dict`, which omits computed values and second names (GPT-2's n_positions).
         self.layer_types: list[str] | None = getattr(self.config, "layer_types", None)
         self.masks = Masks.of(self.config)
@@ -153,10 +144,7 @@ class Target:
         target.quantization, target.sharding, target.no_tokenizer = quantization, sharding, reason
         target.embeddings_only, target.trust_remote_code = embeddings_only, trusted
         if not embeddings_only and is_batch_variant(model):
-            target.is_batch_variant = True
-            target.why_no_trees = (
-                f"{name} quantizes the activations of a forward together, so drafts would change its text"
-            )
+            target.capabilities.refuse_batches()
         return target
 
     @cached_property
@@ -218,23 +206,6 @@ class Target:
         return self.masks.window
 
     @property
-    def supports_cuda_graphs(self) -> bool:
-        """Return whether its forwards may be captured (heads/target/cuda_graphs.py). A graph covers one process and one
-        device."""
-        return self.sharding is None and self.on_one_device
-
-    @property
-    def supports_packed_rows(self) -> bool:
-        """Return whether a forward may take sequences of several documents (heads/target/packed_mask.py). Another attention
-        implementation, and layers on several devices, would need masks of length x length."""
-        ours = self.model.config._attn_implementation == attention.NAME
-        return self.supports_trees and self.on_one_device and ours
-
-    @cached_property
-    def on_one_device(self) -> bool:
-        return len({parameter.device for parameter in self.model.parameters()}) == 1
-
-    @property
     def embeddings(self) -> Tensor:
         """Return the rows (vocab_size, hidden) of its input embedding, without tokens that it only reads. If it
         `is_collective`, every process must call this."""
@@ -274,16 +245,10 @@ class Target:
             else [*ends, tokenizer_eos]
         )
 
-    @property
-    def supports_trees(self) -> bool:
-        """Return whether one forward verifies the branches of a tree with our mask. Otherwise it verifies chains (see
-        `why_no_trees`)."""
-        return self.why_no_trees is None
-
     def sliding(self, nodes: int) -> Sliding | None:
         """Describe what its sliding layers keep in addition to trees of this many nodes; None without such layers or
         trees."""
-        if self.window is None or not self.supports_trees:
+        if self.window is None or not self.capabilities.trees:
             return None
         kinds = self.layer_types or ["sliding_attention"] * self.num_layers
         layers = frozenset(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
@@ -292,26 +257,21 @@ class Target:
     def new_cache(self, num_slots: int, capacity: int, nodes: int = NODES, capture: bool = False) -> TargetCache:
         """Make an empty cache. nodes: largest size of a tree. capture: should forwards be captured, if the device supports
         it?"""
-        if self.supports_ragged:
-            assert self._ragged_state is not None
-            return StackedCache(self._ragged_state, num_slots, capacity, self.device)
-        if not self.supports_trees:
-            return StateCache(num_slots, self.device)
+        if not self.capabilities.trees:
+            state = self.capabilities.state
+            if state is None:
+                return StateCache(num_slots, self.device)
+            return StackedCache(state, num_slots, capacity, self.device)
         sliding = self.sliding(nodes)
         kind = KVCache if sliding is None else partial(SlidingCache, sliding)
-        return kind(self.num_layers, num_slots, capacity, self.device, capture, self.on_one_device)
-
-    @property
-    def captures(self) -> bool:
-        """Return whether its decoding steps are captured."""
-        return self.supports_trees and captures(self.device, self.supports_cuda_graphs)
+        return kind(self.num_layers, num_slots, capacity, self.device, capture, self.capabilities.one_device)
 
     def acquire_cache(self, num_slots: int, capacity: int, nodes: int = NODES) -> TargetCache:
         """Return an empty cache with at least these sizes: the one that was released last, if it suits."""
         cache, self._idle_cache = self._idle_cache, None
         suits = cache is not None and cache.num_slots >= num_slots and cache.capacity >= capacity
         if cache is None or not suits or cache.sliding != self.sliding(nodes):
-            return self.new_cache(num_slots, capacity, nodes, self.supports_cuda_graphs)
+            return self.new_cache(num_slots, capacity, nodes, self.capabilities.cuda_graphs)
         cache.clear()
         return cache
 
@@ -337,7 +297,7 @@ class Target:
         model's own form of it (heads/target/masks.py); None is causal. key_positions: (batch, keys) int64, the position of
         each key, needed with a bool mask if the target has sliding windows. keep_logits: 0 for all positions, n for the last
         n. images: as in heads.base.PackedBatch."""
-        assert mask is None or self.supports_trees or isinstance(cache, StackedCache), self.why_no_trees
+        assert mask is None or self.capabilities.trees or isinstance(cache, StackedCache), self.capabilities.why
         if self.embeddings_only:
             states = self.remote_hidden_states(tokens, layers)
             return TargetOutput(states.new_empty(*tokens.shape, 0), states)
@@ -406,9 +366,9 @@ class Target:
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], cache: TargetCache, layers: Sequence[int] = ()
     ) -> TargetOutput:
-        """Run a forward of prompts (batch, longest), padded on the right, or of parts of them after the cached text if it
-        `supports_chunks`. Return logits (batch, 1, vocab) of each prompt's last token and aux_hidden_states (batch, longest,
-        width), undefined for padding."""
+        """Run a forward of prompts (batch, longest), padded on the right, or of parts of them after the cached text if its
+        capabilities have `chunks`. Return logits (batch, 1, vocab) of each prompt's last token and aux_hidden_states
+        (batch, longest, width), undefined for padding."""
         self.check_tokens(tokens)
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
@@ -442,40 +402,6 @@ class Target:
             yield
         finally:
             hook.remove()
-
-    @cached_property
-    def supports_caching(self) -> bool:
-        """Return whether it can continue from a cache, tried once. Otherwise it writes as transformers' own generate
-        does."""
-        return self.supports_trees or (why_no_drafts(self.model) is None and supports_caching(self))
-
-    @cached_property
-    def prefers_chains(self) -> bool:
-        """Return whether drafts are chains by default: in half precision, where the logits of a chain equal the baseline's in
-        every bit (measured once) and those of a tree do not. A node of a tree lies in another column of the cache than its
-        token does after it is accepted, so attention sums its keys in another order, which may decide a near-tie."""
-        is_half = self.dtype in (torch.bfloat16, torch.float16)
-        return self.supports_trees and is_half and self.device.type == "cpu" and is_batch_invariant(self)
-
-    @cached_property
-    def supports_chains(self) -> bool:
-        """Return whether one forward of several tokens after a text equals one forward of each, measured once."""
-        return self.supports_caching and not self.is_batch_variant and supports_chains(self)
-
-    @cached_property
-    def _ragged_state(self) -> Cache | None:
-        return None if self.supports_trees or not self.supports_chains else ragged_state(self)
-
-    @property
-    def supports_ragged(self) -> bool:
-        """Return whether, without trees, one forward of chains after texts of several lengths equals one of each, and its
-        states can be rolled back to any token of it. Measured once."""
-        return self._ragged_state is not None
-
-    @property
-    def supports_chunks(self) -> bool:
-        """Return whether a prompt may be prefilled in parts."""
-        return self.supports_trees or (self.rope_boundary is None and self.supports_chains)
 
     def generate_next(self, text: Tensor, kwargs: dict[str, Any] | None = None) -> tuple[TargetOutput, dict[str, Any]]:
         """Return the logits (1, 1, vocab) of the token after a text (1, length), by the steps of transformers' own
@@ -541,7 +467,7 @@ class Target:
 
     def check_draftable(self) -> None:
         """Raise ValueError if no drafts are possible, so that no head can be trained."""
-        if not self.embeddings_only and not self.supports_caching:
+        if not self.embeddings_only and not self.capabilities.caching:
             raise ValueError(
                 f"model_type {self.config.model_type} cannot continue from a cache, so it is decoded without drafts and "
                 "cannot have a head; choose another target"

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from foredraft.heads.target.capabilities import settings_of
 from foredraft.heads.target.loading import model_class, read_config
-from foredraft.heads.target.support import settings_of
 
 T = TypeVar("T")
 COLLECTIVE = ("fsdp", "tensor")

@@ -33,14 +33,14 @@ STACKED = RECURRENT | {DynamicLayer, DummyLayer}
 def stacks(state: Any, target: "Target") -> bool:
     """Return whether such caches can be stacked. This is not possible if a mask is more than causal, or a layer keeps more
     than keys."""
-    if not isinstance(state, Cache) or target.rope_boundary is not None or target.window is not None:
+    if not isinstance(state, Cache) or target.capabilities.rope_boundary is not None or target.window is not None:
         return False
     kinds = {type(layer) for layer in state.layers}
     return bool(kinds & RECURRENT) and kinds <= STACKED
 
 
 class StateLayer(LinearAttentionLayer):
-    """Hold a layer's states and replace them where transformers' layer writes into them. `supports_ragged` detects models
+    """Hold a layer's states and replace them where transformers' layer writes into them. `Capabilities.state` detects models
     that write into them directly."""
 
     def __init__(self, layer: LinearAttentionLayer, batch: int):

@@ -9,10 +9,10 @@ all of the drafts are accepted:
 
 If there are too many uncommitted tokens, a separate forward computes them before the next chain.
 
-longrope rotates a text by other angles from some length on (`Target.rope_boundary`), so there it is computed again. A batch
-in one cache could not do that for single sequences.
+longrope rotates a text by other angles from some length on (`Capabilities.rope_boundary`), so there it is computed again. A
+batch in one cache could not do that for single sequences.
 
-A target that cannot continue from a cache (`Target.supports_caching`) is decoded token by token, as in transformers'
+A target that cannot continue from a cache (`Capabilities.caching`) is decoded token by token, as in transformers'
 generate.
 
 If every layer can drop its newest entries (chunked or sparse attention, short convolutions), the fork is cropped instead, and
@@ -159,7 +159,7 @@ class StateCache:
     def prefill_slot(self, slot: SlotState, target: "Target", layers: Sequence[int] = ()) -> TargetOutput:
         """Run a forward of the whole text into a new state."""
         assert slot.text is not None
-        if not target.supports_caching:
+        if not target.capabilities.caching:
             output, slot.state = target.generate_next(slot.text)
             return output
         output, slot.state = target.forward_from(slot.text, 0, None, layers, keep_logits=1)
@@ -180,12 +180,12 @@ class StateCache:
             zeros = torch.zeros(1, nodes, target.vocab_size, dtype=target.dtype, device=self.device)
             return TargetOutput(zeros, zeros.new_zeros(1, nodes, len(layers) and len(layers) * target.hidden_size))
         assert slot.text is not None
-        if not target.supports_caching:
-            assert nodes == 1, target.why_no_trees
+        if not target.capabilities.caching:
+            assert nodes == 1, target.capabilities.why
             output, state = target.generate_next(torch.cat([slot.text, tokens], dim=1), slot.state)
             slot.newest = state, tokens, 1
             return output
-        length, boundary = slot.text.shape[1], target.rope_boundary
+        length, boundary = slot.text.shape[1], target.capabilities.rope_boundary
         real = nodes if target.context is None else min(nodes, target.context - length)  # the rest is never accepted
         # Drafts beyond the boundary are computed with the whole text, rotated by the other angles; that state is discarded.
         early = real if boundary is None or length > boundary else min(real, boundary - length)

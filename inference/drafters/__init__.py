@@ -51,7 +51,7 @@ def load_joined(paths: list[str], target: Target, tree: str = "auto") -> Drafter
         if isinstance(suffix, SuffixDrafter) and isinstance(auto, AutoTree):
             return Switch(suffix, auto)
     union = Union([drafter.inner if isinstance(drafter, AutoTree) else drafter for drafter in drafters])
-    return Chain(union) if target.prefers_chains else union
+    return Chain(union) if target.capabilities.prefers_chains else union
 
 
 def load(path: str, target: Target, revision: str | None, default_tree: str, **options: Any) -> Drafter:
@@ -61,9 +61,9 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
     if path == "ngram":
         return NgramDrafter(**options)
     if path == "suffix":
-        return SuffixDrafter(**({"width": 1} if target.prefers_chains else {}) | options)
+        return SuffixDrafter(**({"width": 1} if target.capabilities.prefers_chains else {}) | options)
     if path == "lookahead":
-        return Chain(Lookahead(**options)) if target.prefers_chains else Lookahead(**options)
+        return Chain(Lookahead(**options)) if target.capabilities.prefers_chains else Lookahead(**options)
     if path.startswith("draft:"):
         small = Target.from_pretrained(path.removeprefix("draft:"), dtype=target.dtype, device=target.device)
         return remembered(drafter_for_model(small, target, **{"tree": default_tree, **options}), target, path, options)

@@ -31,9 +31,9 @@ def check_width(width: int | None, usual: int, target: Target) -> int:
     """Return the branches per level. None means `usual`, or 1 if the target only supports or prefers chains. Raises
     ValueError if the target does not support this width."""
     if width is None:
-        return usual if target.supports_trees and not target.prefers_chains else 1
-    if width > 1 and not target.supports_trees:
-        raise ValueError(f"width={width} asks for a tree, and {target.why_no_trees}: remove width or set width=1")
+        return usual if target.capabilities.trees and not target.capabilities.prefers_chains else 1
+    if width > 1 and not target.capabilities.trees:
+        raise ValueError(f"width={width} asks for a tree, and {target.capabilities.why}: remove width or set width=1")
     return width
 
 
@@ -89,7 +89,7 @@ class CachedTree(Drafter):
         room = self.cache_entries(capacity)
         cache = self.cache
         if cache is None or not cache.graphs.active or cache.num_slots < batch or cache.capacity < room:
-            capture = self.target.supports_cuda_graphs
+            capture = self.target.capabilities.cuda_graphs
             self.cache = cache = KVCache(self.cache_layers, batch, room, self.target.device, capture)
         cache.clear()
         cache.use(range(batch))

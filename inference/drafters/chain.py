@@ -12,11 +12,11 @@ from foredraft.inference.tree import TokenTree, chain
 
 def as_supported(drafter: Drafter, target: Target) -> Drafter:
     """Return the drafter as the target supports it: unchanged, one branch of its trees, or none, with a warning."""
-    if target.supports_trees or drafter.nodes == 1:
+    if target.capabilities.trees or drafter.nodes == 1:
         return drafter
-    if not target.supports_chains:
+    if not target.capabilities.chains:
         reason = "for several tokens at once than for single tokens"
-        if target.is_batch_variant:
+        if target.capabilities.depends_on_batch:
             reason = "in a batch with other texts, because it quantizes their activations together"
         warnings.warn(
             f"{target.name or target.config.model_type} computes different logits {reason}. Drafting is disabled, because "
@@ -24,7 +24,7 @@ def as_supported(drafter: Drafter, target: Target) -> Drafter:
             stacklevel=4,
         )
         return NoDrafter()
-    if target.uses_sparse_indexer:
+    if target.capabilities.sparse_indexer:
         warnings.warn(
             f"{target.name or target.config.model_type} attends only to the keys with the highest indexer scores. If two "
             "scores are equal up to rounding, a forward over several tokens may select another key than a forward over one. "

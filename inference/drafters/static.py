@@ -64,7 +64,7 @@ class StaticTree(Drafter):
         self.paths = select_paths(accuracies, nodes)
         self.depth, self.nodes = max(map(len, self.paths)), len(self.paths) + 1
         self.shapes: dict[tuple[int, int], Shape] = {}
-        self.graphs = CudaGraphs(target.device, target.supports_cuda_graphs)
+        self.graphs = CudaGraphs(target.device, target.capabilities.cuda_graphs)
         self.resize(self.nodes, self.depth)
 
     def resize(self, nodes: int, levels: int) -> None:

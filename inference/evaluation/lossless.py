@@ -2,7 +2,7 @@
 
 L1  float32, any shapes: text with drafts identical to the baseline, greedy and sampled, with warpers and penalties
 L2  half precision: identical to the baseline if drafts are chains and the target's logits keep every bit
-    (`Target.prefers_chains`), and otherwise to a baseline whose forwards have as many tokens
+    (`Capabilities.prefers_chains`), and otherwise to a baseline whose forwards have as many tokens
 L3  half precision, other shapes: where two texts first differ, the gap between the scores of the two tokens is at most the
     change of the scores between the two shapes. A tiny gap is rounding, a large one is a bug.
 """

@@ -41,7 +41,7 @@ def slot_limits(
     or is too small."""
     trees = 2 * max(1 if drafter is None else drafter.nodes for drafter in drafters)
     longest = None if target.context is None else target.context + trees
-    if not (target.supports_trees or target.supports_ragged):
+    if not target.capabilities.batched:
         if cache_gib is not None:
             raise ValueError(
                 f"cache_gib: {target.name} keeps a separate cache per text, which cannot be limited: use max_num_seqs instead"
@@ -54,7 +54,7 @@ def slot_limits(
     if longest is not None:
         enough = size // (longest * entry + fixed)
         # With CUDA graphs, the number of slots is filled up to a power of two.
-        while count > 1 and (power_of_two(count) if target.captures else count) > enough:
+        while count > 1 and (power_of_two(count) if target.capabilities.captures else count) > enough:
             count -= 1
     entries = int((size / count - fixed) / entry)
     if entries <= trees:

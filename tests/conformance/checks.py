@@ -26,4 +26,4 @@ def check_texts(texts: list[list[int]], expected: list[list[int]], what: str) ->
 
 
 def support(target: Target) -> str:
-    return "trees" if target.supports_trees else "chains" if target.supports_chains else "decoded plainly"
+    return {"tree": "trees", "chain": "chains", "plain": "decoded plainly"}[target.capabilities.verify]

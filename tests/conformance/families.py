@@ -101,7 +101,7 @@ def check_family(target: Target, new_tokens: int) -> list[str]:
         try:
             decode(target, prompts, temperature, new_tokens)
         except RuntimeError as error:
-            if not target.uses_sparse_indexer:
+            if not target.capabilities.sparse_indexer:
                 raise
             decode(in_float64(target), prompts, temperature, new_tokens)
             found.append(f"in float64; in float32 an indexer picked another key at a near-tie ({error})")

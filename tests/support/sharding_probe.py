@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from foredraft.heads import Target
+from foredraft.heads.target.capabilities import Capabilities
 from foredraft.heads.target.sharding import COLLECTIVE
 from foredraft.train.hidden_states import online
 from tests.support.batches import batch
@@ -25,7 +26,7 @@ def compare(path: str) -> None:
     for kind in COLLECTIVE:
         target = Target.from_pretrained(path, dtype="float32", device="cpu", sharding=kind)
         for text, packed in zip(texts, (True, False), strict=True):  # unchanged, and document by document
-            with torch.no_grad(), patch.object(Target, "supports_packed_rows", packed):
+            with torch.no_grad(), patch.object(Capabilities, "packed_rows", packed):
                 found, wanted = (online.forward_target(each, text, [1, 3]) for each in (target, whole))
             for ours, theirs in zip(found, wanted, strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)

@@ -43,7 +43,7 @@ def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tupl
     with torch.autocast(text.tokens.device.type, enabled=False):
         # All processes of fsdp run the same forwards, also where only some of them have images.
         pictured = reads_images(target.model.config) if target.sharding == "fsdp" else images is not None
-        if target.supports_packed_rows and not pictured:
+        if target.capabilities.packed_rows and not pictured:
             mask = target.masks.packed(text.document_starts(), target.dtype)
             reading = target.forward(text.tokens, text.positions, mask, None, wanted, 1)
         elif needs_per_document_forward(target, text):

@@ -24,8 +24,8 @@ from transformers.initialization import no_init_weights
 from foredraft.heads.base import BlockHead, PackedBatch
 from foredraft.heads.llama_config import shape_of
 from foredraft.heads.target import Target, TargetOutput
+from foredraft.heads.target.capabilities import settings_of
 from foredraft.heads.target.loading import model_class
-from foredraft.heads.target.support import settings_of
 from foredraft.train.blocks import BlockDistillation
 from foredraft.train.losses import kl_div
 from foredraft.train.module import DistillationModel, rows_at_a_time
