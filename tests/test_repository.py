@@ -42,6 +42,16 @@ def test_the_package_consists_of_links():
     assert all((ROOT / link).is_symlink() and (ROOT / link).exists() for link in links)
 
 
+def test_the_core_can_be_read_in_an_evening():
+    section = (
+        (ROOT / "docs/developer/architecture.md").read_text().split("## The core in an evening")[1].split("\n## ")[0]
+    )
+    rows = [re.findall(r"`([\w/]+\.py)`", line) for line in section.splitlines() if line.startswith("| `")]
+    files = [Path(row[0]).parent / Path(file).name for row in rows for file in row]
+    lines = [(ROOT / file).read_text().count("\n") for file in files]
+    assert len(files) > 10 and sum(lines) <= 3000, list(zip(files, lines, strict=True))
+
+
 def workflow(name: str) -> dict[str, Any]:
     return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
 
