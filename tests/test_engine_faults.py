@@ -70,7 +70,7 @@ def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypa
         if cache is engine.slots.cache and now[0] == when:
             reading.logits[1] = float("nan")
             for block in cache.blocks.values():
-                block[:, :, 1] = float("nan")
+                block[:, :, 1, :, : cache.used] = float("nan")  # all that forwards write
         return reading
 
     monkeypatch.setattr(type(target), "forward", poisoned)
