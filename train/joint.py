@@ -8,6 +8,7 @@ drifts no further than the heads gain by it.
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
 from foredraft.heads import adapter
@@ -39,13 +40,13 @@ class JointDistillation(DistillationModel):
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
         assert not stored, "check_hidden_states"
         if self.progress < self.heads_only:
-            with torch.no_grad(), self.part("target"):
+            with torch.no_grad(), record_function("target"):
                 aux_hidden_states, last = self.forward_target(text)
             outcome = self.compute_loss(text, aux_hidden_states, last)
             # DDP waits for a gradient of every parameter; this one is zero.
             silent = sum(parameter.sum() for parameter in self.adapter.parameters()) * 0.0
             return outcome._replace(loss=outcome.loss + silent)
-        with self.part("target"):
+        with record_function("target"):
             with torch.no_grad(), adapter.disabled(self.target):
                 _, before = self.forward_target(text)
             aux_hidden_states, last = self.forward_target(text)
