@@ -14,8 +14,8 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from foredraft.cli import entry
 from foredraft.inference.serve.address import check_address, check_exposed
-from foredraft.train.cli import entry
 from foredraft.train.runtime.locks import hold
 
 if TYPE_CHECKING:
@@ -105,8 +105,6 @@ def trainer(cfg: DictConfig, head: list[str]) -> tuple[list[str], dict[str, Any]
     target = cast(dict[str, Any], OmegaConf.to_container(cfg.target, resolve=True))
     overrides = HydraConfig.get().overrides.task
     typed = [word for word in overrides if word.lstrip("+").partition("=")[0].partition(".")[0] == "target"]
-    if not any(word.startswith("target=") for word in typed):
-        typed = [f"target={HydraConfig.get().runtime.choices['target']}", *typed]
     if cfg.learn.device is not None:
         typed, target["device"] = [*typed, f"target.device={cfg.learn.device}"], cfg.learn.device
     return ["-m", "foredraft", "train", *typed, "data=accepted", "data.num_proc=1", *head, *cfg.learn.train], target

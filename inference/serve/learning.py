@@ -83,8 +83,8 @@ class Learning(threading.Thread):
         limit_mib: float = 256.0,
     ):
         """Start with the directory of the head in use. train: Python arguments that train a head; data and head are added.
-        target: constructor and arguments of the target in these processes, as in conf/target. rows: number of new texts that
-        start a round. keep: maximum number of heads on disk. limit_mib: maximum size of the stored texts."""
+        target: constructor and arguments of the target in these processes (conf/options). rows: number of new texts
+        that start a round. keep: maximum number of heads on disk. limit_mib: maximum size of the stored texts."""
         super().__init__(name="learning", daemon=True)
         if rows < 8 or limit_mib <= 0 or keep < 2:
             raise ValueError(

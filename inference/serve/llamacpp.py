@@ -58,7 +58,7 @@ def serve_command(
     if drafter != "none":
         if "/" not in drafter and not Path(drafter).is_dir():
             raise ValueError(
-                f"drafter.path={drafter}: engine=llamacpp drafts with a head (drafter=head) or not (drafter=none)"
+                f"drafter.path={drafter}: engine=llamacpp drafts with a head (drafter=DIRECTORY) or not (drafter=none)"
             )
         head = read_head(drafter, target)
         export = llamacpp(head, target, dtype, target_gguf)

@@ -23,7 +23,9 @@ def export(target: Target, drafter: str | Path, folder: str | Path) -> list[str]
     """Write the head named `drafter` in vLLM's layout, and return the command that loads it. Raises ValueError for a drafter
     that vLLM does not support."""
     if "/" not in str(drafter) and not Path(drafter).is_dir():
-        raise ValueError(f"drafter.path={drafter}: engine=vllm drafts with a head (drafter=head) or not (drafter=none)")
+        raise ValueError(
+            f"drafter.path={drafter}: engine=vllm drafts with a head (drafter=DIRECTORY) or not (drafter=none)"
+        )
     head = read_head(drafter, target)
     found = vllm(head, target)
     write_head(head, folder, target, found.layout, found.layout.weight_files)

@@ -70,7 +70,7 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
     "max_rows": "max_num_seqs",
     "batch": "batch_size",
     "drafter.spec": "drafter.path",
-    "drafter=several": "drafter=union",
+    "drafter=several": "drafter=A+B",
     "drafters": "drafter",
     "dtype=bf16": "dtype=bfloat16",
     "dtype=f16": "dtype=float16",
@@ -92,6 +92,8 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
     "prompts": "num_prompts",
 }
 
+GONE = {"trainer.gpu_tflops": "set trainer.profile=true to see what a step spends its time on"}
+
 
 def new_choice(key: str, value: object) -> str | None:
     """Return a sentence about the new spelling of KEY=VALUE if the table has it."""
@@ -103,6 +105,8 @@ def new_key(key: str, known: Collection[str]) -> str | None:
     """Return a sentence about the new name of an unknown key, or of the part of it that was renamed."""
     if key in known:
         return None
+    if key in GONE:
+        return f"{key} is gone: {GONE[key]}"
     parts = key.split(".")
     for old in (".".join(parts[:count]) for count in range(len(parts), 0, -1)):
         spellings = RENAMED.get(old, ())
