@@ -104,7 +104,9 @@ def checked_jobs(program: str, overrides: list[str], sweep: bool) -> list[DictCo
         return [check(program, overrides)]
     parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(overrides)
     swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
-    jobs, found, folders = product(parsed), [], []
+    jobs = product(parsed)
+    found: list[DictConfig] = []
+    folders: list[str] = []
     for number, job in enumerate(jobs):
         found.append(check(program, job, number, sweep))
         folders.append(str(OmegaConf.select(found[-1], "output_dir")))  # which may name a choice of this job
@@ -133,7 +135,8 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
     """Return the config of a job after its choices, keys and types were checked."""
     groups = compose(program, [], number).hydra.runtime.choices
     word_for = {path: word for word, path in WORDS.items()}
-    choices, values = [], []
+    choices: list[str] = []
+    values: list[str] = []
     for override in OverridesParser.create().parse_overrides(overrides):
         key, value = override.key_or_group, override.value()
         if override.is_sweep_override():

@@ -59,7 +59,8 @@ def explain(program: str, words: list[str], folder: Path = CONF, more: str | Non
     for part in parts:
         meanings |= comments(text(part.config_path), part.package or "")
     tables = {key: described(*table) for key, table in TABLES.items() if key in [*cfg, *groups]}
-    choices, options = {}, {}
+    choices: dict[str, str] = {}
+    options: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(groups.keys() | tables.keys()):
         choices[key] = str(groups.get(key) or "null") if key in groups else chosen(cfg, key)
         of_files = [(name, [*header(text(f"{key}/{name}")), ""][0]) for name in names.get(key, [])]

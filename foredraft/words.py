@@ -102,7 +102,7 @@ def suited(program: str, overrides: list[str]) -> list[str]:
     in a published recipe."""
     if program not in ("train", "bench_train"):
         return []
-    typed: dict[str, str] = dict(override.partition("=")[::2] for override in overrides)  # type: ignore[misc]
+    typed = {key: value for key, _, value in (override.partition("=") for override in overrides)}
     target, logged, found = typed.get("target.path"), typed.get("data") == "accepted", {"preset": "gpu"}
     if target == quoted(shipped("test_model")):
         found = {"data": "stdlib", "preset": "test_model_log" if logged else "test_model"}

@@ -7,7 +7,6 @@
 The sum is within 15 % of the peak memory of real steps (tests/test_plan.py; 5 % with EAGLE-3 and Medusa).
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,8 +45,8 @@ EXPERTS = (
 class ShapedTarget(Target):
     """Represent a target that is only a config: its outputs have shapes and no numbers."""
 
-    def forward(self, tokens: Tensor, *args: Any, layers: Sequence[int] = (), **kwargs: Any) -> TargetOutput:
-        rows, length = tokens.shape
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> TargetOutput:
+        (rows, length), layers = tokens.shape, kwargs.get("layers", ())
         made: dict[str, Any] = {"dtype": self.dtype, "device": tokens.device}
         return TargetOutput(
             torch.empty(rows, length, self.vocab_size, **made),
@@ -99,7 +98,11 @@ def head_needs(cfg: DictConfig, head: DraftHead, target: Target) -> Head:
     if added:  # gradients pass through all of the target, which runs over the batch once more without the adapter
         tokens = cfg.trainer.per_device_train_batch_size * cfg.max_length
         flops += 4 * tokens * sum(p.numel() for p in target.model.parameters())
-        adapted = [module for name, module in target.model.named_modules() if name.endswith(".base_layer")]
+        adapted = [
+            module
+            for name, module in target.model.named_modules()
+            if name.endswith(".base_layer") and isinstance(module, nn.Linear)
+        ]
         activations += tokens * sum(4 * m.in_features + target.dtype.itemsize * m.out_features for m in adapted)
     state = 8 * numbers - 4 * sum(p.numel() for p in one_moment)
     return Head(weights, 4 * numbers, state, activations, flops, len(head.layers))
