@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import TrainerState
 
+from foredraft.heads import lora
 from foredraft.heads.base import DraftHead, PackedBatch, ParallelHead
 from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub.card import model_card
@@ -23,7 +25,7 @@ from foredraft.inference.evaluation.measure import NOT_CHECKED, check_identical,
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.inference.evaluation.report import RunRecord, Sample, table, write_report
 from foredraft.inference.generation import generate, tokens_per_forward
-from foredraft.train import held_out, lora, publish
+from foredraft.train import held_out, publish
 from foredraft.train.checks import save_checked
 from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, has_prompts, prompts
@@ -32,8 +34,11 @@ from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import time_limit_record
 from foredraft.train.runtime.environment import facts_of_run
-from foredraft.train.runtime.run_state import CHECKPOINTS, METRICS, seconds_of, write_atomically
+from foredraft.train.runtime.run_state import CHECKPOINTS, METRICS, rows_per_step, seconds_of, write_atomically
 from foredraft.train.trainer import HeadTrainer
+
+# A run of few minutes is measured for at least MIN_MINUTES. PROBE: new tokens that show how long a text takes.
+MIN_MINUTES, PROBE = 5, 16
 
 
 def finalize(
@@ -46,9 +51,7 @@ def finalize(
     head, target = distillation.head, distillation.target
     strategy.forget_sharding(cfg.strategy)
     step = trainer.state.global_step
-    # Where the target's adapter is trained too, the head of an earlier step would not fit to it.
-    alone = all(name.startswith("head.") for name, _ in distillation.named_parameters())
-    best = checkpoints.best_step(history) if cfg.eval.keep_best and alone else None
+    best = checkpoints.best_step(history) if cfg.eval.keep_best else None
     if best is not None and best != step:
         print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
         head = read_head(checkpoints.best_head(directory / CHECKPOINTS, best), target).float().to(target.device)
@@ -56,13 +59,14 @@ def finalize(
     metrics: dict[str, Any] = {}
     samples: list[Sample] = []
     if not target.embeddings_only:
+        rows = held_out.for_run(rows, trainer.state.max_steps * rows_per_step(cfg) * cfg.max_length)
         apart = held_out.agreement(trainer.criterion.with_head(head.eval()), rows)
         metrics = apart.final_figures
     with tempfile.TemporaryDirectory() as scratch:
         saved = (directory if distributed.rank() == 0 else Path(scratch)) / "head"
         save_final(distillation, saved, data, cfg.max_length)
         if not target.embeddings_only and has_prompts(data.test):
-            decoded, shown = measure(target, saved, data, cfg.eval)
+            decoded, shown = measure(target, saved, data, cfg.eval, cfg.trainer.max_minutes)
             metrics, samples = decoded | metrics, [shown]
     if distributed.rank() > 0:
         return
@@ -139,26 +143,55 @@ def save_final(distillation: DistillationModel, directory: Path, data: Corpus, l
     return difference
 
 
-def measure(target: Target, directory: Path, data: Corpus, settings: Any) -> tuple[dict[str, Any], Sample]:
-    """Decode the held-out prompts with the saved files. settings: `eval` of conf/train.yaml."""
+def measure(
+    target: Target, directory: Path, data: Corpus, settings: Any, minutes: float
+) -> tuple[dict[str, Any], Sample]:
+    """Decode the held-out prompts with the saved files. settings: `eval` of conf/train.yaml. minutes: limit of the training,
+    0 for none."""
     rows = prompts(target.text_tokenizer, data.test, settings.final_num_prompts, settings.prompt_tokens)
+    count, timed = measured_prompts(target, rows, settings, minutes)
+    rows = [rows[len(rows) * row // count] for row in range(count)]
     load = partial(load_drafter, str(directory), tree="fixed")
     drafter = load(target)
     ends = has_chats(data.test)
-    metrics = evaluate(target, drafter, rows, settings.max_new_tokens, settings.timed_prompts, ends)
+    metrics = evaluate(target, drafter, rows, settings.max_new_tokens, timed, ends)
     metrics |= (
         check_identical(target, load, rows, settings.max_new_tokens, ends) if settings.check_float32 else NOT_CHECKED
     )
     if data.test_sets:
-        metrics["acceptance_length_by_set"] = by_set(target, drafter, data, settings)
+        metrics["acceptance_length_by_set"] = by_set(target, drafter, data, settings, count)
     return metrics, sample(target, drafter, rows[len(rows) // 2], **length_settings(settings.max_new_tokens, ends))
 
 
-def by_set(target: Target, drafter: Drafter, data: Corpus, settings: Any) -> dict[str, float | None]:
-    """Measure the acceptance length on each data set of a mix, over as many prompts in total; None if all prompts of a set
-    are too long."""
+def measured_prompts(target: Target, rows: list[list[int]], settings: Any, minutes: float) -> tuple[int, int]:
+    """Return how many of the prompts to decode, and how many of these to time. A run with a limit of minutes decodes fewer
+    than `settings` says, if all would take longer than the limit and than MIN_MINUTES."""
+    wanted = len(rows), min(len(rows), settings.timed_prompts)
+    if not minutes:
+        return wanted
+    started = time.perf_counter()
+    generate(target, None, torch.tensor([rows[0]], device=target.device), max_new_tokens=PROBE, eos_token_id=-1)
+    seconds = (time.perf_counter() - started) * settings.max_new_tokens / PROBE  # of one text
+    # Six times in batches, which take a third of the time: greedy, sampled, and both with and without drafts in float32. Six
+    # times alone: three decoders, greedy and sampled.
+    share = 60 * max(minutes, MIN_MINUTES) / (6 * seconds * (wanted[0] / 3 + wanted[1]))
+    counts = min(wanted[0], max(4, int(share * wanted[0]))), min(wanted[1], max(2, int(share * wanted[1])))
+    # The processes that run a sharded target together must decode the same prompts. Of others, only one is left here.
+    count, timed = distributed.broadcast(counts) if target.is_collective else counts
+    if count < wanted[0]:
+        print(
+            f"{count} of {wanted[0]} held-out prompts are decoded, and {timed} timed: more would take longer than "
+            f"{max(minutes, MIN_MINUTES):g} minutes (trainer.max_minutes; foredraft evaluate measures on more)",
+            flush=True,
+        )
+    return count, timed
+
+
+def by_set(target: Target, drafter: Drafter, data: Corpus, settings: Any, total: int) -> dict[str, float | None]:
+    """Measure the acceptance length on each data set of a mix, over `total` prompts; None if all prompts of a set are too
+    long."""
     found: dict[str, float | None] = {}
-    count = -(-settings.final_num_prompts // len(data.test_sets))
+    count = -(-total // len(data.test_sets))
     for name, held in data.test_sets.items():
         try:
             rows = prompts(target.text_tokenizer, held, count, settings.prompt_tokens)

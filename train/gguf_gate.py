@@ -28,7 +28,7 @@ from foredraft.heads.formats.gguf.tensors import package
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import run, texts
-from foredraft.inference.serve import llamacpp
+from foredraft.inference.serve.other_engines import find_llamacpp, llamacpp_command
 
 DEPTH = 3  # of a chain; a block drafter drafts all of its block
 CLOSE = 0.1  # of tokens per forward, where they need not be equal
@@ -107,13 +107,13 @@ def serving(trained: str | Path, target: Target, file: Path, depth: int, exact: 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     place, dtype = ("parity", "127.0.0.1", port, 1), "float32" if exact else "float16"
-    command = llamacpp.serve_command(target, str(file), str(trained), *place, dtype=dtype)
+    command = llamacpp_command(target, str(file), str(trained), *place, dtype=dtype)
     if "--spec-draft-n-max" in command:
         command[command.index("--spec-draft-n-max") + 1] = str(depth)
     address = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:
         threads = ["-t", str(torch.get_num_threads()), "--poll", "0"]  # polling threads take cores from others
-        program = [*llamacpp.find_llamacpp(), *command, *(EXACT if exact else []), *threads, "--metrics"]
+        program = [*find_llamacpp(), *command, *(EXACT if exact else []), *threads, "--metrics"]
         process = subprocess.Popen(program, stdout=log, stderr=subprocess.STDOUT)
         try:
             deadline = time.monotonic() + PATIENCE

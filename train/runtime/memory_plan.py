@@ -15,7 +15,6 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from foredraft.heads import adapter
 from foredraft.heads.base import BlockHead, DraftHead, RecurrentHead
 from foredraft.heads.llama_config import shape_of
 from foredraft.heads.target import Target, TargetOutput
@@ -90,20 +89,10 @@ def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tupl
 def head_needs(cfg: DictConfig, head: DraftHead, target: Target) -> Head:
     vocabulary = {id(p) for p in head.vocabulary_parameters}
     trained = [p for p in head.parameters() if p.requires_grad]
-    added = [*adapter.lora_layers(target).parameters()]
     one_moment = [p for p in trained if p.ndim == 2 and id(p) not in vocabulary] if cfg.trainer.optim == "muon" else []
-    numbers = sum(p.numel() for p in [*trained, *added])
-    weights = sum(t.nbytes for t in [*head.parameters(), *head.buffers(), *added])
+    numbers = sum(p.numel() for p in trained)
+    weights = sum(t.nbytes for t in [*head.parameters(), *head.buffers()])
     activations, flops = head_work(cfg, head, target, vocabulary)
-    if added:  # gradients pass through all of the target, which runs over the batch once more without the adapter
-        tokens = cfg.trainer.per_device_train_batch_size * cfg.max_length
-        flops += 4 * tokens * sum(p.numel() for p in target.model.parameters())
-        adapted = [
-            module
-            for name, module in target.model.named_modules()
-            if name.endswith(".base_layer") and isinstance(module, nn.Linear)
-        ]
-        activations += tokens * sum(4 * m.in_features + target.dtype.itemsize * m.out_features for m in adapted)
     state = 8 * numbers - 4 * sum(p.numel() for p in one_moment)
     return Head(weights, 4 * numbers, state, activations, flops, len(head.layers))
 
@@ -150,7 +139,7 @@ def target_needs(cfg: DictConfig, target: Target) -> Body:
     """Count by arithmetic on the config; working memory is that of one layer, since no gradient state is kept."""
     model = target.model
     ends = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()}
-    body = {name: p.numel() for name, p in model.named_parameters() if id(p) not in ends and ".lora_" not in name}
+    body = {name: p.numel() for name, p in model.named_parameters() if id(p) not in ends}
     edge = sum(p.numel() for p in model.parameters() if id(p) in ends)
     facts = settings_of(target.config)
     used, experts = (next((facts[name] for name in names if facts.get(name)), 1) for names in EXPERTS)
