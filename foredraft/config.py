@@ -53,7 +53,7 @@ def opened(folder: str | Path = CONF, more: str | None = None) -> Iterator[Any]:
     path = create_config_search_path(str(folder))
     for other in (BENCH_CONF, more):
         if other is not None and os.path.isdir(other):
-            path.append("foredraft", f"file://{os.path.abspath(other)}", anchor="main")
+            path.append("foredraft", f"file://{os.path.abspath(other)}")
     before = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     try:
@@ -143,7 +143,8 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
             line = str(override.input_line)
             raise HydraException(f"{line} is a sweep, which needs -m; a list is written {line.replace('=', '=[', 1)}]")
         if value not in options_of(key) and (renamed := new_choice(word_for.get(key, key), value)):
-            raise HydraException(renamed)
+            if not (key in word_for and os.path.exists(str(value))):  # drafter=head, in the directory of a run
+                raise HydraException(renamed)
         changes = override.type == OverrideType.CHANGE and not override.is_hydra_override()
         if changes and (key not in groups or isinstance(value, dict)):
             values.append(key)

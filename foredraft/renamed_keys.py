@@ -8,6 +8,8 @@ from collections.abc import Collection
 RENAMED: dict[str, str | tuple[str, ...]] = {
     # groups and choices of training
     "target=embedded": "target=test_model",
+    "target=hf": "target=ORG/NAME",
+    "target=shape": "target=FILE.json",
     "data=hub": "data=conversations",
     "data=jsonl": "data=conversations",
     "data=parquet": "data=conversations",
@@ -68,7 +70,10 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
     "max_rows": "max_num_seqs",
     "batch": "batch_size",
     "drafter.spec": "drafter.path",
+    "drafter=draft_model": "drafter=draft:ORG/NAME",
+    "drafter=head": "drafter=DIRECTORY",
     "drafter=several": "drafter=A+B",
+    "drafter=union": "drafter=A+B",
     "drafters": "drafter",
     "dtype=bf16": "dtype=bfloat16",
     "dtype=f16": "dtype=float16",
