@@ -22,6 +22,7 @@ from typing import Any, get_args
 import hydra
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -53,7 +54,7 @@ def opened(folder: str | Path = CONF, more: str | None = None) -> Iterator[Any]:
     path = create_config_search_path(str(folder))
     for other in (BENCH_CONF, more):
         if other is not None and os.path.isdir(other):
-            path.append("foredraft", f"file://{os.path.abspath(other)}")
+            path.append("foredraft", f"file://{os.path.abspath(other)}", anchor=SearchPathQuery("main", None))
     before = GlobalHydra.instance().hydra, HydraConfig.instance().cfg
     GlobalHydra.instance().clear()
     try:
@@ -142,9 +143,9 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
         if override.is_sweep_override():
             line = str(override.input_line)
             raise HydraException(f"{line} is a sweep, which needs -m; a list is written {line.replace('=', '=[', 1)}]")
-        if value not in options_of(key) and (renamed := new_choice(word_for.get(key, key), value)):
-            if not (key in word_for and os.path.exists(str(value))):  # drafter=head, in the directory of a run
-                raise HydraException(renamed)
+        exists = value in options_of(key) or (key in word_for and os.path.exists(str(value)))
+        if not exists and (renamed := new_choice(word_for.get(key, key), value)):
+            raise HydraException(renamed)
         changes = override.type == OverrideType.CHANGE and not override.is_hydra_override()
         if changes and (key not in groups or isinstance(value, dict)):
             values.append(key)
