@@ -145,7 +145,7 @@ def test_the_home_directory_has_a_short_name_in_paths_and_none_in_texts(monkeypa
         "target.path=~/m": "target.path=/home/ada/m",
         "+data.path='~/a b.jsonl'": "+data.path='/home/ada/a b.jsonl'",
         "drafters=[~/one,draft:~/two]": "drafters=[/home/ada/one,draft:/home/ada/two]",
-        "prompt=~/x is": "prompt=~/x is",
+        "prompt=~/x is": "prompt='~/x is'",
         "output_dir=a~/b": "output_dir=a~/b",
         "~trainer": "~trainer",
     }.items():

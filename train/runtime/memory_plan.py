@@ -112,11 +112,12 @@ def head_work(cfg: DictConfig, head: DraftHead, target: Target, vocabulary: set[
     kept = flops = 0.0
     for name, module in head.named_modules():
         if isinstance(module, nn.Linear) and id(module.weight) not in vocabulary:
+            fuses = name == "fc" and module.in_features == len(head.layers) * width
             places = work + tokens * (isinstance(head, BlockHead) and name.endswith(("k_proj", "v_proj")))
-            if name == "fc" and module.in_features == len(head.layers) * width:
-                places = tokens  # hidden states of the text are fused once
+            if fuses:
+                places = tokens  # hidden states of the text are fused once, and have no gradient
             kept += places * size * (module.in_features + module.out_features)
-            flops += 6 * places * module.weight.numel()
+            flops += (4 if fuses else 6) * places * module.weight.numel()
     if head.config is not None:  # a decoder layer also keeps the residual stream and its norms, in float32
         layers = max(1, head.cache_layers)
         kept += work * layers * 3 * 4 * width
@@ -131,7 +132,7 @@ def head_work(cfg: DictConfig, head: DraftHead, target: Target, vocabulary: set[
     # Gradients of the projections are summed over the chunks, apart from .grad.
     kept += 4 * sum(p.numel() for module in head.projections for p in module.parameters())
     flops += 2 * compared * target.vocab_size * width
-    flops += 6 * drafts * drafted * width
+    flops += (6 if head.projections else 4) * drafts * drafted * width  # 4: with the target's lm_head, which is frozen
     return kept, flops
 
 
