@@ -71,7 +71,7 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
     "batch": "batch_size",
     "drafter.spec": "drafter.path",
     "drafter=draft_model": "drafter=draft:ORG/NAME",
-    "drafter=head": "drafter=DIRECTORY",
+    "drafter=head": "drafter=ORG/NAME",
     "drafter=several": "drafter=A+B",
     "drafter=union": "drafter=A+B",
     "drafters": "drafter",

