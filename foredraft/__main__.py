@@ -6,6 +6,7 @@ A program is imported only when it is chosen, so that --help does not import tor
 import importlib
 import sys
 from difflib import get_close_matches
+from pathlib import Path
 
 from foredraft import __version__
 
@@ -45,7 +46,7 @@ KNOWN_TARGET = ("demo", "env", "export", "parity", "push")
 
 def needs_target(command: str, arguments: list[str]) -> bool:
     """Return whether the command line lacks a target that the command requires. Arguments such as --cfg run nothing."""
-    named = ("target=", "target.path=", "recipe=", "--cfg", "-c", "--config-name", "--hydra-help", "--info")
+    named = ("target=", "target.path=", "recipe=", "--cfg", "-c", "--config-name")
     return command not in KNOWN_TARGET and not any(argument.startswith(named) for argument in arguments)
 
 
@@ -64,9 +65,14 @@ def usage() -> str:
     )
 
 
+def failed(sentence: str) -> SystemExit:
+    print(f"error: {sentence}", file=sys.stderr)
+    return SystemExit(2)
+
+
 def main() -> None:
-    """Run the program that the first argument names with the other arguments. train/cli.py lists the exit codes."""
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    """Run the program that the first argument names with the other arguments. foredraft/cli.py lists the exit codes."""
+    command, arguments = [*sys.argv, "--help"][1], sys.argv[2:]
     if command in ("-h", "--help"):
         print(usage())
         return
@@ -76,30 +82,24 @@ def main() -> None:
     if command not in PROGRAMS:
         near = get_close_matches(command, PROGRAMS, n=1)
         hint = f"; did you mean {near[0]}?" if near else "."
-        print(f"error: {command} is not a command of foredraft{hint} Known: {', '.join(PROGRAMS)}.", file=sys.stderr)
-        raise SystemExit(2)
-    sys.argv = [f"{sys.argv[0]} {command}", *sys.argv[2:]]
-    asks_help = bool({"-h", "--help"} & set(sys.argv[1:]))
-    if command == "demo" and needs_target("train", sys.argv[1:]):
-        sys.argv.insert(1, "target=test_model")
+        raise failed(f"{command} is not a command of foredraft{hint} Known: {', '.join(PROGRAMS)}.")
+    if command == "demo" and needs_target("train", arguments):
+        arguments.insert(0, "target=test_model")
+    sys.argv = [f"{sys.argv[0]} {command}", *arguments]
     try:
-        if needs_target(command, sys.argv[1:]):
-            if not asks_help:
-                sentence = importlib.import_module("foredraft.train.cli").NEEDS_TARGET.format(command)
-                print(f"error: {sentence}", file=sys.stderr)
-                raise SystemExit(2)
-            sys.argv.append("target=hf")  # the keys and choices that a target of the user's has
+        asks_help = bool({"-h", "--help"} & {*arguments})
+        if needs_target(command, arguments) and not asks_help:
+            raise failed(importlib.import_module("foredraft.cli").NEEDS_TARGET.format(command))
         if asks_help:
-            importlib.import_module("foredraft.train.cli").show_help(command, PROGRAMS[command][0])
+            file = Path(__file__).parent / f"{PROGRAMS[command][0].partition('.')[2].replace('.', '/')}.py"
+            importlib.import_module("foredraft.cli").show_help(command, file)
             return
         program = importlib.import_module(PROGRAMS[command][0])
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] == "foredraft":
             raise
-        extra = EXTRAS.get(command, "cli")
-        need = f"foredraft {command} needs {error.name}: pip install 'foredraft[{extra}]'"
-        print(f"error: {need}", file=sys.stderr)
-        raise SystemExit(2) from None
+        need = f"foredraft {command} needs {error.name}: pip install 'foredraft[{EXTRAS.get(command, 'cli')}]'"
+        raise failed(need) from None
     program.main()
 
 

@@ -132,7 +132,7 @@ class DFlashHead(BlockHead):
     def init_like(self, target: Target) -> None:
         """Initialize weights so that inputs and outputs have the target's sizes."""
         with torch.no_grad():
-            self.fc.weight.div_(llama_config.aux_sizes(self.layers, target).cpu())
+            self.fc.weight.div_(llama_config.aux_sizes(self.layers, target).to(self.fc.weight.device))
         llama_config.init_norm(self.norm, target)
         llama_config.init_near_identity(*self.own_layers)
 

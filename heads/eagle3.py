@@ -123,7 +123,7 @@ class Eagle3Head(LayerHead):
         if not fc_norm:
             assert head.fc is not None
             with torch.no_grad():
-                head.fc.weight.div_(llama_config.aux_sizes(layers, target).cpu())
+                head.fc.weight.div_(llama_config.aux_sizes(layers, target).to(head.fc.weight.device))
         llama_config.init_norm(head.norm, target)
         llama_config.init_near_identity(head.layer)
         head.init_projections(target, counts)

@@ -161,8 +161,8 @@ def init_norm(norm: RMSNorm, target: Target) -> None:
     With the target's own size a new head is certain of random tokens (SmolLM2: spread 4.7, loss 18 where ln(vocabulary) is
     9), and its first twenty steps only shrink the lm_head."""
     sizes = probe(target, [target.num_layers]).pow(2).mean(0).sqrt()
-    directions = torch.randn(8, target.hidden_size, generator=torch.Generator().manual_seed(0)).to(sizes.device)
-    spread = target.logits((directions * sizes).to(target.dtype)).float().std(-1).mean()
+    directions = torch.randn(8, target.hidden_size, generator=torch.Generator().manual_seed(0), device="cpu")
+    spread = target.logits((directions.to(sizes.device) * sizes).to(target.dtype)).float().std(-1).mean()
     norm.weight.copy_(sizes * (SPREAD / spread).clamp(max=1.0))
 
 

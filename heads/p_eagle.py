@@ -91,7 +91,7 @@ class PEagleHead(BlockHead):
         config = llama_config.config_like(target)
         config.num_hidden_layers, config.attention_bias = num_hidden_layers, False
         head = cls(config, layers, num_depths, mask, draft_vocab_size)
-        sizes = llama_config.aux_sizes(layers, target).cpu()
+        sizes = llama_config.aux_sizes(layers, target).to(head.device)
         llama_config.init_norm(head.norm, target)
         with torch.no_grad():
             head.fc.weight.div_(sizes)

@@ -13,11 +13,11 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
+from foredraft.cli import entry
 from foredraft.heads import Target
 from foredraft.inference import Drafter, Engine, Request, SamplingParams
 from foredraft.inference.slots import RequestOutput
 from foredraft.inference.text import Detokenizer, answer_context
-from foredraft.train.cli import entry
 
 
 @entry("chat")

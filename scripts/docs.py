@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra.core.global_hydra import GlobalHydra
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mkdocs runs this file as a hook
 
 from foredraft import __main__ as foredraft
+from foredraft.config_help import HIDDEN, describe, explain, header, shown
 from foredraft.scripts.docs_heads import engines, measured, seconds, speedup, support, table
-from foredraft.train import cli, config_help
+from foredraft.words import CONF
 
 DIRECTIVE = re.compile(r"<!-- generated: (\w+) ?([^>]*?) ?-->")
 
@@ -32,38 +30,21 @@ def on_page_markdown(markdown: str, **kwargs: Any) -> str:
     return DIRECTIVE.sub(lambda match: GENERATORS[match[1]](*match[2].split()), markdown)
 
 
-def composed(program: str, *typed: str) -> tuple[DictConfig, dict[str, str], dict[str, list[str]]]:
-    """Return a program's config, the meaning of each key, and the options of each group."""
-    with hydra.initialize_config_dir(str(cli.CONF), version_base=None):
-        loader = GlobalHydra.instance().config_loader()
-        overrides = [*typed, *config_help.missing_groups(cli.CONF / f"{program}.yaml", list(typed))]
-        cfg = loader.load_configuration(program, overrides, RunMode.RUN)
-        defaults = loader.compute_defaults_list(program, overrides, RunMode.RUN).defaults
-        groups = [name for name in cfg.hydra.runtime.choices if not name.startswith("hydra/")]
-        options = {group: sorted(loader.get_group_options(group)) for group in sorted(groups)}
-        return cfg, config_help.meanings_of(defaults, [cli.CONF]), options
-
-
-def about(group: str, option: str) -> str:
-    """Return the first comment line of an option's yaml."""
-    return next(iter(config_help.comment_lines(cli.CONF / group / f"{option}.yaml")), "").rstrip(":")
-
-
 def rows(node: DictConfig, meanings: dict[str, str], prefix: str = "") -> Iterator[list[str]]:
     """Yield key, default and meaning of every key below `node`."""
     for name in map(str, node):
         child = node._get_node(name)
-        if name in config_help.HIDDEN or name == "hydra":
+        if name in HIDDEN or name == "hydra":
             continue
         if isinstance(child, DictConfig) and len(child) and not child._is_interpolation():
             yield from rows(child, meanings, f"{prefix}{name}.")
         else:
-            yield [f"`{prefix}{name}`", f"`{config_help.shown(child)}`", meanings.get(f"{prefix}{name}", "")]
+            yield [f"`{prefix}{name}`", f"`{shown(child)}`", meanings.get(f"{prefix}{name}", "")]
 
 
 def keys(choice: str) -> str:
     """Return the keys of a choice of a group of `train`; for a head, those of its objective too."""
-    cfg, meanings, _ = composed("train", choice, "target=hf")
+    cfg, meanings, *_ = explain("train", [choice])
     group = choice.partition("=")[0]
     sections = [group, "objective"] if group == "head" else [group]
     lines = [row for section in sections for row in rows(cfg[section], meanings, f"{section}.")]
@@ -72,13 +53,8 @@ def keys(choice: str) -> str:
 
 def options(program: str) -> str:
     """Return every group of a program, and every key with a table of choices, with each of its options."""
-    cfg, _, groups = composed(program, "target=hf")
-    found = {group: [(name, about(group, name)) for name in names] for group, names in groups.items()}
-    for group, place in config_help.TABLES.items():
-        if group in cfg or group in found:
-            found[group] = [*config_help.described(*place), *found.get(group, [])]
     sections = []
-    for group, named in sorted(found.items()):
+    for group, named in explain(program, []).options.items():
         lines = [[f"`{group}={name}`", meaning] for name, meaning in named]
         sections.append(f"### {group}\n\n" + table(["choice", "what it is"], lines))
     return "\n\n".join(sections)
@@ -86,17 +62,21 @@ def options(program: str) -> str:
 
 def config(program: str) -> str:
     """Return every key of a program with the default choices of its groups."""
-    cfg, meanings, _ = composed(program, "target=hf", "preset=gpu")  # not the defaults of the machine that builds
+    cfg, meanings, *_ = explain(program, ["preset=gpu"])  # not the defaults of the machine that builds
     return table(["key", "default", "meaning"], list(rows(cfg, meanings)))
 
 
 def recipes() -> str:
     """Return the recipes with what they say about themselves."""
     found = []
-    for file in sorted((cli.CONF / "recipe").glob("*.yaml")):
+    for file in sorted((CONF / "recipe").glob("*.yaml")):
         planned = re.search(r"tokens: (.+?), ([\d.]+ hours)", file.read_text())
         found.append(
-            [f"`recipe={file.stem}`", about("recipe", file.stem), *(planned.groups() if planned else ("", ""))]
+            [
+                f"`recipe={file.stem}`",
+                header(file.read_text())[0].rstrip(":"),
+                *(planned.groups() if planned else ("", "")),
+            ]
         )
     return table(["recipe", "what it is", "memory per GPU", "time"], found)
 
@@ -106,9 +86,10 @@ def programs() -> str:
     parts = []
     for name, (_, summary) in foredraft.PROGRAMS.items():
         parts.append(f"## foredraft {name}\n\n{summary[0].upper()}{summary[1:]}.")
-        typed = ["preset=gpu"] if name == "train" else []
-        if (cli.CONF / f"{name}.yaml").is_file():
-            parts.append(f"```text\n{config_help.describe(summary, name, typed, cli.CONF, everything=True)}\n```")
+        typed = ["preset=gpu"] * (name == "train")
+        if (CONF / f"{name}.yaml").is_file():
+            shown_help = describe(summary, name, [*typed, "all"])
+            parts.append(f"```text\n{shown_help}\n```")
     return "\n\n".join(parts)
 
 

@@ -7,14 +7,14 @@ import functools
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
+from foredraft.config import read
 from foredraft.heads import Target
 from foredraft.heads.formats.engines import FORMATS
 from foredraft.inference import drafter_for
 from foredraft.scripts.bench import tables
-from foredraft.train import cli
+from foredraft.words import CONF, shipped
 
 MEASURED = {
     "test-model-drafters-greedy": "Test model (6.5M parameters), 500 steps for every head, T=0",
@@ -35,10 +35,9 @@ def table(header: list[str], lines: list[list[str]]) -> str:
 def answers() -> dict[str, dict[str, Any]]:
     """Return per head what each exporter says about it: its command and note, or the ValueError that tells why not."""
     said: dict[str, dict[str, Any]] = {}
-    for kind in sorted(file.stem for file in (cli.CONF / "head").glob("*.yaml") if file.stem != "auto"):
-        target = Target.from_pretrained(cli.shipped("test_model"), dtype="float32", device="cpu")
-        with initialize_config_dir(str(cli.CONF), version_base=None):
-            settings = compose("train", [f"head={kind}", "target=test_model"]).head
+    for kind in sorted(file.stem for file in (CONF / "head").glob("*.yaml") if file.stem != "auto"):
+        target = Target.from_pretrained(shipped("test_model"), dtype="float32", device="cpu")
+        settings = read("train", f"head={kind}", "target=test_model").head
         counts = {"counts": torch.arange(target.vocab_size)} if "draft_vocab_size" in settings else {}
         head = instantiate(settings, target=target, **counts)
         said[kind] = {"tree": drafter_for(head, target).branches}

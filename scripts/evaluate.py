@@ -18,6 +18,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from foredraft.cli import entry
 from foredraft.heads import Target
 from foredraft.heads.target.device import device_name
 from foredraft.inference import generate, load_drafter
@@ -29,7 +30,6 @@ from foredraft.inference.evaluation.benchmark_report import Results
 from foredraft.inference.evaluation.lossless import audit, nodes_by_token
 from foredraft.inference.evaluation.progress import track
 from foredraft.inference.evaluation.report import Sample
-from foredraft.train.cli import entry
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.corpus import has_chats, prompts
 from foredraft.train.data.loading import load_corpus

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from foredraft.cli import entry
 from foredraft.heads import hub
 from foredraft.heads.checkpoint import read_config, read_head, save_head, write_head
 from foredraft.heads.formats.engines import LLAMACPP_TARGET, exporter_for
 from foredraft.train import publish
-from foredraft.train.cli import entry
 
 
 @entry("export")

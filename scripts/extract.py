@@ -21,10 +21,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from safetensors.torch import save_file
 
+from foredraft.cli import entry
 from foredraft.heads.target import Target
 from foredraft.inference.evaluation.progress import Progress
 from foredraft.inference.serve.address import check_address
-from foredraft.train.cli import entry
 from foredraft.train.hidden_states.probe import final_norm, read_states
 
 

@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from foredraft.cli import entry
 from foredraft.heads import Target
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter
@@ -26,7 +27,6 @@ from foredraft.inference.evaluation.measure import left_pad
 from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.inference.generation import read_settings
 from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt
-from foredraft.train.cli import entry
 from foredraft.train.data.layouts import SkippedRow
 from foredraft.train.data.sources import Row, read
 from foredraft.train.runtime.locks import hold

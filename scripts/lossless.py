@@ -9,10 +9,10 @@ printed for each first token that differs.
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from foredraft.cli import entry
 from foredraft.heads import Target
 from foredraft.inference.drafters import NoDrafter
 from foredraft.inference.evaluation.lossless import PaddedDrafter, divergences, identical_shares
-from foredraft.train.cli import entry
 from foredraft.train.data.corpus import prompts
 from foredraft.train.data.loading import load_corpus
 

@@ -1,7 +1,7 @@
 """Estimate memory and time of a training run before it starts:  python scripts/plan.py target=ORG/NAME head=eagle3 gpus=8
 
-Nothing is loaded but the target's config. What a step takes is counted in train/runtime/cost.py; this program divides it over
-the GPUs and prints next to each line where the number comes from.
+Nothing is loaded but the target's config. train/runtime/memory_plan.py computes what a step takes; this program prints next
+to each line where the number comes from.
 """
 
 from pathlib import Path
@@ -10,13 +10,12 @@ from typing import Any, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from foredraft.cli import entry
 from foredraft.heads.target import loading
 from foredraft.heads.target.loading import resolve_dtype
 from foredraft.heads.target.resolve_path import gguf_of, resolve_path
 from foredraft.heads.target.sharding import COLLECTIVE
-from foredraft.train.cli import entry
-from foredraft.train.runtime.cost import BITS, study
-from foredraft.train.runtime.memory_plan import SHARDS, memory_per_gpu, strategy_of
+from foredraft.train.runtime.memory_plan import BITS, SHARDS, memory_per_gpu, strategy_of, study
 
 KEYS = {"hidden_states=server": "hidden_states.load_full_target=false"}  # the key of a plan that a choice changes
 
@@ -57,8 +56,8 @@ def remedies(cfg: DictConfig) -> list[list[str]]:
 
 def plan(cfg: DictConfig) -> dict[str, Any]:
     """Return gib: {line: (GiB per GPU, how)}; total; tokens_per_second and hours; disk (bytes of aux hidden states)."""
-    if "quantization" not in cfg.target:
-        raise ValueError("a plan loads no weights: give the config.json itself, target=FILE, in place of target=shape")
+    if "head" not in cfg:
+        raise ValueError("head=auto is a search, which only train/run.py does: name a head")
     if cfg.target.quantization and cfg.target.quantization not in BITS:
         raise ValueError(f"target.quantization={cfg.target.quantization} is not one of {', '.join(BITS)}")
     if cfg.target.sharding not in (None, *COLLECTIVE):
@@ -68,8 +67,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     config = read_config(cfg.target.path, cfg.target.get("gguf_file"))
     dtype = torch.bfloat16 if cfg.target.dtype == "auto" else resolve_dtype(cfg.target.dtype)
     head, body, target = study(cfg, config, dtype)
-    layers = len(head.layers)
-    found = memory_per_gpu(cfg, head, body, layers, target)
+    found = memory_per_gpu(cfg, head, body, target)
     if not cfg.hidden_states.get("load_full_target", True):
         body = body._replace(flops=0.0)
     tokens = cfg.trainer.per_device_train_batch_size * cfg.max_length
@@ -81,7 +79,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
         "flops_per_token": (body.flops / tokens, head.flops / tokens),
         "tokens_per_second": rate,
         "hours": cfg.tokens / rate / 3600,
-        "disk": cfg.tokens * (layers + 1) * target.hidden_size * 2,
+        "disk": cfg.tokens * (head.layers + 1) * target.hidden_size * 2,
         "head_parameters": head.gradients // 4,
     }
 

@@ -13,10 +13,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from foredraft.cli import entry
 from foredraft.heads.target.resolve_path import resolve_path
 from foredraft.inference.evaluation.pages import write_page
 from foredraft.inference.text import Detokenizer
-from foredraft.train.cli import entry
 from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Document
 from foredraft.train.data.loading import load_corpus, needs_target

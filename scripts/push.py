@@ -7,8 +7,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from foredraft.cli import entry
 from foredraft.train import publish
-from foredraft.train.cli import entry
 
 
 @entry("push")

@@ -10,8 +10,8 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
+from foredraft.cli import entry
 from foredraft.inference.evaluation.progress import report
-from foredraft.train.cli import entry
 from foredraft.train.data.chat_template import ChatFormat, switched
 from foredraft.train.data.conversations import source_of
 from foredraft.train.data.generation_clients import Server, in_process, through_server

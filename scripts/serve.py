@@ -19,10 +19,11 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from foredraft.cli import entry
 from foredraft.inference.serve.address import check_address, check_exposed
 from foredraft.train import learn
-from foredraft.train.cli import entry, quoted
 from foredraft.train.learned_heads import LearnedHeads
+from foredraft.words import DRAFTERS, quoted
 
 ENGINES = {"foredraft": "foredraft", "vllm": "vLLM", "llamacpp": "llama.cpp"}
 MAX_LEARN_LOG = 2**26  # bytes of texts that wait for the next training
@@ -84,7 +85,7 @@ def main(cfg: DictConfig) -> None:
 
 def check_learning(cfg: DictConfig) -> None:
     learn.check_settings(cfg.learn, "learn.")
-    if cfg.learn.enabled and (cfg.engine != "foredraft" or "path" not in cfg.drafter):
+    if cfg.learn.enabled and (cfg.engine != "foredraft" or cfg.drafter.path in DRAFTERS):
         raise ValueError(NEEDS_HEAD)
     names = list(cfg.learn.tenants)
     if names and (not cfg.learn.enabled or cfg.served_model_name is not None or len(set(names)) < len(names)):

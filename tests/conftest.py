@@ -16,8 +16,8 @@ from foredraft.heads import Target, save_head
 from foredraft.heads.base import DraftHead
 from foredraft.inference.drafters import Drafter
 from foredraft.train.run import main
-from tests.support import ROOT, golden, names, typed
-from tests.support.drafters import build_drafter
+from tests.support import ROOT, golden, typed
+from tests.support.drafters import NAMED, build_drafter
 from tests.support.head_factory import KINDS, make_head
 from tests.support.hub_server import TOKEN, HubServer
 from tests.support.processes import Ended
@@ -117,9 +117,9 @@ def head(head_kind: str, fresh: Target) -> DraftHead:
     return make_head(head_kind, fresh)
 
 
-@pytest.fixture(params=names("drafter"))
+@pytest.fixture(params=NAMED)
 def drafter(request: pytest.FixtureRequest, target: Target, tiny_path: Path, tmp_path: Path) -> Drafter:
-    """Build every drafter of conf/drafter."""
+    """Build every drafter that `drafter=` names."""
     if request.param in ("head", "union"):
         save_head(make_head("eagle3", target), tmp_path / "head", target)
     return build_drafter(request.param, target, model=tiny_path, head=tmp_path / "head")
@@ -147,7 +147,7 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
     def run(main: Callable[[], None], *arguments: str) -> Ended:
         capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments, "hydra/job_logging=none"])
+        monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments])
         code = 0
         try:
             main()

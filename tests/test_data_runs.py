@@ -13,7 +13,7 @@ from tests.support.tiny import TEXT
 
 PLAIN = f"data.template={ROOT / 'train' / 'data' / 'plain_chat.jinja'}"
 SMALL = typed("""
-    target=hf preset=test_model target.device=cpu max_length=64 self_generated_tokens=0
+    preset=test_model target.device=cpu max_length=64 self_generated_tokens=0
     trainer.max_steps=6 trainer.logging_steps=1 trainer.warmup_steps=2
     eval.final_num_prompts=2 eval.timed_prompts=1 eval.prompt_tokens=32 eval.max_new_tokens=8 eval.steps=0
 """)
@@ -64,7 +64,7 @@ def test_a_run_on_conversations_online_and_from_disk(file: Path, tiny_path: Path
 
 def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, tmp_path: Path, call):
     rows = ["data=conversations", f"data.path={file}", PLAIN]
-    out = call(preview.main, "target=hf", f"target.path={tiny_path}", *rows, "samples=2").out
+    out = call(preview.main, f"target.path={tiny_path}", *rows, "samples=2").out
     assert out.count("--- document") == 2 and "User: add " in out and "?\nAssistant:[[ def add(self" in out
     assert re.search(r"<\|endoftext\|>\]\]", out) and "1 x not JSON" in out
     page = (tmp_path / "preview.html").read_text()
@@ -73,7 +73,7 @@ def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, tmp_path:
 
 
 def test_regenerated_in_process_and_trained_on(file: Path, tiny_path: Path, tmp_path: Path, call):
-    given = ["target=hf", f"target.path={tiny_path}", "target.device=cpu"]
+    given = [f"target.path={tiny_path}", "target.device=cpu"]
     given += ["data=conversations", f"data.path={file}", PLAIN, "data.val_split=0.2"]
     out = call(regenerate.main, *given, "max_new_tokens=8", "temperature=0.0", "data.max_samples=30").out
     assert "30 rows in regenerated.jsonl" in out

@@ -43,7 +43,7 @@ from tests.support.processes import complaint
 @pytest.fixture
 def run(call, tiny_path):
     """Return run(*arguments), which runs scripts/evaluate.py with them, into the folder `out`."""
-    given = f"target=hf target.path={tiny_path} target.device=cpu output_dir=out limit=2 repeats=2 max_new_tokens=12"
+    given = f"target.path={tiny_path} target.device=cpu output_dir=out limit=2 repeats=2 max_new_tokens=12"
     return partial(call, evaluate.main, *typed(given))
 
 

@@ -103,7 +103,7 @@ def test_systems_side_by_side(target, tiny_path, tmp_path, call, monkeypatch):
     monkeypatch.setattr(tables, "FIGURES", tmp_path / "figures.json")
     tables.FIGURES.write_text("{}")
     given = typed(f"""
-        eagle3_head={tmp_path / "head"} target=hf target.path={tiny_path} target.device=cpu target.dtype=float32 limit=2
+        eagle3_head={tmp_path / "head"} target.path={tiny_path} target.device=cpu target.dtype=float32 limit=2
         prompts={tmp_path / "questions.jsonl"} output_dir=out ignore_eos=true
     """)
     assert call(spec_bench.main, *given, "max_new_tokens=12").code == 0
@@ -125,7 +125,7 @@ def test_settings_that_others_do_not_have_are_for_ours_alone(target, tiny_path, 
     save_head(make_head("eagle3", target), tmp_path / "head", target)
     (tmp_path / "questions.jsonl").write_text(json.dumps({"prompt": "def add(self"}) + "\n")
     given = typed(f"""
-        eagle3_head={tmp_path / "head"} target=hf target.path={tiny_path} target.device=cpu target.dtype=float32
+        eagle3_head={tmp_path / "head"} target.path={tiny_path} target.device=cpu target.dtype=float32
         limit=1 repeats=2
         prompts={tmp_path / "questions.jsonl"} output_dir=out max_new_tokens=8 ignore_eos=true
     """)

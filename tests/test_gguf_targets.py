@@ -12,6 +12,7 @@ import torch
 from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer, Gemma3TextConfig, LlamaForCausalLM, Phi3Config
 
+from foredraft.cli import explain
 from foredraft.heads import Target, save_head
 from foredraft.heads.checkpoint import read_config
 from foredraft.heads.eagle3 import Eagle3Head
@@ -22,7 +23,6 @@ from foredraft.heads.target.gguf_tokenizer import GPT2, SPLITTINGS, build_tokeni
 from foredraft.heads.target.loading import load_tokenizer
 from foredraft.heads.target.resolve_path import resolve_path
 from foredraft.train import publish
-from foredraft.train.cli import explain
 from tests.support.gguf_targets import tokenizer_metadata, write_gguf
 
 

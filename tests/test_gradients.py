@@ -9,9 +9,9 @@ from foredraft.heads.target import Target
 from foredraft.train import losses
 from foredraft.train.gradients import PartialGradients
 from foredraft.train.module import DistillationModel
-from foredraft.train.runtime.cost import LiveBytes
 from tests.support.batches import batch
 from tests.support.head_factory import criterion, make_head
+from tests.support.live_bytes import LiveBytes
 
 
 class Kept(PartialGradients):

@@ -12,9 +12,9 @@ from foredraft.heads import step_attention as steps
 from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.train import parity_gate
-from foredraft.train.runtime.cost import LiveBytes
 from tests.support.batches import PROMPT, batch
 from tests.support.head_factory import criterion, make_head
+from tests.support.live_bytes import LiveBytes
 
 
 def states(head, target: Target, text: PackedBatch) -> list[torch.Tensor]:

@@ -105,7 +105,7 @@ def train(tiny_path, tmp_path, here):
     for number in range(4):
         (texts / f"{number}.txt").write_text(TEXT[: 1200 + 7 * number])
     small = typed(f"""
-        target=hf preset=test_model target.path={tiny_path} target.device=cpu target.dtype=float32
+        preset=test_model target.path={tiny_path} target.device=cpu target.dtype=float32
         data=text data.path={texts} self_generated_tokens=0 max_length=64 trainer.max_steps=3 trainer.bf16=false
         eval.final_num_prompts=2 eval.prompt_tokens=16 eval.max_new_tokens=16 eval.steps=0
         eval.timed_prompts=1 output_dir=out

@@ -48,7 +48,7 @@ def started(*command: str) -> tuple[subprocess.Popen, str]:
 
 
 def extracting(target: Path, folder: Path) -> tuple[subprocess.Popen, str]:
-    given = ["target=hf", f"target.path={target}", "target.device=cpu", "target.dtype=float32", "port=0"]
+    given = [f"target.path={target}", "target.device=cpu", "target.dtype=float32", "port=0"]
     layers = f"layers={LAYERS}".replace(" ", "")
     return started("scripts/extract.py", *given, layers, f"output_dir={folder}")
 

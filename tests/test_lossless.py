@@ -20,7 +20,7 @@ from tests.support.batches import prompt
 
 @pytest.fixture
 def run(tiny_path, folder, call):
-    given = f"target=hf target.path={tiny_path} data=text data.path={folder} num_prompts=2 prompt_tokens=24 max_new_tokens=16"
+    given = f"target.path={tiny_path} data=text data.path={folder} num_prompts=2 prompt_tokens=24 max_new_tokens=16"
     return partial(call, lossless.main, *typed(given))
 
 

@@ -8,13 +8,13 @@ from omegaconf import OmegaConf
 
 from foredraft.heads import Target
 from foredraft.inference.evaluation import progress
-from foredraft.train.cli import CONF
 from foredraft.train.data import magpie
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.data_card import summary
 from foredraft.train.data.magpie import MagpieSettings, TurnPrefixes, corpus
 from foredraft.train.data.question_filters import QuestionFilter, before_loop, loops
 from foredraft.train.data.written_rows import RowFile
+from foredraft.words import CONF
 from tests.support import typed
 from tests.support.bigrams import TALK, save_bigram_chat
 from tests.support.chats import CHATML, MODELS, form_of, tokenizer

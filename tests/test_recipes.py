@@ -8,7 +8,6 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from foredraft.scripts.plan import plan
-from foredraft.train.cli import expand_shorthand
 from tests.support import nightly_but
 from tests.support.configs import composed
 
@@ -21,7 +20,7 @@ def planned(name: str) -> tuple[float, float, DictConfig]:
     text = (CONF / "recipe" / f"{name}.yaml").read_text()
     found = re.search(r"tokens: ([\d.]+) GiB.*, ([\d.]+) hours, by\n# +python scripts/plan.py (.+)", text)
     assert found is not None
-    config = composed("plan", *(part for argument in found[3].split() for part in expand_shorthand(argument)))
+    config = composed("plan", *found[3].split())
     return float(found[1]), float(found[2]), config
 
 

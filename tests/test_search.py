@@ -18,7 +18,7 @@ from tests.support.processes import Ended, complaint, end, program, until
 SMALL = typed("""
     head=auto heads=[eagle3,broken,medusa,hass] "+candidates.broken=['head=eagle3','head.target_layer_ids=[70]']"
     budget=48steps output_dir=out
-    data=text target=hf preset=test_model trainer.optim=adamw target.device=cpu max_length=64 self_generated_tokens=600
+    data=text preset=test_model trainer.optim=adamw target.device=cpu max_length=64 self_generated_tokens=600
     trainer.per_device_train_batch_size=4 trainer.warmup_steps=2 trainer.logging_steps=1 trainer.learning_rate=0.001
     eval={final_num_prompts:2,timed_prompts:1,prompt_tokens:16,max_new_tokens:8,num_prompts:1,steps:0,check_float32:false}
 """)

@@ -38,7 +38,7 @@ def handed_over(tmp_path) -> Callable[..., list[str]]:
         fake.parent.mkdir()
         fake.write_text(FAKE)
         fake.chmod(0o755)
-        facts = ["drafter=head", f"drafter.path={tmp_path / 'head'}", "port=7", "max_num_seqs=3", *arguments]
+        facts = [f"drafter={tmp_path / 'head'}", "port=7", "max_num_seqs=3", *arguments]
         environment = {"RECORD": str(tmp_path / "record"), "FOREDRAFT_API_KEY": "a-key", "TMPDIR": str(tmp_path)}
         done = serve(tmp_path, *facts, path=fake.parent, **environment)
         assert done.code == 0, done.err
@@ -80,7 +80,7 @@ def test_llamacpp_wants_the_target_in_its_own_format(target):
         llamacpp_command(target, None, "none", "tiny", "127.0.0.1", 8000, 4)
     command = llamacpp_command(target, __file__, "none", "tiny", "127.0.0.1", 8000, 4)
     assert command[:2] == ["-m", __file__] and "-md" not in command
-    with pytest.raises(ValueError, match=r"ngram.*drafter=head"):
+    with pytest.raises(ValueError, match=r"ngram.*drafter=DIRECTORY"):
         llamacpp_command(target, __file__, "ngram", "tiny", "127.0.0.1", 8000, 4)
 
 
@@ -111,7 +111,7 @@ def test_addresses_of_this_machine_are_known(host, only_here):
 
 
 def test_vllm_does_not_draft_with_everything(target):
-    with pytest.raises(ValueError, match=r"ngram.*drafter=head"):
+    with pytest.raises(ValueError, match=r"ngram.*drafter=DIRECTORY"):
         vllm_command(target, "ngram", "tiny", "127.0.0.1", 8000, 4)
     assert "--speculative-config" not in vllm_command(target, "none", "tiny", "127.0.0.1", 8000, 4)
 

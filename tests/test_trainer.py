@@ -2,8 +2,6 @@
 
 import datetime
 import json
-import re
-import time
 from pathlib import Path
 
 import pytest
@@ -190,29 +188,8 @@ def test_a_loss_that_is_not_finite_ends_the_run(target: Target, tmp_path: Path):
 def test_some_steps_are_profiled(target: Target, tmp_path: Path, capsys):
     make_trainer(target, tmp_path, max_steps=8, profile=True, save_strategy="no").train()
     names = [event["name"] for event in json.loads((tmp_path / "profile.json").read_text())["traceEvents"]]
-    steps = callbacks.Profile.LAST - callbacks.Profile.FIRST + 1
-    assert names.count("target") == names.count("head") == steps and "aten::mm" in names
+    assert names.count("target") == names.count("head") == 4 and "aten::mm" in names
     assert "Self CPU time total" in capsys.readouterr().out
-
-
-def test_a_step_says_how_long_its_parts_take_and_what_share_of_the_device_it_uses(
-    target: Target, tmp_path: Path, capsys
-):
-    settings = {"max_steps": 4, "logging_steps": 2, "save_strategy": "no", "gradient_accumulation_steps": 2}
-    trainer = make_trainer(target, tmp_path, gpu_tflops=0.001, **settings)
-    trainer.add_callback(callbacks.Progress())
-    began = time.perf_counter()
-    trainer.train()
-    taken = time.perf_counter() - began
-    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(entries) == 2
-    parts = [entry[f"seconds_{part}"] for entry in entries for part in callbacks.PARTS]
-    assert min(parts) >= 0 and 0 < 2 * sum(parts) < taken + 0.01
-    weights = sum(p.numel() for p in trainer.distillation.head.parameters())
-    assert trainer.flops_per_token > 2 * weights  # those of the target and the backward pass come on top
-    for entry in entries:
-        assert entry["mfu"] == pytest.approx(entry["tokens_per_second"] * trainer.flops_per_token / 1e9, rel=1e-3)
-    assert re.search(r"  mfu \S+  seconds: data \S+, target \S+, head \S+, optimizer \S+  ", capsys.readouterr().out)
 
 
 # As many steps as there is time for

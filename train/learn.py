@@ -31,9 +31,10 @@ import numpy as np
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from foredraft.train.cli import entry, has_gpu
+from foredraft.cli import entry
 from foredraft.train.learned_heads import LearnedHeads, write_atomically
 from foredraft.train.runtime.locks import hold
+from foredraft.words import has_gpu
 
 POLL = 1.0  # seconds between two looks at the log
 PAUSE = 10.0  # seconds after an error such as a full disk
@@ -104,9 +105,7 @@ def folders_of(output_dir: str, tenants: Sequence[str]) -> list[Path]:
 def typed_target() -> list[str]:
     """Return the arguments of the command line that choose the target, for another program."""
     overrides = HydraConfig.get().overrides.task
-    typed = [word for word in overrides if word.lstrip("+").partition("=")[0].partition(".")[0] == "target"]
-    chosen = any(word.startswith("target=") for word in typed)
-    return typed if chosen else [f"target={HydraConfig.get().runtime.choices['target']}", *typed]
+    return [word for word in overrides if word.lstrip("+").partition("=")[0].partition(".")[0] == "target"]
 
 
 def lower_priority() -> None:
@@ -166,8 +165,8 @@ class Learner:
         keep: int,
         run: Callable[[list[str]], bool],
     ):
-        """Initialize with Python arguments that train a head; data and head are added. target: constructor and arguments, as
-        in conf/target. num_samples: number of new texts that start a round. keep: maximum number of heads on disk. run: runs
+        """Initialize with Python arguments that train a head; data and head are added. target: constructor and arguments
+        (conf/options). num_samples: number of new texts that start a round. keep: maximum number of heads on disk. run: runs
         Python with arguments, and returns whether that succeeded."""
         self.heads, self.target, self.train_arguments, self.run = heads, target, train, run
         self.num_samples, self.keep = num_samples, keep

@@ -3,7 +3,6 @@
 forward -> forward_target (aux hidden states) -> head -> depth_loss (logits, loss and hits of some rows at one depth)
 """
 
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
@@ -19,7 +18,6 @@ from foredraft.train.gradients import PartialGradients
 from foredraft.train.hidden_states.online import forward_target, several_documents
 from foredraft.train.hidden_states.storage import sparse, unpack
 from foredraft.train.losses import Prediction
-from foredraft.train.runtime.part_times import PartTimes
 
 Loss = Callable[[Prediction, Prediction], Tensor]
 # Number of logits that the loss holds at a time: what a CPU's caches hold, and on a GPU 512 MiB in float32, because the
@@ -56,7 +54,6 @@ class DistillationModel(nn.Module):
         super().__init__()
         self.head, self.loss, self.depth_decay = head, loss, depth_decay
         self.chunk = chunk or rows_at_a_time(target.vocab_size, target.device.type)
-        self.part_times = PartTimes(target.device)
         self.target: Target = target  # frozen, and no module: not a part of this one's state
         self.top_k = False  # are teacher logits the target's k largest ones (hidden_states=offline, top_k)?
         self.weights: Tensor | None = None  # of the batch
@@ -105,16 +102,10 @@ class DistillationModel(nn.Module):
         return torch.stack([draft_loss_mask(text, d).flatten() for d in range(1, depth + 1)])
 
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
-        with self.part("target"):
+        with record_function("target"):
             aux_hidden_states, last = unpack(stored) if stored else self.forward_target(text)
         self.top_k = "top_ids" in stored
         return self.compute_loss(text, aux_hidden_states, last)
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Name what runs inside in profiles, and time it."""
-        with record_function(name), self.part_times.part(name):
-            yield
 
     def choose_anchors(self, text: PackedBatch, step: int) -> Tensor | None:
         """Return (batch, n): the positions at which the drafts of this step start; None for all positions."""
@@ -122,7 +113,7 @@ class DistillationModel(nn.Module):
 
     def compute_loss(self, text: PackedBatch, aux_hidden_states: Tensor, last: Tensor) -> Outcome:
         """Return the head's loss on what `forward_target` returned."""
-        with record_function("head"):  # whose time is the rest of a step's
+        with record_function("head"):
             outs = self.drafts(aux_hidden_states, self.target.embed(text.tokens), text)
         counted = self.loss_masks(text, len(outs))
         rows = self.active_positions(counted) if self.label_positions is None else self.label_positions

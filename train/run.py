@@ -1,4 +1,4 @@
-"""Train a draft head and measure what it gains:  python train/run.py head=eagle3 target=hf target.path=... data=...
+"""Train a draft head and measure what it gains:  python train/run.py head=eagle3 target=ORG/NAME data=...
 
     load -> prepare -> train -> finalize        the four parts of a run
 
@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, TrainerState, set_seed
 
+from foredraft.cli import entry
 from foredraft.heads import hub, lora
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.target import Target
@@ -37,7 +38,6 @@ from foredraft.train.checks import (
     check_saving,
     check_settings,
 )
-from foredraft.train.cli import entry
 from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Packed, count_tokens, has_chats, has_prompts, prompts
 from foredraft.train.data.documents import Documents
@@ -92,17 +92,11 @@ def main(cfg: DictConfig) -> None:
 
 
 def preset_line(cfg: DictConfig) -> str:
-    """Return the first line of a run: the preset, why it was chosen, how to choose another, and what it sets."""
-    choices, typed = HydraConfig.get().runtime.choices, HydraConfig.get().overrides.task
-    found = "no GPU was found" if choices["target"] == "hf" else f"for target={choices['target']}"
-    reason = f"{found}; preset=gpu for published settings"
-    if choices["preset"] == "gpu":
-        reason = "published settings; preset=cpu for an hour or two on a CPU"
-    if any(override.startswith("preset=") for override in typed):
-        reason = "as typed"
-    trainer = cfg.trainer
+    """Return the first line of a run: the preset, how to choose another, and what it sets."""
+    preset, trainer = HydraConfig.get().runtime.choices["preset"], cfg.trainer
+    reason = "preset=cpu for an hour or two on a CPU" if preset == "gpu" else "preset=gpu for published settings"
     return (
-        f"preset {choices['preset']} ({reason}): max_length={cfg.max_length} trainer.optim={trainer.optim} "
+        f"preset {preset} ({reason}): max_length={cfg.max_length} trainer.optim={trainer.optim} "
         f"trainer.learning_rate={trainer.learning_rate:g} trainer.num_train_epochs={trainer.num_train_epochs} "
         f"trainer.max_steps={trainer.max_steps}"
     )

@@ -20,9 +20,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from transformers import set_seed
 
+from foredraft.cli import user_message
+from foredraft.config import check
 from foredraft.heads.target import Target
-from foredraft.train.cli import user_message
-from foredraft.train.config_check import check
 from foredraft.train.data.corpus import Corpus
 from foredraft.train.finalize import finalize
 from foredraft.train.run import load, prepare, start_process, train, with_self_generated_text
@@ -131,12 +131,11 @@ def first_key(override: str) -> str:
 def check_candidate(cfg: DictConfig, name: str, overrides: list[str]) -> None:
     main = HydraConfig.instance().cfg  # which `check` replaces
     try:
-        check("train", overrides, 0)
+        own = check("train", overrides)
     except HydraException as error:
         raise HydraException(f"candidates.{name}: {error}") from error
     finally:
         HydraConfig.instance().cfg = main
-    own = hydra.compose("train", overrides)
     if "candidates" in own:
         raise ValueError(f"candidates.{name} has head=auto, which is not a head")
     typed = [key for key in map(first_key, cfg.candidates[name]) if key in SHARED]

@@ -21,7 +21,6 @@ from hydra.utils import instantiate
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
@@ -30,12 +29,13 @@ from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.hub.client import HEAD
 from foredraft.heads.target import Target
+from foredraft.heads.target.loading import has_bfloat16_products
 from foredraft.train import optimizer
 from foredraft.train.data.packing import collate
 from foredraft.train.module import DistillationModel
 from foredraft.train.optimizer import OPTIMIZERS
-from foredraft.train.runtime import callbacks, checkpoints, distributed
-from foredraft.train.runtime.callbacks import FitToTime, KeepCheckpoints, Profile, TimeOptimizer
+from foredraft.train.runtime import checkpoints, distributed
+from foredraft.train.runtime.callbacks import FitToTime, KeepCheckpoints, Profile
 from foredraft.train.runtime.memory import peak_memory
 from foredraft.train.runtime.strategy import load_full_weights, shard_on_cpus_too, without_weights
 
@@ -81,7 +81,6 @@ class HeadTrainingArguments(TrainingArguments):
     muon_lr: float = 0.05
     compile_head: str | None = None
     max_minutes: float = 0.0  # see FitToTime
-    gpu_tflops: float | None = None  # what a device can do: the share of it that is used is logged
     profile: bool = False  # see Profile
 
     def __post_init__(self) -> None:
@@ -124,6 +123,8 @@ def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArg
     for name in sorted(fixed.keys() & settings.keys()):
         if settings[name] != fixed[name]:
             raise ValueError(f"trainer.{name}={settings[name]} has no effect on a head: leave it out")
+    if settings.bf16 is None:
+        strategy["bf16"] = has_bfloat16_products(target.device)
     output_dir = str(Path(settings.output_dir) / checkpoints.UNFINISHED)
     return instantiate(settings, output_dir=output_dir, **fixed, **strategy)
 
@@ -166,11 +167,9 @@ class HeadTrainer(Trainer):
         self.schedules: list[Any] = []  # a list, because under DeepSpeed a copy of this trainer makes the schedule
         if args.max_minutes:
             self.add_callback(FitToTime(args.max_minutes, self.reschedule))
-        if args.profile:
+        if args.profile and distributed.rank() == 0:
             self.add_callback(Profile(self.folder.parent))
-        self.add_callback(TimeOptimizer(distillation.part_times))
         self.saving_since: float | None = None
-        self.flops_per_token: float | None = None  # products of a batch, forward and backward, over its tokens
         self.reset_counters()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
@@ -199,8 +198,7 @@ class HeadTrainer(Trainer):
         if self.saving_since is not None:
             self.since += time.perf_counter() - self.saving_since
             self.saving_since = None
-        with self.distillation.part_times.part("data", on_host=True):
-            batches, _ = super().get_batch_samples(*args)
+        batches, _ = super().get_batch_samples(*args)
         depths = range(1, self.distillation.head.depth + 1)
         counts = torch.zeros(len(depths), dtype=torch.int64)
         for number, batch in enumerate(batches):
@@ -228,18 +226,9 @@ class HeadTrainer(Trainer):
         loss = outcome.loss * distributed.world_size()  # every strategy averages gradients over its processes
         return (loss, outcome) if return_outputs else loss
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any) -> Tensor:
-        counter = FlopCounterMode(display=False) if self.args.gpu_tflops and self.flops_per_token is None else None
-        with self.distillation.part_times.part("step"), counter or contextlib.nullcontext():
-            loss = super().training_step(model, inputs, *args)
-        if counter is not None:
-            self.flops_per_token = counter.get_total_flops() / int((inputs["documents"] >= 0).sum())
-        return loss
-
     # Logging
 
     def reset_counters(self) -> None:
-        self.distillation.part_times.reset()
         self.hits, self.counts, self.tokens = 0.0, 0.0, 0
         self.losses: list[tuple[int, Tensor]] = []  # of each batch, with its step
         self.since = time.perf_counter()
@@ -261,21 +250,9 @@ class HeadTrainer(Trainer):
             logs |= {f"acc_{depth}": round(share, 4) for depth, share in enumerate(shares, start=1)}
             logs["tokens"] = int(tokens.item())
             logs["tokens_per_second"] = round(tokens.item() / (time.perf_counter() - self.since), 1)
-            if self.args.gpu_tflops and self.flops_per_token is not None:
-                peak = self.args.gpu_tflops * 1e12 * distributed.world_size()
-                logs["mfu"] = logs["tokens_per_second"] * self.flops_per_token / peak
-            logs |= self.seconds_of_parts()
             logs["memory_gib"] = round(peak_memory(self.args.device) / 2**30, 3)
             self.reset_counters()
         super().log(logs, *args, **kwargs)
-
-    def seconds_of_parts(self) -> dict[str, float]:
-        """Return the seconds of each part of an optimizer step of this process since the last entry. The head's are its
-        forward, loss and backward."""
-        times = self.distillation.part_times
-        found = times.seconds()
-        found["head"] = found.pop("step") - found["target"]
-        return {f"seconds_{part}": round(found[part] / times.times["optimizer"], 4) for part in callbacks.PARTS}
 
     def check_finite(self, logs: dict[str, float]) -> None:
         """Raise ValueError for a loss, or a norm of its gradient, that is not finite. KeepCheckpoints has every step logged

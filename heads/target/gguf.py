@@ -48,7 +48,9 @@ def converted(file: Path, dtype: torch.dtype) -> Path:
             if not (directory / RECORD).is_file():
                 convert(file, dtype, directory)
     except (OSError, SafetensorError) as error:  # the latter if the disk is full
-        reason = str(error).replace("No space", "no space")  # train/cli.py reacts to those words about a run's own disk
+        reason = str(error).replace(
+            "No space", "no space"
+        )  # foredraft/cli.py reacts to those words about a run's own disk
         raise ValueError(
             f"target {file} cannot be saved in {folder} ({reason}): fix this, or set the variable FOREDRAFT_CACHE to "
             "another directory"

@@ -29,7 +29,7 @@ DRAFTER_NAMES = "none, ngram, suffix, lookahead, draft:<path or id of a smaller 
 
 
 def load_drafter(path: str, target: Target, revision: str | None = None, **options: Any) -> Drafter:
-    """Load the drafter that `path` names. `options` are passed to its constructor; conf/drafter/*.yaml list them.
+    """Load the drafter that `path` names. `options` are passed to its constructor (foredraft/loading.py).
 
     path: "none" (autoregressive decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's
     directory or Hub id (revision: its branch, tag or commit), or several of these joined by "+" (`load_joined`). Heads and

@@ -88,7 +88,7 @@ def exported(
     """Write the head named `drafter` to a new temporary folder, and return the command that loads it. name: the target's."""
     if "/" not in drafter and not Path(drafter).is_dir():
         raise ValueError(
-            f"drafter.path={drafter}: engine={engine} drafts with a head (drafter=head) or not (drafter=none)"
+            f"drafter.path={drafter}: engine={engine} drafts with a head (drafter=DIRECTORY) or not (drafter=none)"
         )
     head = read_head(drafter, target)
     found, folder = export(head, target), tempfile.mkdtemp(prefix=f"foredraft-{engine}-")

@@ -21,7 +21,8 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 from openai import APIConnectionError, OpenAI
 
-from foredraft.train.cli import SCRIPTS, entry
+from foredraft.cli import entry
+from foredraft.words import SCRIPTS
 
 PROMPTS = ("import os\n\n\ndef ", "class Reader:\n    def ", "def parse(text):\n    ", "try:\n    import ")
 

@@ -27,9 +27,9 @@ from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PrinterCallback, TrainerCallback
 
+from foredraft.cli import entry
 from foredraft.heads import Target
 from foredraft.train import losses
-from foredraft.train.cli import entry
 from foredraft.train.data.corpus import Document, Packed
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.hidden_states.probe import final_norm, read_states

@@ -23,6 +23,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 import foredraft.inference.target_sampler
+from foredraft.cli import entry
 from foredraft.heads import Target
 from foredraft.heads.base import RecurrentHead
 from foredraft.heads.target import cuda_graphs
@@ -31,7 +32,6 @@ from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
 from foredraft.inference.evaluation.random_target import shaped_target
 from foredraft.inference.generation import Generation
 from foredraft.inference.tree import TokenTree
-from foredraft.train.cli import entry
 
 GIB = 2**30
 
@@ -192,7 +192,7 @@ def training(cfg: DictConfig, path: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         size = [f"steps={cfg.steps}", f"warmup={cfg.warmup}", f"output={file}", f"output_dir={folder}"]
-        program("bench/bench_train.py", "target=shape", *shape, f"target.device={cfg.device}", *size)
+        program("bench/bench_train.py", *shape, f"target.device={cfg.device}", *size)
         found = json.loads(file.read_text())["foredraft"]
     planned = re.search(
         r"sum +([\d.]+)", program("plan.py", *shape, "strategy=single", "trainer.per_device_train_batch_size=1")

@@ -16,10 +16,10 @@ from omegaconf import DictConfig, ListConfig
 from torch import Tensor
 
 from foredraft import Engine, Request, SamplingParams, Target
+from foredraft.cli import entry
 from foredraft.inference.drafters import Drafter, chain_of, load_drafter, tree_of
 from foredraft.inference.drafters.base import Accepted, NoDrafter, Wrapper
 from foredraft.inference.tree import TokenTree
-from foredraft.train.cli import entry
 from foredraft.train.data.prompt_sets import Prompt, questions, tokenize
 
 TokenCounts = list[tuple[int, int]]  # of each text: its forwards, and what they added

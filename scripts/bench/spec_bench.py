@@ -26,14 +26,15 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm.auto import tqdm
 
 from foredraft import Target
+from foredraft.cli import entry
 from foredraft.heads.target.device import device_name
 from foredraft.inference.evaluation.benchmark import Lines
 from foredraft.scripts.bench import systems
 from foredraft.scripts.bench.matched import first_turns
 from foredraft.scripts.bench.tables import markdown, publish
-from foredraft.train.cli import ROOT, entry
 from foredraft.train.data.prompt_sets import Prompt
 from foredraft.train.runtime.locks import hold
+from foredraft.words import ROOT
 
 Line = dict[str, Any]  # of one system and batch: its name, the batch's number, the repeat, and an Answer's fields
 Cell = list[float] | float | str | None

@@ -20,7 +20,7 @@ from foredraft import Target, generate, load_drafter
 from foredraft.heads.target.resolve_path import resolve_path
 from foredraft.inference.drafters import Drafter
 from foredraft.inference.evaluation.measure import left_pad
-from foredraft.train.cli import ROOT
+from foredraft.words import ROOT
 
 Prompts = list[list[int]]
 BASELINE = "baseline"

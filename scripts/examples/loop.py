@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from foredraft import Target, drafter_for, generate, save_head
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.train.cli import shipped
 from foredraft.train.data import stdlib
+from foredraft.words import shipped
 
 DEPTH_DECAY = 0.8  # a deeper draft counts less: it is only used if all drafts before it were accepted
 

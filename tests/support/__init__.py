@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from foredraft.train.cli import CONF
+from foredraft.words import CONF
 
 ROOT = Path(__file__).resolve().parents[2]
 

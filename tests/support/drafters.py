@@ -1,4 +1,4 @@
-"""Drafters for tests: random guesses, the same in every step, one of each sort, and every yaml of conf/drafter."""
+"""Drafters for tests: random guesses, the same in every step, one of each sort, and every one that `drafter=` names."""
 
 import random
 from pathlib import Path
@@ -28,6 +28,7 @@ from foredraft.inference.tree import from_parents
 from tests.support.configs import composed
 from tests.support.small_targets import random_model
 
+NAMED = ("draft_model", "head", "lookahead", "ngram", "none", "suffix", "union")
 SETTINGS = {
     "greedy": {},
     "sampled": {"temperature": 1.0},
@@ -125,13 +126,6 @@ def drafters(target) -> dict[str, Drafter]:
 
 
 def build_drafter(name: str, target: Target, model: Path, head: Path) -> Drafter:
-    """Build the drafter of conf/drafter/<name>.yaml; model, head: the `path` of those that need one."""
-    settings = composed("lossless", f"drafter={name}").drafter
-    paths = {
-        "head": f"{head}",
-        "draft_model": f"draft:{model}",
-        "union": f"ngram+{head}",
-    }
-    if name in paths:
-        settings.path = paths[name]
-    return instantiate(settings, target=target)
+    """Build a drafter of NAMED; model, head: the `path` of those that need one."""
+    paths = {"head": f"{head}", "draft_model": f"draft:{model}", "union": f"ngram+{head}"}
+    return instantiate(composed("lossless", f"drafter={paths.get(name, name)}").drafter, target=target)

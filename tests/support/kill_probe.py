@@ -65,7 +65,7 @@ def of_a_run(fate: Fate) -> None:
 
 def child(moment: int, number: int, overrides: list[str]) -> None:
     of_a_run(Fate(moment, number))
-    sys.argv = ["train/run.py", *overrides, "hydra/job_logging=disabled"]
+    sys.argv = ["train/run.py", *overrides]
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- to its end
     run.main()
     raise SystemExit(0)  # runs what a process runs at its end, and does not return to the loop that forks

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from tests.support import ROOT, typed
 
 SMALL = typed("""
-    data=text target=hf preset=test_model target.device=cpu max_length=64 self_generated_tokens=0 keep_checkpoints=true
+    data=text preset=test_model target.device=cpu max_length=64 self_generated_tokens=0 keep_checkpoints=true
     trainer.per_device_train_batch_size=4 trainer.logging_steps=1 trainer.warmup_steps=2
     eval.final_num_prompts=4 eval.prompt_tokens=16 eval.max_new_tokens=16 eval.num_prompts=2
 """)
@@ -25,7 +25,7 @@ STEPS = 20  # of a run with SMALL_EAGLE3
 # For runs that are compared step by step: no proof, few measurements.
 SMALL_EAGLE3 = typed(f"""
     head=eagle3 head.draft_vocab_size=128
-    data=text target=hf preset=test_model target.device=cpu max_length=64 self_generated_tokens=0
+    data=text preset=test_model target.device=cpu max_length=64 self_generated_tokens=0
     trainer.max_steps={STEPS} trainer.bf16=false trainer.learning_rate=0.001 trainer.warmup_steps=2 trainer.logging_steps=1
     eval.final_num_prompts=2 eval.timed_prompts=1 eval.prompt_tokens=16 eval.max_new_tokens=8 eval.num_prompts=1
     eval.steps={STEPS} eval.check_float32=false

@@ -62,7 +62,6 @@ def main() -> None:
         engine, *overrides = name.split(",")
         directory = folder / f"{engine}-{overrides[-1].partition('=')[2]}"
         sys.argv = ["train/run.py", *common, f"strategy={engine}", f"output_dir={directory}", *overrides]
-        sys.argv.append("hydra/job_logging=disabled")
         run.main()
         # Else the garbage collector decides, on each rank by itself, when targets are not loaded any more for ZeRO-3.
         unset_hf_deepspeed_config()

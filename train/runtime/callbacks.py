@@ -16,10 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from foredraft.heads.hub.card import duration
 from foredraft.inference.evaluation import progress
 from foredraft.train.runtime import checkpoints, distributed
-from foredraft.train.runtime.part_times import PartTimes
 from foredraft.train.runtime.run_state import seconds_of
-
-PARTS = ("data", "target", "head", "optimizer")  # of a step, as HeadTrainer logs their seconds
 
 
 class StopOnSignal(TrainerCallback):
@@ -99,9 +96,8 @@ def time_limit_record(history: list[dict[str, Any]]) -> dict[str, int]:
 
 
 class Progress(TrainerCallback):
-    """Print one line per log entry: step, loss, accuracy per depth, tokens/s, learning rate, norm of the gradient, what
-    share of the device's products is used, seconds of the parts of a step, time left; on a terminal a bar, and lines for
-    what is measured. It adds the time to the entry."""
+    """Print one line per log entry: step, loss, accuracy per depth, tokens/s, learning rate, norm of the gradient, time
+    left; on a terminal a bar, and lines for what is measured. It adds the time to the entry."""
 
     def __init__(self) -> None:
         self.start, self.first, self.earlier, self.figures = time.perf_counter(), 0, 0.0, ""
@@ -137,9 +133,6 @@ class Progress(TrainerCallback):
         figures += f"  {logs['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in logs else ""
         figures += f"  lr {logs['learning_rate']:.1e}"
         figures += f"  grad {logs['grad_norm']:.2g}" if "grad_norm" in logs else ""
-        figures += f"  mfu {logs['mfu']:.2f}" if "mfu" in logs else ""
-        if "seconds_target" in logs:
-            figures += "  seconds: " + ", ".join(f"{part} {logs[f'seconds_{part}']:.3g}" for part in PARTS)
         self.figures = figures
         if self.bar is None or not sys.stdout.isatty():
             text = f"step {state.global_step}/{state.max_steps}  {figures}  {duration(left)} left"
@@ -159,38 +152,28 @@ def measured(logs: dict[str, float]) -> Iterator[str]:
 
 
 class Profile(TrainerCallback):
-    """Run torch.profiler over steps FIRST to LAST of a run: profile.json in its directory, for Perfetto (ui.perfetto.dev),
-    and on the screen what took longest."""
-
-    FIRST, LAST = 3, 6  # the first steps also allocate and compile
+    """Run torch.profiler over steps 3 to 6 of a run, because the first steps also allocate and compile: profile.json in its
+    directory, for Perfetto (ui.perfetto.dev), and on the screen what took longest."""
 
     def __init__(self, directory: Path):
-        self.directory, self.done = directory, 0
-        self.profiler: torch.profiler.profile | None = None
+        self.directory = directory
+        self.profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=1, warmup=1, active=4, repeat=1), on_trace_ready=self.show
+        )
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.done += 1
-        if self.done == self.FIRST and distributed.rank() == 0:
-            self.profiler = torch.profiler.profile()
-            self.profiler.start()
+    def show(self, profiler: torch.profiler.profile) -> None:
+        profiler.export_chrome_trace(str(self.directory / "profile.json"))
+        device = "device" if torch.cuda.is_available() else "cpu"
+        print(profiler.key_averages().table(sort_by=f"{device}_time_total", row_limit=20), flush=True)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.profiler is not None and self.done == self.LAST:
-            self.profiler.stop()
-            self.profiler.export_chrome_trace(str(self.directory / "profile.json"))
-            device = "cpu" if args.device.type == "cpu" else "device"
-            print(self.profiler.key_averages().table(sort_by=f"{device}_time_total", row_limit=20), flush=True)
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.profiler.start()
 
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.profiler.step()
 
-class TimeOptimizer(TrainerCallback):
-    def __init__(self, times: PartTimes):
-        self.times, self.open = times, contextlib.ExitStack()
-
-    def on_pre_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.open.enter_context(self.times.part("optimizer"))
-
-    def on_optimizer_step(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.open.close()
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self.profiler.stop()
 
 
 class Measure(TrainerCallback):

