@@ -16,6 +16,7 @@ from foredraft.heads.target import Target
 from foredraft.train import parity_gate
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts
 from foredraft.train.data.documents import Document
+from foredraft.train.held_out import prompts_by_set
 from foredraft.train.losses import parts_of
 
 ONLINE = "foredraft.train.hidden_states.online.online"
@@ -37,10 +38,10 @@ def check_settings(target: Target, data: Corpus, settings: Any, length: int) -> 
         )
     if target.context is not None and tokens >= target.context:
         raise ValueError(f"eval.prompt_tokens={tokens}: the target reads {target.context} tokens, its answer included")
-    tested = (
-        prompts(target.text_tokenizer, data.test, settings.final_num_prompts, tokens) if has_prompts(data.test) else []
-    )
-    longest = max(map(len, tested), default=0)
+    tested = []
+    if has_prompts(data.test):
+        tested = prompts_by_set(target.text_tokenizer, data, settings.final_num_prompts, tokens)
+    longest = max((len(prompt.tokens) for prompt in tested), default=0)
     if target.context is not None and longest >= target.context:
         raise ValueError(
             f"a held-out conversation has a prompt of {longest} tokens, the target reads {target.context}, its answer "
