@@ -25,7 +25,6 @@ from foredraft.train.cli import entry
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.prompt_sets import Prompt
-from foredraft.train.held_out import prompts_by_set
 from foredraft.train.runtime.environment import facts_of_measurement
 from foredraft.train.runtime.locks import hold
 
@@ -85,7 +84,7 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
         return [Prompt(*prompt) for prompt in json.loads(file.read_text())]
     tokenizer = target.text_tokenizer
     if cfg.prompts == "held_out":
-        prompts = prompts_by_set(tokenizer, load_corpus(cfg.data, target), cfg.limit or 10**6, cfg.prompt_tokens)
+        prompts = prompt_sets.held_out(tokenizer, load_corpus(cfg.data, target), cfg.limit or 10**6, cfg.prompt_tokens)
     else:
         most = (target.context or 10**9) - cfg.max_new_tokens
         if most < 1:

@@ -14,9 +14,9 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.target import Target
 from foredraft.train import parity_gate
+from foredraft.train.data import prompt_sets
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts
 from foredraft.train.data.documents import Document
-from foredraft.train.held_out import prompts_by_set
 from foredraft.train.losses import parts_of
 
 ONLINE = "foredraft.train.hidden_states.online.online"
@@ -40,7 +40,7 @@ def check_settings(target: Target, data: Corpus, settings: Any, length: int) -> 
         raise ValueError(f"eval.prompt_tokens={tokens}: the target reads {target.context} tokens, its answer included")
     tested = []
     if has_prompts(data.test):
-        tested = prompts_by_set(target.text_tokenizer, data, settings.final_num_prompts, tokens)
+        tested = prompt_sets.held_out(target.text_tokenizer, data, settings.final_num_prompts, tokens)
     longest = max((len(prompt.tokens) for prompt in tested), default=0)
     if target.context is not None and longest >= target.context:
         raise ValueError(

@@ -29,10 +29,9 @@ from foredraft.inference.evaluation.report import Report, write_report
 from foredraft.inference.evaluation.results import Results, Sample
 from foredraft.train import held_out, lora, publish
 from foredraft.train.checks import save_checked
-from foredraft.train.data import data_card
+from foredraft.train.data import data_card, prompt_sets
 from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, has_prompts
 from foredraft.train.data.packing import collate
-from foredraft.train.data.prompt_sets import summary
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import time_limit_record
@@ -55,7 +54,8 @@ def finalize(
     distillation, history = trainer.distillation, trainer.state.log_history
     head, target = distillation.head, distillation.target
     metrics: dict[str, Any] = {}
-    results, samples = None, list[Sample]()
+    results: Results | None = None
+    samples: list[Sample] = []
     if not target.embeddings_only:
         metrics = held_out.agreement(trainer.criterion.with_head(head.eval()), rows).final_figures
     with tempfile.TemporaryDirectory() as scratch:
@@ -163,7 +163,7 @@ def measure(
 
     All prompts measure the acceptance of the fixed tree, and `timed_prompts` of them the speed of all three.
     """
-    rows = held_out.prompts_by_set(target.text_tokenizer, data, settings.final_num_prompts, settings.prompt_tokens)
+    rows = prompt_sets.held_out(target.text_tokenizer, data, settings.final_num_prompts, settings.prompt_tokens)
     load = partial(load_drafter, str(directory), tree="fixed")
     fixed = load(target)
     assert isinstance(fixed, HeadTree)
@@ -175,7 +175,7 @@ def measure(
     ]
     texts = [Text(row.category, row.tokens, row.ends) for row in rows]
     benchmark = Benchmark(target, systems, texts, settings.max_new_tokens, Lines(lines))
-    metadata = {"target": target.name, "prompts": summary(rows)}
+    metadata = {"target": target.name, "prompts": prompt_sets.summary(rows)}
     results = benchmark_results.measure(benchmark, TEMPERATURES, 1, metadata)
     if results.errors:
         raise ValueError(f"the measurement failed: {'; '.join(results.errors.values())}")

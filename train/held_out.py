@@ -18,10 +18,9 @@ from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.inference.evaluation.progress import track
 from foredraft.inference.generation import Generation
 from foredraft.train.data.conversations import HeldOut
-from foredraft.train.data.corpus import Corpus, Held, has_chats, prompts, tokenize
+from foredraft.train.data.corpus import Corpus, Held, tokenize
 from foredraft.train.data.documents import Documents
 from foredraft.train.data.packing import Packed, collate
-from foredraft.train.data.prompt_sets import Prompt
 from foredraft.train.module import DistillationModel
 
 TOKENS, WRITTEN = 1 << 14, 1 << 13  # that are read; that the target writes, fewer in a short run
@@ -120,24 +119,6 @@ def steps(hits: Tensor, counted: Tensor) -> list[int]:
             gained.append(accepted[at] + 1)
         at += accepted[at] + 1 if whole[at] else 1
     return gained
-
-
-def prompts_by_set(tokenizer: PreTrainedTokenizerBase, data: Corpus, count: int, length: int) -> list[Prompt]:
-    """Return about `count` held-out prompts, equally many of each data set of a mix. A set without a prompt that fits is left
-    out; raise ValueError if no set has one. length: see `corpus.prompts`."""
-    sets = data.test_sets or {"held_out": data.test}
-    found: list[Prompt] = []
-    reason: ValueError | None = None
-    for name, held in sets.items():
-        try:
-            rows = prompts(tokenizer, held, -(-count // len(sets)), length)
-        except ValueError as error:
-            reason = error
-            continue
-        found += [Prompt(name, row, has_chats(held)) for row in rows]
-    if not found and reason is not None:
-        raise reason
-    return found
 
 
 def standard_error(generations: list[Generation]) -> float:

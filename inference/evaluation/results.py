@@ -94,7 +94,7 @@ def place(line: Line) -> dict[str, Any]:
 def check(benchmark: Benchmark, temperatures: list[float]) -> None:
     """Check our systems, and write each result as a line, like the texts."""
     done = {(line["kind"], line["decoder"], line["temperature"]) for line in benchmark.lines.lines if "result" in line}
-    left = []
+    left: list[tuple[str, str, float]] = []
     for system in benchmark.systems.values():
         for number, temperature in enumerate(temperatures):
             kinds = ["identity"] if system.once else ["identity", "stages"]
