@@ -27,6 +27,7 @@ from foredraft.inference.evaluation.report import tables
 from foredraft.inference.evaluation.results import Results
 from foredraft.inference.tree import TokenTree
 from foredraft.scripts import evaluate
+from foredraft.train import finalize
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.prompt_sets import questions, tokenize
 from tests.support import typed
@@ -165,6 +166,41 @@ def test_figures_of_known_lines():
     assert found["acceptance_length"] == pytest.approx(10 / 3)
     assert accepted_shares(lines[9:10]) == pytest.approx([2 / 3, 2 / 3, 2 / 3, 1 / 3])
     assert decoder_figures(table, "missing", "all", None) is None
+
+
+def test_figures_of_a_training_run():
+    """Time two of four texts; of these one is a loop, which counts only for the acceptance length of all texts."""
+    texts = [Text("code", [number], False) for number in range(4)]
+    fast, slow = (
+        {"emitted": [3, 3, 3], "accepted": [2, 2, 2], "nodes": [4] * 3},
+        {"emitted": [1] * 9, "accepted": [0] * 9},
+    )
+    lines = []
+    for temperature in finalize.TEMPERATURES:
+        found = [text_line(BASELINE, number, 5.0, **slow, nodes=[1] * 9) for number in (0, 2)]
+        found += [text_line(finalize.AUTO, number, 4.0, **fast) for number in (0, 2)]
+        found += [text_line(finalize.FIXED, number, 2.5, **fast) for number in (0, 1, 2)]
+        found += [text_line(finalize.FIXED, 3, 2.0, **slow, nodes=[4] * 9)]
+        found = [line | ({"ids": [7] * 10} if line["text"] == 2 else {}) for line in found]
+        lines += [line | {"temperature": temperature} for line in found]
+    benchmark: Any = SimpleNamespace(lines=SimpleNamespace(lines=lines), texts=texts, new_tokens=10)
+    rows = []
+    for temperature in finalize.TEMPERATURES:
+        table = Table(lines, texts, temperature)
+        for name, category in [(name, category) for name in table.by_decoder for category in ("all", "loops")]:
+            row = decoder_figures(table, name, category, None) or {}
+            rows.append({"drafter": name, "temperature": temperature, "category": category, **row})
+    identity = [
+        {"drafter": finalize.FIXED, "temperature": t, "texts": 2, "identical": 1} for t in finalize.TEMPERATURES
+    ]
+    stages = [{"drafter": finalize.FIXED, "temperature": 0.0, "seconds": {"draft": 0.1}}]
+    results = Results({"preempted_share": 0.01}, rows, [], identity, stages, {}, {})
+    figures = finalize.figures_of(benchmark, results, depth=3)
+    assert figures["acceptance_length"] == 1.8 and figures["acceptance_length_all"] == 2.0
+    assert figures["accepted_per_depth"] == [0.4, 0.4, 0.0]
+    assert (figures["tokens_per_second"], figures["baseline_tokens_per_second"]) == (4.0, 2.0)
+    assert (figures["speedup"], figures["speedup_auto"]) == (2.0, 1.25) and figures["identical_in_dtype"] == 0.5
+    assert (figures["prompts"], figures["timed_prompts"], figures["repetitive_prompts"]) == (4, 2, 1)
 
 
 def test_texts_are_compared_in_the_table_of_all_of_them():
