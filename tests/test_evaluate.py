@@ -169,7 +169,7 @@ def test_figures_of_known_lines():
 
 
 def test_figures_of_a_training_run():
-    """Measure the speed on two of four texts. One of the two is a loop, which counts only for the acceptance length of all texts."""
+    """Measure the speed on two of four texts. One of the two is a loop, which counts only for `acceptance_length_all`."""
     texts = [Text("code", [number], False) for number in range(4)]
     fast, slow = (
         {"emitted": [3, 3, 3], "accepted": [2, 2, 2], "nodes": [4] * 3},
