@@ -15,6 +15,7 @@ PROGRAMS = {
     "generate": ("foredraft.scripts.generate", "continue prompts with a drafter"),
     "chat": ("foredraft.scripts.chat", "chat with a target in the terminal"),
     "serve": ("foredraft.scripts.serve", "serve OpenAI's protocol and a chat page"),
+    "learn": ("foredraft.train.learn", "train a server's head on its texts (serve learn=true starts it)"),
     "evaluate": ("foredraft.scripts.evaluate", "measure acceptance length and speed of drafters"),
     "lossless": ("foredraft.scripts.lossless", "check that drafting does not change the text of your model"),
     "preview": ("foredraft.scripts.preview", "show the training samples, with the learned tokens highlighted"),
@@ -31,6 +32,7 @@ PROGRAMS = {
 EXTRAS = {
     "train": "train",
     "demo": "train",
+    "learn": "train",
     "preview": "train",
     "extract": "train",
     "regenerate": "regenerate",

@@ -13,11 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foredraft.heads import adapter, formats
+from foredraft.heads import formats
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.files import ADAPTER_CONFIG, CONFIG, FILE, PICKLED, SAFE, read_config
 from foredraft.heads.hub.client import find, weights_sha256
-from foredraft.heads.medusa2 import Medusa2Head
 from foredraft.heads.target import Target
 from foredraft.heads.target.files import weight_map
 
@@ -90,8 +89,6 @@ def write_head(
             layout.write_weights(weights, part / name, head, target)
         (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         layout.complete_files(part, target)
-        if isinstance(head, Medusa2Head):
-            adapter.save(target, part)
         mode = (part / CONFIG).stat().st_mode
         for file in part.iterdir():
             file.chmod(mode)  # safetensors makes files private, and a server may run as another user
@@ -145,28 +142,22 @@ def is_own_card(file: Path) -> bool:
 
 
 def read_head(path: str | Path, target: Target, revision: str | None = None, strict: bool = False) -> DraftHead:
-    """Read a head from a directory or the Hub, on the CPU and in its stored dtype. The adapter of a Medusa-2 head is loaded
-    onto the target, whose text it changes. revision: a branch, tag or commit on the Hub.
+    """Read a head from a directory or the Hub, on the CPU and in its stored dtype. revision: a branch, tag or commit on the
+    Hub.
 
     Raises ValueError with the missing, unexpected or mismatched tensors and settings. Warns once about settings of the files
     that are unusual or differ from the target's; with strict this is an error for heads trained by foredraft."""
     files = formats.read(find(path, revision))
+    if (files.directory / ADAPTER_CONFIG).is_file():
+        raise files.error(
+            f"{ADAPTER_CONFIG} lies next to the head: an adapter would change the target's text. Remove it"
+        )
     check_card(files.directory)
     layout = formats.detect(files)
     head = formats.build(layout, files, target)
     head.imported = not files.trained_here
-    has_adapter = (files.directory / adapter.CONFIG).is_file()
-    if has_adapter and not isinstance(head, Medusa2Head):
-        raise files.error(
-            f"{adapter.CONFIG} lies next to a head of kind {head.kind}, which needs no adapter, and would change the "
-            "target's text. Remove it"
-        )
-    if not has_adapter and len(adapter.lora_layers(target)):
-        raise files.error(f"{target.name} has an adapter that does not belong to this head: load the target again")
     head.attach(target)
     check_fit(files, head, target, strict)
-    if has_adapter:
-        adapter.load(target, files.directory)
     return head
 
 
@@ -212,12 +203,11 @@ def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict:
     problems += head.incompatibilities(target)
     notes = [*files.notes, *head.differences(target)]
     if saved.get("embedding_digest", now["embedding_digest"]) != now["embedding_digest"]:
-        other = (
+        notes.append(
             f"it was trained for other weights than those of {target.name} (embedding_digest {saved['embedding_digest']} "
             f"and {now['embedding_digest']}): its acceptance is a little lower for a quantized file or a fine-tune, and very "
             "low for another model"
         )
-        (problems if isinstance(head, Medusa2Head) else notes).append(other)  # its adapter would change the target
     if strict and files.trained_here:
         problems += notes
     if problems:

@@ -50,7 +50,7 @@ class DFlashHead(BlockHead):
 
     kind, projector, depth_key = "dflash", "dflash", "block_size"
     architecture: ClassVar[str] = "DFlashDraftModel"
-    own_names: ClassVar[tuple[str, ...]] = ()  # arguments of a kind in addition to DFlash's, saved in `dflash_config`
+    own_defaults: ClassVar[dict[str, Any]] = {}  # settings of a kind in addition to DFlash's, saved in `dflash_config`
     config: LlamaConfig
     target: Target
 
@@ -65,10 +65,15 @@ class DFlashHead(BlockHead):
         window: int | None = None,
         layer_types: list[str] | None = None,
         draft_vocab_size: int | None = None,
+        **own: Any,
     ):
         """Build the modules. config: its num_hidden_layers are the head's. window: of sliding layers. layer_types: None if
-        all are full. draft_vocab_size: None drafts from the whole vocabulary with the target's lm_head."""
+        all are full. draft_vocab_size: None drafts from the whole vocabulary with the target's lm_head. own: as in
+        `own_defaults`."""
         super().__init__()
+        if unknown := sorted(own.keys() - self.own_defaults.keys()):
+            raise TypeError(f"head={self.kind} has no setting {unknown[0]}")
+        self.own = self.own_defaults | own
         self.config, self.layers, self.block_size, self.mask_token_id = config, list(layers), block_size, mask_token_id
         self.causal, self.window, self.sample_from_anchor = causal, window, sample_from_anchor
         self.depth = self.limit = block_size if sample_from_anchor else block_size - 1
@@ -97,14 +102,14 @@ class DFlashHead(BlockHead):
         window: int | None = None,
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
-        **kind_settings: Any,
+        **own: Any,
     ) -> "DFlashHead":
         """Make a new head.
 
         block_size: positions of a block. num_hidden_layers: decoder layers of the head. target_layer_ids: hidden states
         that it takes; None uses as many as it has layers, spread as in the paper. mask_token_id: None chooses a token that
         hardly occurs in text. window: of all its layers but the last; None for full attention. draft_vocab_size, counts: as
-        in EAGLE-3. kind_settings: of kinds that build on this one."""
+        in EAGLE-3. own: as in `own_defaults`."""
         layers = target_layer_ids
         if layers is None:
             layers = spread_layers(target.num_layers, num_hidden_layers)
@@ -118,7 +123,7 @@ class DFlashHead(BlockHead):
         config.num_hidden_layers, config.attention_bias = num_hidden_layers, False
         types = None if window is None else [SLIDING] * (num_hidden_layers - 1) + [FULL]
         layout = sample_from_anchor, causal, window, types, draft_vocab_size
-        head = cls(config, layers, block_size, mask, *layout, **kind_settings)
+        head = cls(config, layers, block_size, mask, *layout, **own)
         head.init_like(target)
         head.init_projections(target, counts)
         head.attach(target)
@@ -162,18 +167,13 @@ class DFlashHead(BlockHead):
             window=config["sliding_window"],
             layer_types=config["layer_types"],
             draft_vocab_size=config["draft_vocab_size"],
-            **cls.own_arguments(block),
+            **{name: block[name] for name in cls.own_defaults},
         )
-
-    @classmethod
-    def own_arguments(cls, config: dict) -> dict[str, Any]:
-        """Return this kind's constructor arguments from `dflash_config`."""
-        return {name: config[name] for name in cls.own_names}
 
     @property
     def own_settings(self) -> dict[str, Any]:
         """Return what this kind adds to `dflash_config`."""
-        return {}
+        return self.own
 
     def to_config(self) -> dict:
         """Return z-lab's config.json, in which layers are numbered by their outputs, from 0."""
@@ -216,9 +216,8 @@ class DFlashHead(BlockHead):
         masks = mask.expand(*anchors.shape[:-1], self.block_size - 1, -1)
         return torch.cat([anchors[..., None, :].to(mask.dtype), masks], dim=-2)
 
-    def drafts(self, hidden: Tensor, context: Tensor) -> Tensor:
-        """Return hidden states (..., depth, width) of the drafts from those of all positions. context: (..., hidden), the
-        fused hidden state of the newest text position, which LiLiCorr uses."""
+    def drafts(self, hidden: Tensor) -> Tensor:
+        """Return hidden states (..., depth, width) of the drafts from those of all positions."""
         hidden = self.norm(hidden)
         return hidden if self.sample_from_anchor else hidden[..., 1:, :]
 
@@ -232,8 +231,8 @@ class DFlashHead(BlockHead):
         context, blocks = self.fuse(aux_hidden_states), Blocks.of(text, size)
         starts = blocks.last.clamp(min=0)
         anchors = (starts + 1).clamp(max=length - 1)
-        wide = (-1, -1, self.config.hidden_size)
-        hidden = self.inputs(embeddings.gather(1, anchors[..., None].expand(wide))).flatten(1, 2)
+        wide = anchors[..., None].expand(-1, -1, self.config.hidden_size)
+        hidden = self.inputs(embeddings.gather(1, wide)).flatten(1, 2)
         ahead = torch.arange(1, size + 1, device=starts.device)
         positions = (text.positions.gather(1, starts)[..., None] + ahead).flatten(1)
         of_text, of_blocks = (self.rotary(p, length + size, hidden.dtype) for p in (text.positions, positions))
@@ -243,7 +242,7 @@ class DFlashHead(BlockHead):
             of_context = attention.keys_values(context, *of_text)
             attended = attend_blocks(q, of_context, (block_kv[0], block_kv[1]), blocks, *self.masking(number))
             hidden = layer.feed_forward(hidden, attention.project_out(attended), kernel)
-        hidden = self.drafts(hidden.unflatten(1, (-1, size)), context.gather(1, starts[..., None].expand(wide)))
+        hidden = self.drafts(hidden.unflatten(1, (-1, size)))
         before = (starts[..., None] + ahead[: self.depth]).clamp(max=length - 1)
         return self.condition_on_text(hidden, text.tokens.gather(1, before.flatten(1)).view_as(before))
 
@@ -252,15 +251,10 @@ class DFlashHead(BlockHead):
         cos_sin = self.rotary(cache.columns(aux_hidden_states.shape[1]), cache.capacity, context.dtype)
         for number, layer in enumerate(self.own_layers):
             cache.update(*layer.self_attn.keys_values(context, *cos_sin), number)
-        return self.build_context(embeddings, context)
-
-    def build_context(self, embeddings: Tensor, context: Tensor) -> Tensor:
-        """Return what `draft_block` needs of each position: the embedding of the token after it comes first."""
         return embeddings
 
     def draft_block(self, last: Tensor, cache: KVCache) -> Tensor:
-        anchor, context = last[:, 0].tensor_split([self.config.hidden_size], dim=-1)
-        hidden, columns = self.inputs(anchor), cache.columns(self.block_size)
+        hidden, columns = self.inputs(last[:, 0]), cache.columns(self.block_size)
         cos, sin = self.rotary(columns, cache.capacity, hidden.dtype)
         for number, layer in enumerate(self.own_layers):
             causal, window = self.masking(number)
@@ -270,7 +264,7 @@ class DFlashHead(BlockHead):
             x, kernel = layer.inputs(hidden)
             attended = layer.self_attn.attend_cached(x, cos, sin, mask, cache, number)
             hidden = layer.feed_forward(hidden, attended, kernel)
-        return self.drafts(hidden, context)
+        return self.drafts(hidden)
 
 
 def spread_layers(n: int, count: int) -> list[int]:

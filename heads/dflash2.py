@@ -86,29 +86,27 @@ class DFlash2Head(DFlashHead):
 
     kind = projector = "dflash2"
     architecture = "DFlash2DraftModel"
-    own_names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    own_defaults = {  # noqa: RUF012
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 256,
+        "selector_top_k": 16,
+    }
 
-    def __init__(
-        self,
-        *args: Any,
-        conv_kernel_size: int = 2,
-        conv_group_size: int = 16,
-        selector_rank: int = 256,
-        selector_top_k: int = 16,
-        **kwargs: Any,
-    ):
-        self.taps, self.group = conv_kernel_size, conv_group_size
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if min(self.taps, selector_rank, selector_top_k) < 1 or self.width % self.group:
+        taps, group, rank, top_k = self.own.values()
+        if min(taps, rank, top_k) < 1 or self.width % group:
             raise ValueError(
-                f"head.conv_kernel_size={self.taps}, head.selector_rank={selector_rank} and head.selector_top_k="
-                f"{selector_top_k} must be at least 1, and head.conv_group_size={self.group} must divide {self.width}"
+                f"head.conv_kernel_size={taps}, head.selector_rank={rank} and head.selector_top_k={top_k} must be at least "
+                f"1, and head.conv_group_size={group} must divide {self.width}"
             )
-        self.correction, self.candidates = selector_rank, min(selector_top_k, self.draft_vocab)
-        self.candidate_selector = CandidateSelector(self.width, self.config.vocab_size, selector_rank)
+        self.correction = rank
+        self.candidates = self.own["selector_top_k"] = min(top_k, self.draft_vocab)
+        self.candidate_selector = CandidateSelector(self.width, self.config.vocab_size, rank)
 
     def new_layer(self) -> BlockLayer:
-        return ConvLayer(self.config, self.taps, self.group, self.block_size)
+        return ConvLayer(self.config, self.own["conv_kernel_size"], self.own["conv_group_size"], self.block_size)
 
     def masking(self, layer: int) -> tuple[bool, int | None]:
         """Return the masking of DFlash, but sliding layers are bidirectional inside a block, like all others."""
@@ -118,10 +116,6 @@ class DFlash2Head(DFlashHead):
     def vocabulary_parameters(self) -> list[nn.Parameter]:
         selector = self.candidate_selector
         return [*super().vocabulary_parameters, selector.predecessor_codebook, selector.successor_codebook]
-
-    @property
-    def own_settings(self) -> dict[str, Any]:
-        return dict(zip(self.own_names, (self.taps, self.group, self.correction, self.candidates), strict=True))
 
     def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         selector = self.candidate_selector

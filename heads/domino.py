@@ -18,19 +18,17 @@ class DominoHead(DFlashHead):
 
     kind = projector = "domino"
     architecture = "DominoDraftModel"
-    own_names = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
+    own_defaults = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}  # noqa: RUF012
 
-    def __init__(
-        self, *args: Any, emb_dim: int = 256, gru_hidden_dim: int = 1024, pure_draft_prefix_len: int = 1, **kwargs: Any
-    ):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if min(emb_dim, gru_hidden_dim) < 1 or pure_draft_prefix_len < 0:
+        emb_dim, gru_hidden_dim, self.pure = self.own.values()
+        if min(emb_dim, gru_hidden_dim) < 1 or self.pure < 0:
             raise ValueError(
                 f"head.emb_dim={emb_dim} and head.gru_hidden_dim={gru_hidden_dim} must be at least 1, and "
-                f"head.pure_draft_prefix_len={pure_draft_prefix_len} at least 0"
+                f"head.pure_draft_prefix_len={self.pure} at least 0"
             )
         self.correction = self.memory = gru_hidden_dim
-        self.pure = pure_draft_prefix_len
         self.prefix_gru = nn.GRU(self.width, gru_hidden_dim, bias=False, batch_first=True)
         up = nn.Linear(emb_dim, self.draft_vocab, bias=False)
         self.embed_proj = nn.Sequential(nn.Linear(self.width + gru_hidden_dim, emb_dim, bias=False), nn.SiLU(), up)
@@ -42,8 +40,7 @@ class DominoHead(DFlashHead):
 
     @property
     def own_settings(self) -> dict[str, Any]:
-        values = self.embed_proj[0].out_features, self.memory, self.pure
-        return dict(zip(self.own_names, values, strict=True)) | {"shift_label": self.sample_from_anchor}
+        return self.own | {"shift_label": self.sample_from_anchor}
 
     def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         gru, inputs = self.prefix_gru, self.target.embed(tokens).to(hidden.dtype).flatten(0, -2)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from foredraft.heads import lora
 from foredraft.heads.base import PackedBatch, RecurrentHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.cache import KVCache
@@ -36,9 +37,6 @@ class DraftModelHead(RecurrentHead):
         super().__init__()
         self.lm, self.vocab_size = lm, vocab_size
         self.model = lm.model
-        self.tuner: list[
-            Any
-        ] = []  # peft's, while an adapter is tuned; in a list, because its layers are part of the model
         self.layers, self.cache_layers = [], lm.num_layers
 
     @classmethod
@@ -46,8 +44,8 @@ class DraftModelHead(RecurrentHead):
         cls, target: Target, path: str | None = None, num_hidden_layers: int = 2, lora_r: int | None = None
     ) -> "DraftModelHead":
         """Load or make a model to tune: the one at `path`, or one of the target's own first `num_hidden_layers` layers.
-        lora_r: tune an adapter of this rank, which is merged at the end; None tunes all weights. Raises ValueError if the
-        vocabularies differ."""
+        lora_r: tune low-rank additions to its layers, which are merged at the end; None tunes all weights. Raises ValueError
+        if the vocabularies differ."""
         if path is None:
             lm = Target(
                 first_layers(target, num_hidden_layers),
@@ -63,10 +61,7 @@ class DraftModelHead(RecurrentHead):
         if lora_r is None:
             head.model.requires_grad_(True)
         else:
-            from peft import LoraConfig, LoraModel
-
-            tuned = LoraConfig(r=lora_r, lora_alpha=2 * lora_r, target_modules="all-linear", task_type="CAUSAL_LM")
-            head.tuner = [LoraModel(head.model, tuned, "default")]  # inserts its layers into the model
+            lora.add(head.model.base_model, lora_r)
         return head.to(target.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "DraftModelHead":
@@ -82,8 +77,7 @@ class DraftModelHead(RecurrentHead):
         return [*super().vocabulary_parameters, *self.model.get_output_embeddings().parameters()]
 
     def on_train_end(self) -> None:
-        if self.tuner:
-            self.tuner.pop().merge_and_unload()
+        lora.merge(self)
 
     @classmethod
     def from_config(cls, config: dict) -> "DraftModelHead":

@@ -57,28 +57,24 @@ class DSparkHead(DFlashHead):
 
     kind = projector = "dspark"
     architecture = "DSparkDraftModel"
-    own_names = ("markov_rank", "markov_head_type", "enable_confidence_head")
+    own_defaults = {  # noqa: RUF012
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+    }
 
-    def __init__(
-        self,
-        *args: Any,
-        markov_rank: int = 256,
-        markov_head_type: str = "vanilla",
-        enable_confidence_head: bool = True,
-        **kwargs: Any,
-    ):
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if markov_head_type not in VARIANTS or markov_rank < 1:
+        self.rank, variant, self.confident = self.own.values()
+        if variant not in VARIANTS or self.rank < 1:
             raise ValueError(
-                f"head.markov_head_type={markov_head_type} must be one of {', '.join(VARIANTS)}, and "
-                f"head.markov_rank={markov_rank} at least 1"
+                f"head.markov_head_type={variant} must be one of {', '.join(VARIANTS)}, and head.markov_rank={self.rank} at "
+                "least 1"
             )
-        self.rank, self.confident = markov_rank, enable_confidence_head
-        self.correction = markov_rank + enable_confidence_head
-        self.memory = markov_rank if markov_head_type == "rnn" else 0
-        sizes = self.width, markov_rank, self.config.vocab_size, self.draft_vocab
-        self.markov_head = MarkovHead(markov_head_type, *sizes)
-        self.confidence_head = ConfidenceHead(self.width + markov_rank) if enable_confidence_head else None
+        self.correction = self.rank + self.confident
+        self.memory = self.rank if variant == "rnn" else 0
+        self.markov_head = MarkovHead(variant, self.width, self.rank, self.config.vocab_size, self.draft_vocab)
+        self.confidence_head = ConfidenceHead(self.width + self.rank) if self.confident else None
 
     @property
     def vocabulary_parameters(self) -> list[nn.Parameter]:
@@ -86,8 +82,7 @@ class DSparkHead(DFlashHead):
 
     @property
     def own_settings(self) -> dict[str, Any]:
-        values = self.rank, self.markov_head.variant, self.confident
-        return dict(zip(self.own_names, values, strict=True)) | {"confidence_head_with_markov": True}
+        return self.own | {"confidence_head_with_markov": True}
 
     def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         previous = self.markov_head.markov_w1(tokens)

@@ -36,6 +36,8 @@ from foredraft.heads.layers import (
 from foredraft.heads.step_attention import at_start, attend_steps
 from foredraft.heads.target import Target
 
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")  # settings, here and on disk
+
 
 class MidLayer(DecoderLayer):
     """Attend over the concatenation of embedding and hidden state. The residual is only the hidden state."""
@@ -155,12 +157,8 @@ class Eagle3Head(LayerHead):
             layers=config["eagle_aux_hidden_state_layer_ids"],
             depth=config.get("foredraft", {}).get("depth", 7),
             draft_vocab_size=config.get("draft_vocab_size"),
-            fc_norm=bool(config.get("fc_norm", False)),
-            norm_output=bool(config.get("norm_output", False)),
-            norm_before_fc=bool(config.get("norm_before_fc", False)),
-            norm_before_residual=bool(config.get("norm_before_residual", False)),
             use_aux_hidden_state=config.get("use_aux_hidden_state", True),
-            qk_norm=bool(config.get("qk_norm", False)),
+            **{name: bool(config.get(name, False)) for name in FLAGS},
         )
 
     def to_config(self) -> dict:

@@ -178,17 +178,6 @@ def is_packable(module: nn.Module) -> bool:
     return dtype in SMALLEST and module.weight.numel() >= SMALLEST[dtype] and is_faster(dtype)
 
 
-def unpack(module: nn.Module) -> None:
-    """Restore linear layers for what needs a parameter: an adapter, or a copy that is trained."""
-    for parent in list(module.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, PackedLinear):
-                linear = nn.Linear(child.in_features, child.out_features, bias=False, device="meta", dtype=child.dtype)
-                linear.weight = nn.Parameter(child.weight, requires_grad=False)
-                linear.bias = child.bias
-                setattr(parent, name, linear)
-
-
 @cache
 def is_faster(dtype: torch.dtype) -> bool:
     """Return whether products of a few rows with a packed weight are faster on this CPU. This is decided by the abilities

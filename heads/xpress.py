@@ -75,46 +75,38 @@ class XPressHead(DFlashHead):
 
     kind = projector = "xpress"
     architecture = "Qwen3XPressModel"
-    own_names = ("xpress_rank", "xpress_mlp_hidden", "xpress_num_passes")
+    # xpress_num_passes: how often engines refine. It is not used here.
+    own_defaults = {"xpress_rank": 256, "xpress_mlp_hidden": 512, "xpress_num_passes": 6}  # noqa: RUF012
 
-    def __init__(
-        self,
-        *args: Any,
-        xpress_rank: int = 256,
-        xpress_mlp_hidden: int = 512,
-        xpress_num_passes: int = 6,
-        **kwargs: Any,
-    ):
-        """Build the modules. xpress_num_passes: how often engines refine; not used here."""
+    def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if min(xpress_rank, xpress_mlp_hidden, xpress_num_passes) < 1:
+        rank, self.inner, self.passes = self.own.values()
+        if min(self.own.values()) < 1:
             raise ValueError(
-                f"head.xpress_rank={xpress_rank}, head.xpress_mlp_hidden={xpress_mlp_hidden} and head.xpress_num_passes="
-                f"{xpress_num_passes} must be at least 1"
+                f"head.xpress_rank={rank}, head.xpress_mlp_hidden={self.inner} and head.xpress_num_passes={self.passes} must "
+                "be at least 1"
             )
-        self.correction, self.memory = xpress_rank, self.block_size * xpress_rank
-        self.inner, self.passes = xpress_mlp_hidden, xpress_num_passes
-        sizes = self.width, self.block_size, self.config.vocab_size, self.draft_vocab, xpress_rank, xpress_mlp_hidden
+        self.correction, self.memory = rank, self.block_size * rank
+        sizes = self.width, self.block_size, self.config.vocab_size, self.draft_vocab, rank, self.inner
         self.xpress_head = Refiner(*sizes)
-        self.width += (2 if self.sample_from_anchor else 4) * xpress_rank
+        self.width += (2 if self.sample_from_anchor else 4) * rank
 
     @property
     def vocabulary_parameters(self) -> list[nn.Parameter]:
         return [*super().vocabulary_parameters, *self.xpress_head.w2.parameters()]
 
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        return {}  # they are at the top level
+
     def to_config(self) -> dict:
-        return super().to_config() | {
-            "xpress_rank": self.correction,
-            "xpress_mlp_hidden": self.inner,
-            "xpress_num_passes": self.passes,
-            "xpress_block_size": self.block_size,
-            "sample_from_anchor": self.sample_from_anchor,
-        }
+        layout = {"xpress_block_size": self.block_size, "sample_from_anchor": self.sample_from_anchor}
+        return super().to_config() | self.own | layout
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         return super().base_logits(hidden[..., : self.config.hidden_size])
 
-    def drafts(self, hidden: Tensor, context: Tensor) -> Tensor:
+    def drafts(self, hidden: Tensor) -> Tensor:
         hidden = self.norm(hidden)
         states = torch.cat([hidden, c := self.xpress_head.of_hidden(hidden)], dim=-1)
         if self.sample_from_anchor:

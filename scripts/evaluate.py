@@ -19,7 +19,7 @@ from foredraft.heads import Target
 from foredraft.inference import generate, load_drafter
 from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
-from foredraft.inference.evaluation.report import Report, terminal, write_report, write_results
+from foredraft.inference.evaluation.report import Report, terminal, write_report
 from foredraft.inference.evaluation.results import measure, samples
 from foredraft.train.cli import entry
 from foredraft.train.data import prompt_sets
@@ -58,9 +58,8 @@ def evaluate(cfg: DictConfig, output: Path) -> None:
     benchmark = Benchmark(target, systems, texts, cfg.max_new_tokens, lines)
     metadata = {**facts_of_measurement(target), "prompts": about}
     results = measure(benchmark, [float(t) for t in cfg.temperature], cfg.repeats, metadata)
-    write_results(output, results)
     page = Report(f"Drafters for {target.name}", results.metadata, results, list(samples(benchmark)))
-    write_report(output / "report.html", page)
+    write_report(output, page)
     print(f"\n{terminal(results)}\n\nreport: {output / 'report.html'}")
 
 

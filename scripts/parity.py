@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from foredraft.heads import hub
 from foredraft.heads.target.resolve_path import gguf_of
-from foredraft.inference.serve.llamacpp import is_installed
+from foredraft.inference.serve.other_engines import has_llamacpp
 from foredraft.train import gguf_gate, publish
 from foredraft.train.cli import entry
 
@@ -22,7 +22,7 @@ def main(cfg: DictConfig) -> None:
     trained = hub.find(cfg.checkpoint)
     publish.gate(trained, target, hub.find(cfg.exported) if cfg.exported else trained)
     own = None if cfg.target_gguf else gguf_of(target.name, None, cfg.target.revision)
-    if own is not None and not is_installed():
+    if own is not None and not has_llamacpp():
         print(f"not compared with llama.cpp on {own.name}, because llama.cpp is not installed (pip install xllamacpp)")
     elif own or cfg.target_gguf:
         prompts = [text[: publish.LENGTH // 2] for text in publish.own_texts(target)]

@@ -4,24 +4,30 @@ If the variable FOREDRAFT_API_KEY is set, clients must send this key. The sampli
 engine=vllm starts vLLM with the exported head instead, and engine=llamacpp starts llama.cpp's server.
 """
 
+import json
+import logging
 import os
 import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
 
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from foredraft.inference.serve.address import check_address, check_exposed
-from foredraft.train.cli import entry
-from foredraft.train.runtime.locks import hold
-
-if TYPE_CHECKING:
-    from foredraft.inference.serve.background import Background
+from foredraft.train import learn
+from foredraft.train.cli import entry, quoted
+from foredraft.train.learned_heads import LearnedHeads
 
 ENGINES = {"foredraft": "foredraft", "vllm": "vLLM", "llamacpp": "llama.cpp"}
+MAX_LEARN_LOG = 2**26  # bytes of texts that wait for the next training
+NEEDS_HEAD = "learn=true trains the head that drafts: set drafter=DIRECTORY and engine=foredraft"
+log = logging.getLogger("foredraft.serve")
 
 
 @entry("serve")
@@ -32,87 +38,54 @@ def main(cfg: DictConfig) -> None:
         raise ValueError("log_text=true needs log_accepted=FILE, the log that gets the texts")
     api_key = os.environ.get("FOREDRAFT_API_KEY")  # not a key of the config, which ps and --help would show
     check_exposed(cfg.host, api_key, cfg.insecure)
-    if cfg.learn.enabled and (cfg.engine != "foredraft" or "path" not in cfg.drafter):
-        raise ValueError("learn=true trains the head that drafts: set drafter=DIRECTORY and engine=foredraft")
-    check_tenants(cfg)
+    check_learning(cfg)
     if cfg.engine != "foredraft":
         return exec_engine(cfg, api_key)
     check_address(cfg.host, cfg.port)
     try:
+        from foredraft.inference.drafters import tree_of
         from foredraft.inference.serve.accepted_log import AcceptedLog
         from foredraft.inference.serve.app import create_app, run
-        from foredraft.inference.serve.learned import head_of, newest_head, train_overrides
-        from foredraft.inference.serve.learning import Learning, ServingHead
+        from foredraft.inference.serve.followed_head import FollowedHead
         from foredraft.inference.serve.worker import Worker
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is not installed: pip install 'foredraft[serve]'") from None
-    log = None if cfg.log_accepted is None else AcceptedLog(cfg.log_accepted, cfg.log_text)
+    logs = [] if cfg.log_accepted is None else [AcceptedLog(cfg.log_accepted, cfg.log_text)]
     reserve_event_loop_core()
     target = instantiate(cfg.target)
     names = list(cfg.learn.tenants) or [model_name(cfg, target.name)]
-    folders = [Path(cfg.learn.output_dir, tenant) for tenant in cfg.learn.tenants or [""]]
-    locks = [lock_folder(folder) for folder in folders] if cfg.learn.enabled else []
-    heads = [newest_head(folder, cfg.drafter.path) for folder in folders] if cfg.learn.enabled else [None]
     load = partial(instantiate, cfg.drafter, target=target)
-    drafter, *others = [load() if head is None else load(path=head) for head in heads]
+    folders = learn.folders_of(cfg.learn.output_dir, cfg.learn.tenants) if cfg.learn.enabled else []
+    learned = list(map(LearnedHeads, folders))
+    first = [heads.first(cfg.drafter.path) for heads in learned]
+    drafter, *others = [load(path=head) for head in first] or [load()]
+    if learned and tree_of(drafter) is None:
+        raise ValueError(NEEDS_HEAD)
     limits = cfg.max_num_seqs, cfg.max_waiting, cfg.timeout, cfg.cache_gib
     worker = Worker(target, drafter, *limits, cfg.max_num_batched_tokens, cfg.prefix_cache_gib, others)
-    learning = list[Learning]()
-    if cfg.learn.enabled:
-        background = background_for(cfg, worker, str(target.device))
-        train = trainer(cfg, train_overrides(head_of(drafter)))
-        for number, (folder, head) in enumerate(zip(folders, heads, strict=True)):
-            serving = ServingHead(worker, number, names[number] if others else "", load)
-            learning.append(Learning(serving, background, str(head), *train, folder, **learning_limits(cfg)))
-        worker.on_reserve = background.on_request
-    local_only = api_key is None and not cfg.insecure
-    served = worker, names, cfg.max_tokens, cfg.max_body, api_key, log, local_only
-    app = create_app(*served, list(cfg.cors), learning)
-    run(app, cfg.host, cfg.port, cfg.drain)
-    for lock in locks:
-        lock.close()
+    followed = []
+    for number, (heads, head) in enumerate(zip(learned, first, strict=True)):
+        heads.start(head)
+        followed.append(FollowedHead(worker, number, heads.current_file, load, names[number] if others else ""))
+    app = create_app(
+        worker,
+        names,
+        max_tokens=cfg.max_tokens,
+        max_body=cfg.max_body,
+        api_key=api_key,
+        logs=[[*logs, AcceptedLog(folder / "served.jsonl", True, MAX_LEARN_LOG)] for folder in folders] or [logs],
+        local_only=api_key is None and not cfg.insecure,
+        cors=list(cfg.cors),
+        heads=followed,
+    )
+    with learning(cfg):
+        run(app, cfg.host, cfg.port, cfg.drain)
 
 
-def lock_folder(folder: Path) -> IO[bytes]:
-    """Create and lock the folder of learned heads. Raises ValueError if another server uses it."""
-    folder.mkdir(0o700, parents=True, exist_ok=True)  # texts are private
-    return hold(folder, "learn.output_dir")
-
-
-def reserve_event_loop_core() -> None:
-    """Leave a core to the event loop and the operating system. If all cores decode, each product of a step waits for the
-    interrupted thread: two cores have 1.05 to 1.75 times the throughput with one thread (docs/results/serving.md)."""
-    import torch
-
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-
-
-def background_for(cfg: DictConfig, serving: Any, device: str) -> "Background":
-    """Return the limits of background training. serving.open: number of unfinished requests. device: the default device."""
-    from foredraft.inference.serve.background import Background
-
-    on_gpu = (cfg.learn.device or device).startswith("cuda")
-    return Background(lambda: serving.open > 0, on_gpu, cfg.learn.max_minutes, cfg.learn.device_share)
-
-
-def learning_limits(cfg: DictConfig) -> dict[str, Any]:
-    return {"rows": cfg.learn.num_samples, "keep": cfg.learn.keep, "limit_mib": cfg.learn.limit_mib}
-
-
-def trainer(cfg: DictConfig, head: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the command line that trains a head for this target, and the config of the target for another process."""
-    target = cast(dict[str, Any], OmegaConf.to_container(cfg.target, resolve=True))
-    overrides = HydraConfig.get().overrides.task
-    typed = [word for word in overrides if word.lstrip("+").partition("=")[0].partition(".")[0] == "target"]
-    if not any(word.startswith("target=") for word in typed):
-        typed = [f"target={HydraConfig.get().runtime.choices['target']}", *typed]
-    if cfg.learn.device is not None:
-        typed, target["device"] = [*typed, f"target.device={cfg.learn.device}"], cfg.learn.device
-    return ["-m", "foredraft", "train", *typed, "data=accepted", "data.num_proc=1", *head, *cfg.learn.train], target
-
-
-def check_tenants(cfg: DictConfig) -> None:
+def check_learning(cfg: DictConfig) -> None:
+    learn.check_settings(cfg.learn, "learn.")
+    if cfg.learn.enabled and (cfg.engine != "foredraft" or "path" not in cfg.drafter):
+        raise ValueError(NEEDS_HEAD)
     names = list(cfg.learn.tenants)
     if names and (not cfg.learn.enabled or cfg.served_model_name is not None or len(set(names)) < len(names)):
         raise ValueError(
@@ -124,15 +97,56 @@ def check_tenants(cfg: DictConfig) -> None:
         )
 
 
+@contextmanager
+def learning(cfg: DictConfig) -> Iterator[None]:
+    """Run `foredraft learn` in the meantime, if learn=true."""
+    if not cfg.learn.enabled:
+        yield
+        return
+    keys = ("output_dir", "num_samples", "max_minutes", "device_share", "keep")
+    words = [f"{key}={'null' if (value := cfg.learn[key]) is None else quoted(str(value))}" for key in keys]
+    words += [f"{key}={json.dumps(OmegaConf.to_container(cfg.learn[key]))}" for key in ("tenants", "train")]
+    words += [] if cfg.learn.device is None else [f"target.device={cfg.learn.device}"]
+    output, is_over = Path(cfg.learn.output_dir, "learn.log"), threading.Event()
+    process = learn.start_process(["-m", "foredraft", "learn", *learn.typed_target(), *words], output)
+    log.warning(
+        "learn=true: token ids of prompts and answers are stored in %s, and the head learns from them. A request with "
+        '"store": false is excluded.',
+        cfg.learn.output_dir,
+    )
+
+    def watch() -> None:
+        if (code := process.wait()) is not None and not is_over.is_set():
+            log.warning("learning ended with %s: see %s", code, output)
+
+    threading.Thread(target=watch, daemon=True).start()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # uvicorn raises it again at its end
+    try:
+        yield
+    finally:
+        is_over.set()
+        process.terminate()
+        process.wait()
+
+
+def reserve_event_loop_core() -> None:
+    """Leave a core to the event loop and the operating system. If all cores decode, each product of a step waits for the
+    interrupted thread: two cores have 1.05 to 1.75 times the throughput with one thread (docs/results/serving.md)."""
+    import torch
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
+
+
 def model_name(cfg: DictConfig, target: str) -> str:
     return cfg.served_model_name or (Path(target).name if Path(target).exists() else target)
 
 
 def exec_engine(cfg: DictConfig, api_key: str | None) -> None:
     """Replace this process by the server of another engine."""
-    from foredraft.inference.serve import llamacpp, vllm
+    from foredraft.inference.serve import other_engines as engines
 
-    program = [vllm.find_vllm()] if cfg.engine == "vllm" else llamacpp.find_llamacpp()
+    program = engines.find_vllm() if cfg.engine == "vllm" else engines.find_llamacpp()
     if cfg.log_accepted is not None:
         raise ValueError(
             f"log_accepted={cfg.log_accepted}: {ENGINES[cfg.engine]} does not report rejected drafts. "
@@ -141,8 +155,10 @@ def exec_engine(cfg: DictConfig, api_key: str | None) -> None:
     target = instantiate(cfg.target)
     drafter, where = cfg.drafter.path, (model_name(cfg, target.name), cfg.host, cfg.port, cfg.max_num_seqs)
     if cfg.engine == "vllm":
-        vllm.exec_server(program[0], vllm.serve_command(target, drafter, *where), api_key)
-    llamacpp.exec_server(program, llamacpp.serve_command(target, cfg.target_gguf, drafter, *where), api_key)
+        command = engines.vllm_command(target, drafter, *where)
+    else:
+        command = engines.llamacpp_command(target, cfg.target_gguf, drafter, *where)
+    engines.exec_server(cfg.engine, [*program, *command], api_key)
 
 
 if __name__ == "__main__":

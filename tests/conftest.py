@@ -101,7 +101,7 @@ def deep(tmp_path_factory) -> Target:
 
 @pytest.fixture
 def fresh(tiny_path: Path) -> Target:
-    """Load a target that the test may change (Medusa-2 adds an adapter)."""
+    """Load a target that the test may change."""
     return Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
 
 

@@ -24,15 +24,16 @@ def kind(request: pytest.FixtureRequest) -> str:
 def conv(head, w: dict[str, Tensor], name: str, x: Tensor, which: int, read: Tensor) -> Tensor:
     """Compute DFlash-2's convolution: slot t of x (slots, hidden) and the slot before it, by kernels of what the sublayer
     read."""
-    base, groups = w[name + "base_kernel"][which], x.shape[1] // head.group
+    taps, size = head.own["conv_kernel_size"], head.own["conv_group_size"]
+    base, groups = w[name + "base_kernel"][which], x.shape[1] // size
     rows = []
     for t in range(len(x)):
-        dynamic = (w[name + "kernel_projection.weight"] @ read[t]).view(2, head.taps, groups)[which]
+        dynamic = (w[name + "kernel_projection.weight"] @ read[t]).view(2, taps, groups)[which]
         row = torch.zeros(x.shape[1])
         for c in range(x.shape[1]):
-            for tap in range(head.taps):
+            for tap in range(taps):
                 if t >= tap:
-                    row[c] += (base[tap, c] + dynamic[tap, c // head.group]) * x[t - tap, c]
+                    row[c] += (base[tap, c] + dynamic[tap, c // size]) * x[t - tap, c]
         rows.append(row)
     return torch.stack(rows)
 
@@ -150,67 +151,6 @@ def affine(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return w[name + ".weight"] @ x + w[name + ".bias"]
 
 
-def lattice_vectors(head, w: dict[str, Tensor], base: Tensor, slots: Tensor, context: Tensor, embed: Tensor):
-    """Return LiLiCorr's candidates (ids) of each slot, the vectors out and in of each of them, and that of the anchor."""
-    w = {name.removeprefix("lilicorr."): tensor for name, tensor in w.items()}
-    k, heads = head.top_k, len(w["same_slot_bias"])
-    ids = [sorted(range(len(row)), key=lambda token: -row[token].item())[:k] for row in base]
-    nodes = []
-    for s, (row, h) in enumerate(zip(base, slots, strict=True)):
-        for rank, token in enumerate(ids[s]):
-            logp = row.log_softmax(0)[token]
-            best = row.log_softmax(0).max()
-            seen = torch.stack(
-                [logp, logp.exp(), logp - best, torch.tensor(rank / (k - 1)), torch.tensor(1.0 * (rank == 0))]
-            )
-            seen = F.layer_norm(seen, (5,), w["feature_norm.weight"], w["feature_norm.bias"])
-            x = affine(w, "feature_mlp.down_proj", F.silu(affine(w, "feature_mlp.up_proj", seen)))
-            x = x + (affine(w, "token_proj", embed[token]) if "token_proj.bias" in w else embed[token])
-            x = (
-                x
-                + affine(w, "pass_hidden_proj", h)
-                + w["slot_embedding"][0, 0, s, 0]
-                + w["rank_embedding"][0, 0, 0, rank]
-            )
-            nodes.append(x)
-    for i in range(head.settings["num_layers"]):
-        name, inputs = f"layers.{i}.", [rms(x, w[f"layers.{i}.attn_norm.weight"]) for x in nodes]
-        products = [w[name + "attn.in_proj_weight"] @ x + w[name + "attn.in_proj_bias"] for x in inputs]
-        q, key, value = ([p.chunk(3)[part].view(heads, -1) for p in products] for part in range(3))
-        attended = []
-        for a in range(len(nodes)):
-            out = []
-            for h in range(heads):
-                scores = []
-                for b in range(len(nodes)):
-                    back = a // k - b // k
-                    bias = w["relative_slot_bias"][h, back + head.block_size - 1] + w["same_slot_bias"][h] * (back == 0)
-                    scores.append(q[a][h] @ key[b][h] / len(q[a][h]) ** 0.5 + bias)
-                out.append(torch.stack(scores).softmax(0) @ torch.stack([v[h] for v in value]))
-            attended.append(affine(w, name + "attn.out_proj", torch.cat(out)))
-        nodes = [x + y for x, y in zip(nodes, attended, strict=True)]
-        inner = [F.silu(affine(w, name + "mlp.up_proj", rms(x, w[name + "mlp_norm.weight"]))) for x in nodes]
-        nodes = [x + affine(w, name + "mlp.down_proj", y) for x, y in zip(nodes, inner, strict=True)]
-    z = rms(affine(w, "context_proj", context), w["anchor_norm.weight"])
-    f = [rms(x, w["output_norm.weight"]) for x in nodes]
-    f = [F.silu(affine(w, "factor_input_proj", torch.cat([x, z, x * z]))) for x in f]
-    out, into = ([affine(w, name, x) for x in f] for name in ("out_head", "in_head"))
-    return ids, out, into, affine(w, "anchor_out_head", z)
-
-
-def walked(head, w: dict[str, Tensor], base: Tensor, slots: Tensor, path: list[int], context: Tensor, embed: Tensor):
-    """Return LiLiCorr's potentials per depth after the path's token, or after the best if that is not a candidate."""
-    ids, out, into, first = lattice_vectors(head, w, base, slots, context, embed)
-    rows, k = [], head.top_k
-    for s, row in enumerate(base):
-        place = ids[s - 1].index(path[s]) if s and path[s] in ids[s - 1] else 0
-        before, new = out[(s - 1) * k + place] if s else first, torch.full_like(row, -1e4)
-        for rank, token in enumerate(ids[s]):
-            new[token] = head.settings["logit_scale"] * F.cosine_similarity(before, into[s * k + rank], dim=0)
-        rows.append(new)
-    return rows
-
-
 def refined(head, w: dict[str, Tensor], block: Tensor, path: list[int]) -> list[Tensor]:
     """Return what xPress adds to the logits per depth. block: (block_size, hidden), of all positions."""
     w = {name.removeprefix("xpress_head."): tensor for name, tensor in w.items()}
@@ -239,8 +179,6 @@ def by_the_paper(head, target: Target, text: list[int], a: int) -> tuple[Tensor,
     base = slots @ w.get("lm_head.weight", target.model.lm_head.weight).T
     if head.kind == "dflash2":
         return torch.stack(selected(head, w, base, slots, text[a:])), ratings
-    if head.kind == "lilicorr":
-        return torch.stack(walked(head, w, base, slots, text[a:], context[-1], embed)), ratings
     if head.kind == "xpress":
         return base + torch.stack(refined(head, w, block, text[a : a + len(slots)])), ratings
     return base + torch.stack(added), ratings
@@ -282,7 +220,6 @@ TRAPS = {
     "mask token of P-EAGLE": ("p_eagle", lambda config: config.update(pard_token=9)),
     "residual": ("p_eagle", lambda config: config.update(norm_before_residual=True)),
     "layers of P-EAGLE": ("p_eagle", lambda config: config.update(eagle_aux_hidden_state_layer_ids=[2, 3, 4])),
-    "scale": ("lilicorr", lambda config: config["dflash_config"].update(lilicorr_logit_scale=7.0)),
     "pure slots": ("domino", lambda config: config["dflash_config"].update(pure_draft_prefix_len=2)),
 }
 

@@ -24,8 +24,6 @@ GOLDEN: dict[str, tuple] = {
     "zlab": ("dflash", [2, 4, 6], 4, False, False),
     "jetspec": ("dflash", [3], 5, False, True),
     "zlab_dflash2": ("dflash2", [2, 4], 4, False, False),
-    "modelopt_lilicorr": ("lilicorr", [2, 4], 4, False, False),
-    "sglang_lilicorr": ("lilicorr", [2, 4], 4, False, False),
     "vllm_xpress": ("xpress", [2, 4], 4, False, False),
     "speculators_xpress": ("xpress", [2, 4], 4, False, False),
     "deepspec": ("dspark", [2, 4], 3, True, False),
@@ -36,13 +34,6 @@ GOLDEN: dict[str, tuple] = {
     "speculators_dspark": ("dspark", [2, 4], 4, True, False),
 }
 RENAMED = {  # of files whose names are not those that training writes
-    "modelopt_lilicorr": {
-        "feature_mlp.0.": "feature_norm.",
-        "feature_mlp.1.": "feature_mlp.up_proj.",
-        "feature_mlp.3.": "feature_mlp.down_proj.",
-        ".mlp.0.": ".mlp.up_proj.",
-        ".mlp.2.": ".mlp.down_proj.",
-    },
     "speculators_xpress": {
         "refiner_head.": "xpress_head.",
         **{f".{theirs}": f".{ours}" for ours, theirs in golden.SPECULATORS_REFINER.items()},
@@ -144,13 +135,6 @@ SETTINGS = [
     ("speculators_dflash", "draft_vocab_size", 200, "d2t is missing; lm_head.weight is missing; t2d is missing"),
     ("zlab_dflash2", "dflash_config.output_multiplier", 2.0, "output_multiplier=2.0"),
     ("zlab_dflash2", "dflash_config.conv_group_size", 16, "kernel_projection.weight is"),
-    ("sglang_lilicorr", "dflash_config.lilicorr_enabled", False, "lilicorr_enabled=False"),
-    ("sglang_lilicorr", "dflash_config.lilicorr_candidate_topk", 3, "lilicorr_candidate_topk=3 must be 2, 4, 8 or 16"),
-    ("sglang_lilicorr", "dflash_config.lilicorr_num_layers", 10**9, "lilicorr_num_layers=1000000000"),
-    ("sglang_lilicorr", "dflash_config.lilicorr_factor_dim", "6", "lilicorr_factor_dim='6', which is not a size"),
-    ("sglang_lilicorr", "dflash_config.conv_kernel_size", None, "must be set together or not at all"),
-    ("modelopt_lilicorr", "dflash_config.lilicorr_hidden_size", 0, "token_proj.bias belongs to no layer"),
-    ("modelopt_lilicorr", "draft_vocab_size", 200, "head.draft_vocab_size=null"),
     ("vllm_xpress", "xpress_block_size", 8, "xpress_block_size=8"),
     ("vllm_xpress", "xpress_rank", 7, "xpress_head.down_g.weight is"),
     ("speculators_xpress", "xpress_mlp_ratio", 4, "refiner_head.mlp_down.weight is"),

@@ -28,7 +28,7 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
     return [*RUN, f"target.path={tiny_path}", f"data.path={folder}"]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "dspark pruned", "dflash2", "lilicorr"])
+@pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "dspark pruned", "dflash2"])
 def test_from_disk_the_losses_are_those_of_training_online(kind, target, tmp_path):
     made, packed, found = criterion(kind, make_head(kind, target), target), rows(), []
     written = offline.offline(packed, target, made.head.layers, 2, str(tmp_path), dtype="float32", shard_rows=2)

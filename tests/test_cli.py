@@ -350,6 +350,13 @@ def test_bad_data_ends_in_one_sentence(name: str, tiny_path: Path, tmp_path: Pat
         ("train/run.py", "criterion=block", "criterion is objective now"),
         ("train/run.py", "criterion.depth_decay=1", "criterion.depth_decay is objective.depth_decay now"),
         ("train/run.py", "optimizer=muon", "optimizer is trainer.optim now"),
+        ("train/run.py", "head=lilicorr", "head=lilicorr was removed: it accepted less than DFlash"),
+        ("train/run.py", "head=medusa2", "head=medusa2 was removed: it changed the target's text"),
+        (
+            "train/run.py",
+            "trainer.head_lr_multiplier=2",
+            "trainer.head_lr_multiplier was removed: it was a setting of head",
+        ),
         ("train/run.py", "target=embedded", "target=embedded is target=test_model now"),
         ("train/run.py", "head.depth=3", "head.depth is head.ttt_steps now"),
         ("train/run.py", "evaluate.proof=false", "evaluate.proof is eval.check_float32 now"),
@@ -483,7 +490,7 @@ def test_env_has_a_line_for_every_topic(monkeypatch: pytest.MonkeyPatch, capsys:
     """Check that it gives the reason why a part does not work here, and what to install for it."""
 
     def version(name: str) -> str:
-        if name == "peft":
+        if name == "datasets":
             raise metadata.PackageNotFoundError
         return "5.0.0" if name == "transformers" else there(name)
 
@@ -496,7 +503,7 @@ def test_env_has_a_line_for_every_topic(monkeypatch: pytest.MonkeyPatch, capsys:
     foredraft.main()
     said = dict(re.split(r": +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert said["python"].startswith(platform.python_version()) and said["torch"] == there("torch")
-    assert said["peft"] == "not installed" and "peft: pip install 'foredraft[train]'" in said["extra train"]
+    assert said["datasets"] == "not installed" and "datasets: pip install 'foredraft[train]'" in said["extra train"]
     assert re.fullmatch(r"5\.0\.0, which is outside .*>=5.*", said["transformers"])
     assert said["dtype=auto"].startswith("float32: ") and said["device"].startswith("cpu")
     assert said["FlexAttention"].startswith("disabled: ") and said["packed products bfloat16"].startswith("disabled: ")

@@ -138,7 +138,7 @@ def test_the_text_is_the_same(target, name, monkeypatch, taped):
     plain = generate(target, None, prompt(9), **settings)
     recorded = again(target)
     known = drafters(recorded)
-    blocks = ("dflash", "p_eagle", "dflash2", "dspark", "jetspec", "domino", "lilicorr", "xpress")
+    blocks = ("dflash", "p_eagle", "dflash2", "dspark", "jetspec", "domino", "xpress")
     for kind in ("eagle", "hydra_pp", "mtp", *blocks):
         known[kind] = drafter_for(make_head(kind, recorded), recorded, nodes=8, min_probability=0)
     with warnings.catch_warnings():

@@ -20,7 +20,7 @@ from foredraft.inference.verify import Outcome, Verification
 from tests.support.batches import prompt
 from tests.support.head_factory import make_head
 
-BLOCKS = ["dflash", "jetspec", "dflash2", "dspark", "domino", "lilicorr", "p_eagle", "xpress"]
+BLOCKS = ["dflash", "jetspec", "dflash2", "dspark", "domino", "p_eagle", "xpress"]
 HEADS = ["eagle", "eagle3", "hydra_pp", "mtp", "medusa", *BLOCKS]
 
 

@@ -179,8 +179,9 @@ def test_figures_of_a_training_run():
     for temperature in finalize.TEMPERATURES:
         found = [text_line(BASELINE, number, 5.0, **slow, nodes=[1] * 9) for number in (0, 2)]
         found += [text_line(finalize.AUTO, number, 4.0, **fast) for number in (0, 2)]
-        found += [text_line(finalize.FIXED, number, 2.5, **fast) for number in (0, 1, 2)]
-        found += [text_line(finalize.FIXED, 3, 2.0, **slow, nodes=[4] * 9)]
+        found += [text_line(finalize.FIXED, number, 2.5, **fast) for number in (0, 2)]
+        found += [text_line(finalize.FIXED, number, 0, kind="batched", **fast) for number in (0, 1, 2)]
+        found += [text_line(finalize.FIXED, 3, 0, kind="batched", **slow, nodes=[4] * 9)]
         found = [line | ({"ids": [7] * 10} if line["text"] == 2 else {}) for line in found]
         lines += [line | {"temperature": temperature} for line in found]
     benchmark: Any = SimpleNamespace(lines=SimpleNamespace(lines=lines), texts=texts, new_tokens=10)
@@ -201,6 +202,40 @@ def test_figures_of_a_training_run():
     assert (figures["tokens_per_second"], figures["baseline_tokens_per_second"]) == (4.0, 2.0)
     assert (figures["speedup"], figures["speedup_auto"]) == (2.0, 1.25) and figures["identical_in_dtype"] == 0.5
     assert (figures["prompts"], figures["timed_prompts"], figures["repetitive_prompts"]) == (4, 2, 1)
+
+
+def test_batches_give_the_lines_of_texts_alone(target, tmp_path):
+    """Decode texts of different lengths, two of which may end early, in batches of one setting each. Only some are timed."""
+    texts = [Text("code", list(range(300, 312 + 3 * number)), number % 2 == 1) for number in range(5)]
+    head = make_head("eagle3", target)
+    system = System("head", drafter_for(head, target), batched=True)
+    lines = Lines(tmp_path / "lines.jsonl")
+    benchmark = Benchmark(target, [System(BASELINE, None), system], texts, 24, lines, num_timed=2)
+    benchmark.run([0.0, 1.0], 1)
+    assert {line["text"] for line in lines.of("batched")} == set(range(5)) and len(lines.of("batched")) == 10
+    for line in lines.of("batched"):
+        count, out = system.decode(target, texts[line["text"]], 24, line["temperature"], line["text"] + 1)
+        assert out is not None and count == line["tokens"] and out.new_tokens[0] == line["ids"]
+        for name in ("accepted", "emitted"):
+            assert line[name] == [getattr(step, name)[0] for step in out.steps]
+    assert {line["decoder"] for line in lines.of("text")} == {BASELINE, "head"}
+    assert {line["text"] for line in lines.of("text")} == set(benchmark.timed_texts()) and len(
+        lines.preempted_shares()
+    ) == 8
+    benchmark.run([0.0, 1.0], 1)  # as a run that goes on
+    assert len(lines.of("batched")) == 10 and len(lines.preempted_shares()) == 8
+
+
+def test_loops_are_not_timed(tmp_path):
+    texts = [Text("code", [number], False) for number in range(6)]
+    lines = Lines(tmp_path / "lines.jsonl")
+    for number in range(6):
+        ids = [7] * 10 if number < 2 else list(range(10))
+        lines.add({"kind": "batched", "decoder": "head", "temperature": 0.0, "text": number, "ids": ids})
+    target: Any = None
+    assert Benchmark(target, [], texts, 10, lines, num_timed=2).timed_texts() == [2, 4]
+    assert Benchmark(target, [], texts, 10, lines).timed_texts() == list(range(6))
+    assert Benchmark(target, [], texts[:2], 10, lines, num_timed=8).timed_texts() == [0, 1]
 
 
 def test_texts_are_compared_in_the_table_of_all_of_them():

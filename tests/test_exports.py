@@ -39,8 +39,6 @@ FORMATS = {  # that take a head of this kind
     "domino": "sglang",
     "domino in place": "sglang",
     "p_eagle": "vllm speculators",
-    "lilicorr": "vllm sglang",
-    "lilicorr of the target's width": "vllm sglang",
     "xpress": "vllm speculators",
     "xpress pruned, anchor first": "speculators",
 }
@@ -122,7 +120,6 @@ REFUSED = [
     ("dspark rnn", "speculators", "only with head.markov_head_type=vanilla"),
     ("dflash", "eagle", "does not support dflash"),
     ("dspark pruned", "sglang", "SGLang's block drafting does not support a pruned vocabulary"),
-    ("lilicorr", "speculators", "speculators package does not support lilicorr"),
     ("xpress", "sglang", "SGLang does not support xpress"),
     ("xpress pruned, anchor first", "vllm", "vLLM's xPress does not support a pruned vocabulary"),
     ("xpress uneven", "speculators", "head.xpress_mlp_hidden=10 to be a multiple of head.xpress_rank=6"),
@@ -171,8 +168,6 @@ def test_sglang_gets_the_bias_it_insists_on(deep, tmp_path):
             "--speculative-algorithm EAGLE3 --speculative-draft-model-path H --speculative-num-steps 4 ",
         ),
         ("sglang", "dflash", "--speculative-algorithm DFLASH --speculative-draft-model-path H"),
-        ("sglang", "lilicorr", "--speculative-algorithm DFLASH --speculative-draft-model-path H"),
-        ("vllm", "lilicorr", '"method": "dflash", "model": "H", "num_speculative_tokens": 7'),
         ("sglang", "domino", "--speculative-algorithm DOMINO --speculative-draft-model-path H"),
     ],
 )

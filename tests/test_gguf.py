@@ -131,7 +131,6 @@ REFUSED = [
     ("eagle", {}, "does not support eagle heads: it loads EAGLE-3"),
     ("domino", {}, "does not support domino"),
     ("p_eagle", {}, "does not support p_eagle"),
-    ("lilicorr", {}, "does not support lilicorr"),
     ("xpress", {}, "does not support xpress"),
     ("mtp", {}, "of Qwen3.5, .* belongs to a target of type llama, without these: train head=eagle3"),
     ("eagle3_1", {}, "llama.cpp does not support fc_norm, norm_output"),

@@ -69,7 +69,7 @@ def test_logits_of_one_depth_and_part_are_all_that_lives(target: Target):
     assert live.peak - 3 * weights - states < one_step / 4
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "hydra_pp", "dflash", "dspark", "lilicorr", "p_eagle", "xpress"])
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "hydra_pp", "dflash", "dspark", "p_eagle", "xpress"])
 def test_memory_of_a_step_grows_with_the_length_of_a_row(target: Target, kind: str):
     head, peaks = make_head(kind, target), []
     for length in (512, 4096):

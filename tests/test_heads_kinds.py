@@ -134,22 +134,13 @@ def test_a_new_head_is_one_file_and_one_yaml(train, tiny_path):
 
 
 def test_a_head_may_choose_loss_and_objective_and_the_command_line_overrules_it():
-    lines = ("head=medusa", "head=eagle", "head=eagle loss=ce", "head=medusa2", "head=eagle3_1")
+    lines = ("head=medusa", "head=eagle", "head=eagle loss=ce", "head=xpress", "head=eagle3_1")
     chosen = {line: composed("train", *line.split()) for line in lines}
     losses = {line: cfg.loss for line, cfg in chosen.items()}
     assert losses["head=medusa"] == "kl_div" and losses["head=eagle"] == "regression"
     assert losses["head=eagle loss=ce"] == "ce"
-    assert chosen["head=medusa2"].objective["_target_"] == "foredraft.train.joint.JointDistillation"
+    assert chosen["head=xpress"].objective["_target_"] == "foredraft.train.block_losses.SelfFedDistillation"
     assert chosen["head=eagle3_1"].head.fc_norm and chosen["head=eagle3_1"].head.norm_output
-
-
-def test_medusa2_ends_with_adapter_heads_and_a_warning(train):
-    directory = train("head=medusa2", "trainer.logging_steps=1", "objective.heads_only=0.5")
-    files = {file.name for file in (directory / "head").iterdir()}
-    assert {"adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"} <= files
-    assert "**The target's text changes.**" in (directory / "head" / "README.md").read_text()
-    metrics = json.loads((directory / "metrics.json").read_text())
-    assert metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0  # to the adapted target
 
 
 def test_a_draft_model_is_trained_like_any_head(train):

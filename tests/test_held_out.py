@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.inference import generate
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.generation import tokens_per_forward
-from foredraft.train import held_out, losses, parity_gate
+from foredraft.train import finalize, held_out, losses, parity_gate
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.packing import Packed
 from foredraft.train.data.self_generated import masked
@@ -153,3 +154,28 @@ def test_shorter_documents_are_measured_like_longer_ones(long, short, all_of_the
     assert sizes.pop(0) == longest
     assert sizes.count(260) == pytest.approx(sizes.count(300) * short / long, abs=1)
     assert (len(sizes) == len(others)) == all_of_them
+
+
+def test_a_short_run_is_measured_on_fewer_rows_from_all_over_the_text():
+    rows = [{"tokens": torch.full((100,), row)} for row in range(40)]
+    numbers = [int(row["tokens"][0]) for row in held_out.for_run(rows, trained=8_000)]
+    assert numbers == list(range(0, 40, 4))
+    assert len(held_out.for_run(rows, trained=0)) == 4
+    assert held_out.for_run(rows, trained=10**6) == rows and held_out.for_run(rows[:3], trained=0) == rows[:3]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "minutes", "expected"),
+    [(100.0, 0.0, (64, 8)), (0.01, 1.5, (64, 8)), (1.0, 4.0, (13, 2)), (1.0, 20.0, (54, 6)), (100.0, 4.0, (4, 2))],
+)
+def test_a_run_with_a_limit_of_time_decodes_as_many_prompts_as_fit(
+    target, monkeypatch, capsys, seconds, minutes, expected
+):
+    # seconds: of a text of 16 tokens, an eighth of those measured
+    clock = iter([0.0, seconds])
+    monkeypatch.setenv("WORLD_SIZE", "2")  # of a training whose other processes have ended
+    monkeypatch.setattr(finalize, "generate", lambda *_, **__: None)
+    monkeypatch.setattr(finalize, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    settings = SimpleNamespace(timed_prompts=8, max_new_tokens=128)
+    assert finalize.measured_prompts(target, [[1, 2]] * 64, settings, minutes) == expected
+    assert ("held-out prompts are decoded" in capsys.readouterr().out) == (expected != (64, 8))

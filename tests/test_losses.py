@@ -34,8 +34,6 @@ def formulas(draft: Prediction, answer: Prediction) -> dict[str, torch.Tensor]:
         overlap = sum(min(p[token], q[token]) for token in order)
         rows["tv"].append(1 - overlap)
         rows["nla"].append(-overlap.log())
-        races = [[max(p[j] / p[i], q[j] / q[i]) for j in order] for i in order]
-        rows["coupled"].append(-sum(1 / sum(race) for race in races).log())
         rows["top_k"].append(sum(-p[token] * q[token].log() for token in order[:10]))
         rows["l1"].append(sum((p[token] - q[token]).abs() for token in order))
         rows["label"].append(-q[answer.tokens[row]].log())
@@ -71,15 +69,6 @@ def test_half_precision_is_computed_in_float32(name):
     loss = LOSSES[name](draft, answer)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, LOSSES[name](*wide))
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_the_coupled_loss_is_how_often_the_same_noise_chooses_the_same_token(temperature: float):
-    draft, answer = pair()
-    noise = -torch.empty(200_000, 1, 12).exponential_().log()
-    chosen = [(prediction.logits / temperature + noise).argmax(-1) for prediction in (draft, answer)]
-    found = torch.exp(-losses.coupled(draft, answer, temperature))
-    torch.testing.assert_close(found, (chosen[0] == chosen[1]).float().mean(0), atol=0.005, rtol=0)
 
 
 def test_lk_learns_where_total_variation_hardly_does():

@@ -308,6 +308,11 @@ def test_a_head_without_an_lm_head_uses_the_targets(tmp_path):
 REFUSED: dict[str, tuple[dict, str]] = {
     "DFlare": ({"architectures": ["QwenDFlareDraftModel"]}, "a DFlare block"),
     "DFlare in z-lab's layout": ({"architectures": ["QwenDFlareDraftModel"], "dflash_config": {}}, "a DFlare block"),
+    "LiLiCorr": ({"architectures": ["LiLiCorrDraftModel"], "dflash_config": {}}, "a LiLiCorr block drafter"),
+    "Medusa-2": (
+        {"foredraft": {"class": "foredraft.heads.medusa2:Medusa2Head"}},
+        "a Medusa-2 head .* train head=medusa",
+    ),
     "MTP in speculators": ({"speculators_model_type": "mtp"}, "a multi-token-prediction layer"),
     "MTP": ({"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}, "a multi-token-prediction layer"),
     "MLP speculator": ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "an MLP speculator"),

@@ -17,7 +17,7 @@ def same(ours: DraftHead, theirs: DraftHead) -> bool:
     return ours.kind == theirs.kind and all(torch.equal(x, state[name]) for name, x in ours.state_dict().items())
 
 
-@pytest.mark.parametrize(("first", "second"), [("eagle3", "medusa"), ("medusa2", "medusa"), ("medusa", "hydra")])
+@pytest.mark.parametrize(("first", "second"), [("eagle3", "medusa"), ("dflash", "medusa"), ("medusa", "hydra")])
 def test_files_of_another_layout_do_not_stay(first: str, second: str, fresh: Target, tiny_path, tmp_path) -> None:
     save_head(make_head(first, fresh), tmp_path / "head", fresh)
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
@@ -82,3 +82,10 @@ def test_the_home_directory_has_a_short_name(target: Target, tiny_path, tmp_path
     assert same(load_head("~/head", target), head)
     with pytest.raises(ValueError, match="~/nothing is neither a directory"):
         load_head("~/nothing", target)
+
+
+def test_a_head_next_to_an_adapter_is_refused(target: Target, tmp_path) -> None:
+    save_head(make_head("medusa", target), tmp_path, target)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"adapter_config\.json lies next to the head"):
+        load_head(tmp_path, target)

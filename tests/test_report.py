@@ -81,6 +81,7 @@ ROW = {
     "temperature": 0.0,
     "category": "all",
     "texts": 57,
+    "timed_texts": 8,
     "acceptance_length": 4.541,
     "chain_acceptance_length": None,
     "accepted_per_depth": [0.871, 0.742, 0.613],
@@ -123,7 +124,7 @@ def table(metrics: dict) -> str:
 
 
 def read(path: Path, run: Report) -> Page:
-    write_report(path / "report.html", run)
+    write_report(path, run)
     return Page((path / "report.html").read_bytes().decode("utf-8"))
 
 
@@ -205,8 +206,8 @@ def test_half_a_character_does_not_cost_the_page(tmp_path):
 )
 def test_identity_is_never_overstated(tmp_path, greedy, sampled, values):
     metrics = {**METRICS, "identical_greedy": greedy, "identical_sampled": sampled}
-    write_report(tmp_path / "r.html", RUN._replace(metrics=metrics, history=[]))
-    page = (tmp_path / "r.html").read_text(encoding="utf-8")
+    write_report(tmp_path, RUN._replace(metrics=metrics, history=[]))
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert re.findall("<h3>identical to the baseline in float32, .*?</h3><b>(.*?)</b>", page) == values
     card = model_card(metrics, HEAD, None)
     assert card.count("on every prompt measured") == (greedy in (True, 1.0)) + (sampled in (True, 1.0))
@@ -327,8 +328,8 @@ def test_a_line_follows_its_values_from_its_floor():
 
 
 def test_every_colour_of_a_chart_is_one_variable_of_its_page(tmp_path):
-    write_report(tmp_path / "r.html", RUN)
-    source = (tmp_path / "r.html").read_text(encoding="utf-8")
+    write_report(tmp_path, RUN)
+    source = (tmp_path / "report.html").read_text(encoding="utf-8")
     styles, drawn = source.split("</style>")
     used = set(re.findall(r"var\(--(\w+)\)", drawn))
     assert {"d1", "d2", "grey"} <= used

@@ -135,7 +135,6 @@ def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
         (["budget=3steps"], "budget=3steps has no step for each run: give at least 4steps, or fewer heads"),
         (["heads=[medusa,eagel]"], r"heads=\['eagel'\] are not among candidates, which has eagle3"),
         (["trainer.max_steps=9"], "head=auto trains as long as budget=48steps says"),
-        (["heads=[x]", "+candidates.x=['head=medusa2']"], "candidates.x tunes the target too"),
         (
             ["heads=[x]", "+candidates.x=['head=eagle3','head.ttt_stepz=2']"],
             "candidates.x: head.ttt_stepz is not known; did you mean head.ttt_steps",

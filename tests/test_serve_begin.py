@@ -11,7 +11,7 @@ import pytest
 
 from foredraft.heads import Target
 from foredraft.inference.drafters import NgramDrafter
-from foredraft.inference.serve import limits, worker
+from foredraft.inference.serve import limits, service
 from foredraft.inference.serve.app import create_app
 from foredraft.inference.serve.prompts import PromptEncoder
 from foredraft.inference.serve.worker import Worker
@@ -29,7 +29,7 @@ def endless(monkeypatch) -> list[int]:
         asked.append(len(tokens))
         return itertools.repeat([])
 
-    monkeypatch.setattr(worker, "score", score)
+    monkeypatch.setattr(service, "score", score)
     return asked
 
 
@@ -70,7 +70,7 @@ def ended(thread: Worker) -> None:
     answer = call(
         create_app(thread, ["tiny"] * len(thread.engines)), body_then(forever, {"prompt": "def", "max_tokens": 2})
     )
-    assert answer[0]["status"] == 200 and thread.open == 0 and not thread.scoring
+    assert answer[0]["status"] == 200 and thread.open == 0 and thread.inbox.empty()
     thread.stop()
     thread.join(60)
     assert not thread.is_alive() and not thread.dead
@@ -91,7 +91,7 @@ def test_scoring_ends_when_its_client_goes(target: Target, endless):
     thread.start()
 
     async def until_scored() -> None:
-        while not thread.scoring:
+        while not endless:
             await asyncio.sleep(0.005)
 
     call(create_app(thread, ["tiny"]), body_then(until_scored, ECHO))

@@ -10,6 +10,7 @@ from safetensors import safe_open
 
 from foredraft.heads import Target, save_head
 from foredraft.inference.serve.address import is_loopback
+from foredraft.inference.serve.other_engines import llamacpp_command, vllm_command
 from foredraft.scripts.serve import reserve_event_loop_core
 from tests.support.gguf_heads import EMBEDDED, write_target
 from tests.support.head_factory import make_head
@@ -75,14 +76,12 @@ def test_llamacpp_gets_the_targets_file_and_the_exported_head(tmp_path, handed_o
 
 
 def test_llamacpp_wants_the_target_in_its_own_format(target):
-    from foredraft.inference.serve.llamacpp import serve_command
-
     with pytest.raises(ValueError, match=r"target_gguf=None is not a file: .* python convert_hf_to_gguf\.py"):
-        serve_command(target, None, "none", "tiny", "127.0.0.1", 8000, 4)
-    command = serve_command(target, __file__, "none", "tiny", "127.0.0.1", 8000, 4)
+        llamacpp_command(target, None, "none", "tiny", "127.0.0.1", 8000, 4)
+    command = llamacpp_command(target, __file__, "none", "tiny", "127.0.0.1", 8000, 4)
     assert command[:2] == ["-m", __file__] and "-md" not in command
     with pytest.raises(ValueError, match=r"ngram.*drafter=head"):
-        serve_command(target, __file__, "ngram", "tiny", "127.0.0.1", 8000, 4)
+        llamacpp_command(target, __file__, "ngram", "tiny", "127.0.0.1", 8000, 4)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +111,9 @@ def test_addresses_of_this_machine_are_known(host, only_here):
 
 
 def test_vllm_does_not_draft_with_everything(target):
-    from foredraft.inference.serve.vllm import serve_command
-
     with pytest.raises(ValueError, match=r"ngram.*drafter=head"):
-        serve_command(target, "ngram", "tiny", "127.0.0.1", 8000, 4)
-    assert "--speculative-config" not in serve_command(target, "none", "tiny", "127.0.0.1", 8000, 4)
+        vllm_command(target, "ngram", "tiny", "127.0.0.1", 8000, 4)
+    assert "--speculative-config" not in vllm_command(target, "none", "tiny", "127.0.0.1", 8000, 4)
 
 
 @pytest.mark.parametrize("cores, environment, threads", [(4, None, [3]), (1, None, [1]), (4, "4", [])])

@@ -16,7 +16,7 @@ from foredraft.heads.target.messages import normalize_messages, rendered, templa
 from foredraft.inference import Request
 from foredraft.inference.batch import RequestOutput
 from foredraft.inference.grammar import Grammars
-from foredraft.inference.serve.choice import Choice
+from foredraft.inference.serve.choice import Choice, Piece
 from foredraft.inference.serve.protocol import ChatRequest, Tool
 from foredraft.inference.serve.tool_formats import (
     BARE,
@@ -411,7 +411,7 @@ def test_special_tokens_are_not_spelled_in_a_forced_call():
     assert "<|call|>" not in rules
 
 
-def choice_of(text: str, template: str, finish_reason: str = "stop", **facts) -> Choice:
+def choice_of(text: str, template: str, finish_reason: str = "stop", **facts) -> Piece:
     """Return the answer that a target wrote in these tokens, some of which are special."""
     marks = ["<s>", "</s>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|start|>"]
     words = tokenizer((TEMPLATES / f"{template}.jinja").read_text(), special=marks)
@@ -420,10 +420,10 @@ def choice_of(text: str, template: str, finish_reason: str = "stop", **facts) ->
     request = Request(words("q").input_ids, eos_token_ids=frozenset([words.eos_token_id]))
     choice = Choice(0, SimpleNamespace(request=request), asked, words)
     choice.push(RequestOutput(request, words(text).input_ids, None, 1, finish_reason))
-    return choice
+    return choice.whole
 
 
-def named(choice: Choice) -> list[str]:
+def named(choice: Piece) -> list[str]:
     return [call["function"]["name"] for call in choice.calls]
 
 

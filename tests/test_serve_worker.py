@@ -16,9 +16,10 @@ from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference.batch import Batch
 from foredraft.inference.drafters import DraftModel, NgramDrafter
 from foredraft.inference.serve.accepted_log import AcceptedLog
-from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
 from foredraft.inference.serve.metrics import Metrics
+from foredraft.inference.serve.stop_strings import StopStrings
 from foredraft.inference.serve.worker import GOOD_STEPS, BatchLimit, Failed, Job, QueueFull, Worker
+from foredraft.inference.text import Detokenizer
 from tests.support.batches import prompt
 
 
@@ -32,8 +33,8 @@ def ask(worker: Worker, asked: list[Request]) -> list[list[int] | Failed]:
 
     async def read() -> dict[Job, list[int] | Failed]:
         found: dict[Job, list[int] | Failed] = {}
-        worker.reserve(len(asked))
-        jobs, ended = worker.submit(asked), 0
+        with worker.reserved(len(asked)):
+            jobs, ended = worker.submit(asked), 0
         texts: dict[Job, list[int]] = {job: [] for job in jobs}
         worker.start()
         while ended < len(jobs):
@@ -185,15 +186,15 @@ def test_a_late_request_fails(target):
 def test_a_full_queue_takes_all_of_a_request_or_nothing(target):
     worker = Worker(target, None, max_num_seqs=1, max_waiting=2)
 
-    worker.reserve(2)
-    with pytest.raises(QueueFull):
-        worker.reserve(2)
-    with pytest.raises(ValueError, match="4 texts exceed the limit of 3"):
-        worker.reserve(4)
-    worker.reserve(1)
-    assert worker.open == 3
-    worker.release(3)
-    assert worker.open == 0
+    with worker.reserved(2):
+        with pytest.raises(QueueFull), worker.reserved(2):
+            pass
+        with pytest.raises(ValueError, match="4 texts exceed the limit of 3"), worker.reserved(4):
+            pass
+        with pytest.raises(ValueError, match="a bad prompt"), worker.reserved(1):
+            assert worker.open == 3
+            raise ValueError("a bad prompt")
+        assert worker.open == 2
 
 
 def test_memory_of_both_caches_is_counted(target):

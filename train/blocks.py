@@ -30,7 +30,6 @@ class Drafts(NamedTuple):
     teacher: Tensor  # (blocks, depth, draft vocab): the target's logits
     tokens: Tensor  # (blocks, depth): the text's tokens as draft ids, -1 for those that have none
     bonus: Tensor  # (blocks,): the bonus tokens
-    counted: Tensor  # (blocks, depth) bool: does this draft count?
 
 
 class BlockDistillation(DistillationModel):
@@ -131,7 +130,7 @@ class BlockDistillation(DistillationModel):
         def compare(logits: Tensor) -> Tensor:
             return self.loss(Prediction(logits.flatten(0, 1), hidden.flatten(0, 1)), flat).view(counted.shape)
 
-        loss = self.draft_loss(Drafts(hidden, correction, base, draft, teacher.logits, tokens, bonus, counted), compare)
+        loss = self.draft_loss(Drafts(hidden, correction, base, draft, teacher.logits, tokens, bonus), compare)
         if head.confident and self.confidence_weight:
             loss = loss + self.confidence_weight * rating_loss(correction[..., -1], draft, teacher.logits)
         if self.d_pace:
@@ -158,16 +157,12 @@ class BlockDistillation(DistillationModel):
     def selector_loss(self, drafts: Drafts) -> Tensor:
         """Return per draft the loss among its candidates; 0 if the target's own token is not among them (DFlash-2)."""
         scores, ids = self.head.select(drafts.base, drafts.correction)
-        among = (ids == drafts.teacher.argmax(-1, keepdim=True)).any(-1)
-        return torch.where(among, self.candidates_loss(scores, ids, drafts), 0.0)
-
-    def candidates_loss(self, scores: Tensor, ids: Tensor, drafts: Drafts) -> Tensor:
-        """Return (blocks, depth): the loss of scores (blocks, depth, k) over only these draft ids."""
         named = ids == drafts.tokens[..., None]
         places = torch.where(named.any(-1), named.int().argmax(-1), -1)
-        of_target = drafts.teacher.gather(-1, ids).flatten(0, 1)
-        ours, theirs = scores.flatten(0, 1), Prediction(of_target, of_target, places.flatten())
-        return self.loss(Prediction(ours, ours), theirs).view(places.shape)
+        of_target, ours = drafts.teacher.gather(-1, ids).flatten(0, 1), scores.flatten(0, 1)
+        loss = self.loss(Prediction(ours, ours), Prediction(of_target, of_target, places.flatten()))
+        among = (ids == drafts.teacher.argmax(-1, keepdim=True)).any(-1)
+        return torch.where(among, loss.view(places.shape), 0.0)
 
 
 def rating_loss(rating: Tensor, draft: Tensor, teacher: Tensor) -> Tensor:

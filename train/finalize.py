@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import TrainerState
 
+from foredraft.heads import lora
 from foredraft.heads.base import DraftHead, PackedBatch, ParallelHead
 from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub.card import aligned, measured, model_card
@@ -27,7 +29,8 @@ from foredraft.inference.evaluation.figures import ALL, LOOPS, Spread, Table, ac
 from foredraft.inference.evaluation.measure import NOT_CHECKED, check_identical
 from foredraft.inference.evaluation.report import Report, write_report
 from foredraft.inference.evaluation.results import Results, Sample
-from foredraft.train import held_out, lora, publish
+from foredraft.inference.generation import generate
+from foredraft.train import held_out, publish
 from foredraft.train.checks import save_checked
 from foredraft.train.data import data_card, prompt_sets
 from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, has_prompts
@@ -35,12 +38,14 @@ from foredraft.train.data.packing import collate
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import time_limit_record
-from foredraft.train.runtime.environment import facts_of_run
-from foredraft.train.runtime.run_state import CHECKPOINTS, METRICS, seconds_of, write_atomically
+from foredraft.train.runtime.environment import facts_of_measurement, facts_of_run
+from foredraft.train.runtime.run_state import CHECKPOINTS, METRICS, rows_per_step, seconds_of, write_atomically
 from foredraft.train.trainer import HeadTrainer
 
 FIXED, AUTO = "head, fixed tree", "head, tree=auto"
 TEMPERATURES = [0.0, 1.0]
+# A run of few minutes is measured for at least MIN_MINUTES. PROBE: new tokens that show how long a text takes.
+MIN_MINUTES, PROBE = 5, 16
 
 
 def finalize(
@@ -57,12 +62,14 @@ def finalize(
     results: Results | None = None
     samples: list[Sample] = []
     if not target.embeddings_only:
+        rows = held_out.for_run(rows, trainer.state.max_steps * rows_per_step(cfg) * cfg.max_length)
         metrics = held_out.agreement(trainer.criterion.with_head(head.eval()), rows).final_figures
     with tempfile.TemporaryDirectory() as scratch:
         saved = (directory if distributed.rank() == 0 else Path(scratch)) / "head"
         save_final(distillation, saved, data, cfg.max_length)
         if not target.embeddings_only and has_prompts(data.test):
-            figures, results, samples = measure(target, saved, data, cfg.eval, Path(scratch) / "lines.jsonl")
+            lines, minutes = Lines(Path(scratch) / "lines.jsonl"), cfg.trainer.max_minutes
+            figures, results, samples = measure(target, saved, data, cfg.eval, minutes, lines)
             metrics = figures | metrics
     if distributed.rank() > 0:
         return
@@ -94,9 +101,7 @@ def finalize(
 def keep_best_weights(cfg: DictConfig, trainer: HeadTrainer, directory: Path) -> int:
     """Put the head that drafted best on validation prompts in the place of the last one. Return its step."""
     distillation, state = trainer.distillation, trainer.state
-    # Where the target's adapter is trained too, the head of an earlier step would not fit to it.
-    alone = all(name.startswith("head.") for name, _ in distillation.named_parameters())
-    best = checkpoints.best_step(state.log_history) if cfg.eval.keep_best and alone else None
+    best = checkpoints.best_step(state.log_history) if cfg.eval.keep_best else None
     if best is not None and best != state.global_step:
         print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
         target = distillation.target
@@ -155,30 +160,30 @@ def save_final(distillation: DistillationModel, directory: Path, data: Corpus, l
 
 
 def measure(
-    target: Target, directory: Path, data: Corpus, settings: Any, lines: Path
+    target: Target, directory: Path, data: Corpus, settings: Any, minutes: float, lines: Lines
 ) -> tuple[dict[str, Any], Results, list[Sample]]:
     """Run the benchmark on held-out prompts with the saved files: the baseline, the fixed tree, and tree=auto. settings:
-    `eval` of conf/train.yaml. lines: file of the benchmark's state. Returns the figures of metrics.json, and what the report
-    shows.
+    `eval` of conf/train.yaml. minutes: limit of the training, 0 for none. lines: the benchmark's state. Returns the figures
+    of metrics.json, and what the report shows.
 
-    All prompts measure the acceptance of the fixed tree, and `timed_prompts` of them the speed of all three.
+    The fixed tree decodes all prompts in batches, which measures acceptance. All three decode `timed_prompts` of them alone,
+    which measures speed. Losslessness is checked on all prompts in float32, in batches.
     """
     rows = prompt_sets.held_out(target.text_tokenizer, data, settings.final_num_prompts, settings.prompt_tokens)
+    count, timed = measured_prompts(target, [row.tokens for row in rows], settings, minutes)
+    count = min(len(rows), max(count, len(data.test_sets)))  # each data set of a mix has a prompt
+    rows = [rows[len(rows) * row // count] for row in range(count)]
     load = partial(load_drafter, str(directory), tree="fixed")
     fixed = load(target)
     assert isinstance(fixed, HeadTree)
-    every = -(-len(rows) // settings.timed_prompts)
-    systems = [
-        System(BASELINE, None, every=every),
-        System(FIXED, fixed),
-        System(AUTO, AutoTree(copy.copy(fixed), target), every=every),
-    ]
+    auto = AutoTree(copy.copy(fixed), target)
+    systems = [System(BASELINE, None), System(FIXED, fixed, batched=True), System(AUTO, auto)]
     texts = [Text(row.category, row.tokens, row.ends) for row in rows]
-    benchmark = Benchmark(target, systems, texts, settings.max_new_tokens, Lines(lines))
-    metadata = {"target": target.name, "prompts": prompt_sets.summary(rows)}
+    benchmark = Benchmark(target, systems, texts, settings.max_new_tokens, lines, timed)
+    metadata = {**facts_of_measurement(target), "prompts": prompt_sets.summary(rows)}
     results = benchmark_results.measure(benchmark, TEMPERATURES, 1, metadata)
-    if results.errors:
-        raise ValueError(f"the measurement failed: {'; '.join(results.errors.values())}")
+    for error in benchmark.failed.values():
+        raise error
     metrics = figures_of(benchmark, results, fixed.depth) | NOT_CHECKED
     if settings.check_float32:
         tokens = [row.tokens for row in rows]
@@ -186,6 +191,30 @@ def measure(
     if data.test_sets:
         metrics["acceptance_length_by_set"] = lengths_by_set(benchmark, data.test_sets)
     return metrics, results, list(benchmark_results.samples(benchmark))
+
+
+def measured_prompts(target: Target, rows: list[list[int]], settings: Any, minutes: float) -> tuple[int, int]:
+    """Return how many of the prompts to decode, and how many of these to time. A run with a limit of minutes decodes fewer
+    than `settings` says, if all would take longer than the limit and than MIN_MINUTES."""
+    wanted = len(rows), min(len(rows), settings.timed_prompts)
+    if not minutes:
+        return wanted
+    started = time.perf_counter()
+    generate(target, None, torch.tensor([rows[0]], device=target.device), max_new_tokens=PROBE, eos_token_id=-1)
+    seconds = (time.perf_counter() - started) * settings.max_new_tokens / PROBE  # of one text
+    # Six times in batches, which take a third of the time: greedy, sampled, and both with and without drafts in float32. Six
+    # times alone: three decoders, greedy and sampled.
+    share = 60 * max(minutes, MIN_MINUTES) / (6 * seconds * (wanted[0] / 3 + wanted[1]))
+    counts = min(wanted[0], max(4, int(share * wanted[0]))), min(wanted[1], max(2, int(share * wanted[1])))
+    # The processes that run a sharded target together must decode the same prompts. Of others, only one is left here.
+    count, timed = distributed.broadcast(counts) if target.is_collective else counts
+    if count < wanted[0]:
+        print(
+            f"{count} of {wanted[0]} held-out prompts are decoded, and {timed} timed: more would take longer than "
+            f"{max(minutes, MIN_MINUTES):g} minutes (trainer.max_minutes; foredraft evaluate measures on more)",
+            flush=True,
+        )
+    return count, timed
 
 
 def figures_of(benchmark: Benchmark, results: Results, depth: int) -> dict[str, Any]:
@@ -199,7 +228,7 @@ def figures_of(benchmark: Benchmark, results: Results, depth: int) -> dict[str, 
         return None if value is None else round(value.median if isinstance(value, Spread) else value, 4)
 
     table = Table(benchmark.lines.lines, benchmark.texts, greedy)
-    every_text = list(table.by_decoder[FIXED].values())
+    every_text = list(table.batched[FIXED].values())
     shares = accepted_shares(table.lines(FIXED, ALL) or every_text) + [0.0] * depth
     same = [row for row in results.identity if row["drafter"] == FIXED]
     stages = next(row["seconds"] for row in results.stages if row["drafter"] == FIXED)
@@ -228,7 +257,7 @@ def figures_of(benchmark: Benchmark, results: Results, depth: int) -> dict[str, 
 def lengths_by_set(benchmark: Benchmark, names: Iterable[str]) -> dict[str, float | None]:
     """Return the acceptance length on each data set of a mix, loops included; None if all of its prompts are too long."""
     lengths: dict[str, float | None] = {}
-    lines = Table(benchmark.lines.lines, benchmark.texts, TEMPERATURES[0]).by_decoder[FIXED].values()
+    lines = Table(benchmark.lines.lines, benchmark.texts, TEMPERATURES[0]).batched[FIXED].values()
     for name in names:
         tau = acceptance([line for line in lines if benchmark.texts[line["text"]].category == name])
         lengths[name] = None if tau is None else round(tau, 4)
@@ -236,7 +265,7 @@ def lengths_by_set(benchmark: Benchmark, names: Iterable[str]) -> dict[str, floa
 
 
 def write_results(directory: Path, head: DraftHead, target: Target, data: Corpus, page: Report) -> None:
-    """Write the model card, report.html, metrics.json (last: it marks a run as finished), and the table on the terminal."""
+    """Write the model card, the report, metrics.json (last: it marks a run as finished), and the table on the terminal."""
     metrics = page.metrics
     facts = publish.head_metadata(head, target) | {"parameters": metrics["parameters"]}
     head_directory = directory / "head"
@@ -245,7 +274,7 @@ def write_results(directory: Path, head: DraftHead, target: Target, data: Corpus
     (head_directory / "metrics.json").write_text(
         json.dumps(metrics | {"about": facts, "data": data.card}, indent=2) + "\n"
     )
-    write_report(directory / "report.html", page)
+    write_report(directory, page)
     write_atomically(directory / METRICS, json.dumps(metrics, indent=2) + "\n")
     print(aligned(measured(metrics)), flush=True)
     print(f"head: {head_directory}   report: {directory / 'report.html'}", flush=True)

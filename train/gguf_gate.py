@@ -28,7 +28,7 @@ from foredraft.heads.formats.gguf.tensors import package
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import run, texts
-from foredraft.inference.serve import llamacpp
+from foredraft.inference.serve.other_engines import find_llamacpp, llamacpp_command
 
 DEPTH = 3  # of a chain; a block drafter drafts all of its block
 TOLERANCE = 0.1  # relative difference in tokens per forward, if they need not be equal
@@ -103,11 +103,12 @@ def serving(trained: str | Path, target: Target, file: Path, depth: int) -> Iter
     in float32."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = llamacpp.serve_command(target, str(file), str(trained), "parity", "127.0.0.1", port, 1, dtype="float32")
+    place = ("parity", "127.0.0.1", port, 1)
+    command = llamacpp_command(target, str(file), str(trained), *place, dtype="float32")
     if "--spec-draft-n-max" in command:
         command[command.index("--spec-draft-n-max") + 1] = str(depth)
     threads = ["-t", str(torch.get_num_threads()), "--poll", "0"]  # polling threads take cores from others
-    program = [*llamacpp.find_llamacpp(), *command, *EXACT, *threads, "--metrics"]
+    program = [*find_llamacpp(), *command, *EXACT, *threads, "--metrics"]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(program, stdout=log, stderr=subprocess.STDOUT)
         try:

@@ -79,6 +79,13 @@ def rows(documents: Documents, length: int, seed: int, context: int | None = Non
     return [packed[len(packed) * row // count] for row in range(count)]
 
 
+def for_run(rows: list[dict[str, Tensor]], trained: int) -> list[dict[str, Tensor]]:
+    """Return the rows to measure a run on that learns from `trained` tokens. A short run gets fewer, spread over them all,
+    with an eighth of these tokens, so that it does not measure for longer than it trains."""
+    count = min(len(rows), max(4, trained // 8 // max(1, len(rows[0]["tokens"])))) if rows else 0
+    return [rows[len(rows) * row // count] for row in range(count)]
+
+
 @torch.no_grad()
 def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]) -> Agreement:
     """Measure agreement row by row, as one step of training would."""

@@ -117,23 +117,6 @@ def nla(draft: Prediction, teacher: Prediction) -> Tensor:
     return -torch.minimum(q, p).logsumexp(-1)
 
 
-def coupled(draft: Prediction, teacher: Prediction, temperature: float = 1.0) -> Tensor:
-    """Compute -log of the chance that draft and target choose the same token at this temperature by the same noise, as in the
-    verifier. With shared Gumbel noise token i wins both races with probability 1 / sum_j max(p_j / p_i, q_j / q_i), so
-    no noise need be drawn: sorted by q / p, each such sum is a part of p's and a part of q's cumulative sum. Ours."""
-    log_q = (to_float32(draft.logits) / temperature).log_softmax(-1)
-    log_p = (
-        teacher.log_probabilities if temperature == 1 else (to_float32(teacher.logits) / temperature).log_softmax(-1)
-    )
-    order = (log_q.detach() - log_p).argsort(-1)
-    log_p, log_q = log_p.gather(-1, order), log_q.gather(-1, order)
-    tiny = torch.finfo(log_q.dtype).tiny
-    below = log_p.exp().cumsum(-1).clamp(min=tiny).log()
-    q = log_q.exp()
-    above = (q.flip(-1).cumsum(-1).flip(-1) - q).clamp(min=tiny).log()
-    return -(log_p + log_q - torch.logaddexp(below + log_q, above + log_p)).logsumexp(-1)
-
-
 def top_k(draft: Prediction, teacher: Prediction, k: int = 10) -> Tensor:
     """Compute the cross-entropy over only the target's k most probable tokens, p not renormalized (HASS,
     arXiv:2408.15766)."""
@@ -175,7 +158,6 @@ LOSSES = {
     "rkl": Loss("KL divergence from the target's distribution to the head's, mode-seeking (DistillSpec)", rkl),
     "nla": Loss("negative log of the acceptance probability (LK, arXiv:2602.23881)", nla),
     "lk_hybrid": Loss("KL divergence for a bad draft, total variation for a good one (LK); eta=3.0", lk_hybrid),
-    "coupled": Loss("negative log of the chance to sample the same token from shared noise; temperature=1.0", coupled),
     "top_k": Loss("cross-entropy over the target's k most probable tokens; k=10", top_k),
     "regression": Loss("smooth L1 on hidden states plus a small cross-entropy (EAGLE-1); kl_weight=0.1", regression),
     "hass": Loss(

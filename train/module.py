@@ -181,9 +181,7 @@ class DistillationModel(nn.Module):
 
     @torch.no_grad()
     def teacher(self, last: Tensor) -> Teacher:
-        """Compute the teacher from the target's last hidden states; no gradient reaches the target through it
-        (train/joint.py)."""
-        last = last.detach()
+        """Compute the teacher from the target's last hidden states."""
         logits = sparse(last, self.target.vocab_size) if self.top_k else self.target.logits(last)
         best, ids = logits.max(-1).indices, self.head.draft_ids
         if ids is None:

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from foredraft.heads.target.loading import has_bfloat16_products
 
-ADAPTER = "adapter."  # Medusa-2's
-
 
 class Float32Muon(torch.optim.Muon):
     """Orthogonalize in float32, with the state of torch's Muon, which uses bfloat16 whatever the weights are.
@@ -82,18 +80,16 @@ def muon(
     weight_decay: float = 0.0,
     epsilon: float = 1e-8,
     muon_lr: float = 0.05,
-    head_lr_multiplier: float = 4.0,
 ) -> torch.optim.Optimizer:
     """Return Muon for the matrices and AdamW for the rest. learning_rate, betas, epsilon: of AdamW's share; weight_decay: of
-    both, only on matrices. vocabulary: the head's `vocabulary_parameters`. head_lr_multiplier: the target's adapter, if it
-    has one, learns at learning_rate / head_lr_multiplier."""
-    named, adapter = split(module)
+    both, only on matrices. vocabulary: the head's `vocabulary_parameters`."""
+    named = [parameter for parameter in module.parameters() if parameter.requires_grad]
     by_token = {id(parameter) for parameter in vocabulary}
     matrices = [p for p in named if p.ndim == 2 and id(p) not in by_token]
     if not matrices:  # of a head without matrices
-        return adamw(module, vocabulary, learning_rate, betas, weight_decay, epsilon, head_lr_multiplier)
+        return adamw(module, vocabulary, learning_rate, betas, weight_decay, epsilon)
     others = [p for p in named if p.ndim != 2 or id(p) in by_token]
-    parts = groups(others, adapter, learning_rate / head_lr_multiplier, weight_decay)
+    parts = groups(others, weight_decay)
     kind = torch.optim.Muon if has_bfloat16_products(named[0].device) else Float32Muon
     first = kind(matrices, lr=muon_lr, weight_decay=weight_decay)
     if not parts:  # torch refuses an optimizer of nothing
@@ -110,12 +106,11 @@ def adamw(
     betas: tuple[float, float],
     weight_decay: float = 0.0,
     epsilon: float = 1e-8,
-    head_lr_multiplier: float = 4.0,
 ) -> torch.optim.Optimizer:
     """Return AdamW for all weights, as the papers train; the arguments as in `muon`."""
-    named, adapter = split(module)
-    parts = groups(named, adapter, learning_rate / head_lr_multiplier, weight_decay)
-    return torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0, fused=fused([*named, *adapter]))
+    named = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    parts = groups(named, weight_decay)
+    return torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0, fused=fused(named))
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": muon}  # trainer.optim
@@ -131,7 +126,6 @@ def build(name: str, module: nn.Module, vocabulary: Sequence[nn.Parameter], sett
         (settings.adam_beta1, settings.adam_beta2),
         weight_decay=settings.weight_decay,
         epsilon=settings.adam_epsilon,
-        head_lr_multiplier=settings.head_lr_multiplier,
         **more,
     )
 
@@ -142,20 +136,9 @@ def fused(parameters: list[nn.Parameter]) -> bool | None:
     return True if parameters and all(parameter.is_cuda for parameter in parameters) else None
 
 
-def split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the trained parameters: the head's, and those of an adapter of the target (train/joint.py)."""
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    parts = [parameter for name, parameter in named if not name.startswith(ADAPTER)]
-    return parts, [parameter for name, parameter in named if name.startswith(ADAPTER)]
-
-
-def groups(
-    parameters: list[nn.Parameter], adapter: list[nn.Parameter], adapter_lr: float, weight_decay: float
-) -> list[dict[str, Any]]:
-    """Return groups of parameters; as in transformers, no norm and no bias decays. With no decay, one group each."""
-    found: list[dict[str, Any]] = []
-    for part, settings in ((parameters, {}), (adapter, {"lr": adapter_lr})):
-        decayed = [parameter for parameter in part if weight_decay and parameter.ndim > 1]
-        rest = [parameter for parameter in part if not weight_decay or parameter.ndim <= 1]
-        found += [{"params": decayed, "weight_decay": weight_decay, **settings}, {"params": rest, **settings}]
+def groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return groups of parameters. As in transformers, no norm and no bias decays. Without decay there is one group."""
+    decayed = [parameter for parameter in parameters if weight_decay and parameter.ndim > 1]
+    rest = [parameter for parameter in parameters if not weight_decay or parameter.ndim <= 1]
+    found: list[dict[str, Any]] = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest}]
     return [group for group in found if group["params"]]

@@ -10,12 +10,11 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from foredraft.heads import adapter, hub
+from foredraft.heads import hub
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import load_head, read_config
 from foredraft.heads.formats.engines import engines
 from foredraft.heads.hub.card import model_card
-from foredraft.heads.medusa2 import Medusa2Head
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import load_drafter
 from foredraft.inference.evaluation.measure import run, texts
@@ -23,7 +22,6 @@ from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import parity_gate
 
 TEXTS, LENGTH = 4, 48  # texts that the gate decodes, and their tokens
-ADAPTER = (adapter.CONFIG, "adapter_model.safetensors")  # of a Medusa-2 head
 CARD, METRICS, REPORT = "README.md", "metrics.json", "report.html"
 
 
@@ -84,7 +82,6 @@ def head_metadata(head: DraftHead, target: Target) -> dict[str, Any]:
         "draft_vocab_size": None if head.draft_ids is None else len(head.draft_ids),
         "license": None,
         "format": head.format,
-        "adapter": isinstance(head, Medusa2Head),
         # Other engines read the model as transformers saves it, not the GGUF file.
         "engines": engines(head, target, "TARGET" if target.gguf else target.name),
     }
@@ -93,7 +90,7 @@ def head_metadata(head: DraftHead, target: Target) -> dict[str, Any]:
 def stage(head: Path, folder: Path, repo: str, target: Target, license: str | None) -> None:
     """Copy to `folder` what the Hub gets of the head in `head`: its files, card, metrics, config and report."""
     for path in sorted(head.iterdir()):
-        if path.is_file() and path.name in (*hub.WEIGHTS, *ADAPTER, "config.json", "config.yaml", METRICS):
+        if path.is_file() and path.name in (*hub.WEIGHTS, "config.json", "config.yaml", METRICS):
             shutil.copy(path, folder)
     if (head.parent / REPORT).is_file() and (head.parent / METRICS).is_file():
         shutil.copy(head.parent / REPORT, folder)

@@ -42,7 +42,6 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
     "features": "hidden_states",
     "features.also_layers": "hidden_states.extra_layer_ids",
     "features.whole_target": "hidden_states.load_full_target",
-    "head.alpha": "head.lora_alpha",
     "head.depth": ("head.ttt_steps", "head.num_heads", "head.num_depths"),
     "head.layers": "head.target_layer_ids",
     "head.lora_rank": "head.lora_r",
@@ -58,7 +57,6 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
     "loss.top_k_weight": "loss_args",
     "loss.weights": "loss_args",
     "optimizer": "trainer.optim",
-    "optimizer.head_multiplier": "trainer.head_lr_multiplier",
     "optimizer.matrix_lr": "trainer.muon_lr",
     "strategy.arguments": "strategy_args",
     "strategy.name": "strategy",
@@ -92,17 +90,35 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
     "prompts": "num_prompts",
 }
 
+OF_MEDUSA2 = "it was a setting of head=medusa2, which was removed"
+# Keys and choices that are gone -> why, and the remedy.
+REMOVED = {
+    "head.alpha": OF_MEDUSA2,
+    "head.lora_alpha": OF_MEDUSA2,
+    "head=lilicorr": "it accepted less than DFlash, from which it builds. Use head=dflash",
+    "head=medusa2": "it changed the target's text, and was slower than Medusa-1. Use head=medusa",
+    "loss=coupled": "it gained nothing over loss=kl_div. Use that",
+    "head=uno": "it cost two forwards of the target per step. Use head=dflash",
+    "optimizer.head_multiplier": OF_MEDUSA2,
+    "recipe=vicuna_7b_medusa2": "head=medusa2 was removed. Use recipe=vicuna_7b_medusa1",
+    "trainer.head_lr_multiplier": OF_MEDUSA2,
+}
+
 
 def new_choice(key: str, value: object) -> str | None:
-    """Return a sentence about the new spelling of KEY=VALUE if the table has it."""
-    new = RENAMED.get(f"{key}={value}")
-    return f"{key}={value} is {new} now" if new else None
+    """Return a sentence about the new spelling of KEY=VALUE, or about its removal, if the tables have it."""
+    choice = f"{key}={value}"
+    if choice in REMOVED:
+        return f"{choice} was removed: {REMOVED[choice]}"
+    return f"{choice} is {RENAMED[choice]} now" if choice in RENAMED else None
 
 
 def new_key(key: str, known: Collection[str]) -> str | None:
-    """Return a sentence about the new name of an unknown key, or of the part of it that was renamed."""
+    """Return a sentence about the new name of an unknown key, or of the part of it that was renamed or removed."""
     if key in known:
         return None
+    if key in REMOVED:
+        return f"{key} was removed: {REMOVED[key]}"
     parts = key.split(".")
     for old in (".".join(parts[:count]) for count in range(len(parts), 0, -1)):
         spellings = RENAMED.get(old, ())

@@ -22,14 +22,14 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback, TrainerState, set_seed
 
-from foredraft.heads import hub
+from foredraft.heads import hub, lora
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import length_settings
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.inference.generation import tokens_per_forward
-from foredraft.train import held_out, lora, losses
+from foredraft.train import held_out, losses
 from foredraft.train.checks import (
     check_fresh_text,
     check_hidden_states,
@@ -284,7 +284,8 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
             "acceptance_length": round(tokens_per_forward(decoded), 4),
             "acceptance_error": held_out.standard_error(decoded),
         }
-        return found | held_out.agreement(trainer.criterion.with_head(head), run.held_out).figures
+        held = held_out.for_run(run.held_out, trainer.state.max_steps * rows * cfg.max_length)
+        return found | held_out.agreement(trainer.criterion.with_head(head), held).figures
 
     stop = StopOnSignal()
     trainer = HeadTrainer(

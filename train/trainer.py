@@ -25,11 +25,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
+from foredraft.heads import lora
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.hub.client import HEAD
 from foredraft.heads.target import Target
-from foredraft.train import lora, optimizer
+from foredraft.train import optimizer
 from foredraft.train.data.packing import collate
 from foredraft.train.module import DistillationModel
 from foredraft.train.optimizer import OPTIMIZERS
@@ -39,7 +40,7 @@ from foredraft.train.runtime.memory import peak_memory
 from foredraft.train.runtime.strategy import load_full_weights, shard_on_cpus_too, without_weights
 
 NOT_HERE = {  # arguments of Trainer that would change nothing here, and what does
-    "optim_args": "set trainer.muon_lr or trainer.head_lr_multiplier",
+    "optim_args": "set trainer.muon_lr",
     "optim_target_modules": "choose trainer.optim=adamw or trainer.optim=muon",
     "label_smoothing_factor": "the labels are the target's own distributions: choose a loss",
     **dict.fromkeys(
@@ -78,7 +79,6 @@ class HeadTrainingArguments(TrainingArguments):
     bf16: bool = False  # are products in bfloat16?
     optim: str = "adamw"  # see train/optimizer.py
     muon_lr: float = 0.05
-    head_lr_multiplier: float = 4.0
     compile_head: str | None = None
     max_minutes: float = 0.0  # see FitToTime
     gpu_tflops: float | None = None  # what a device can do: the share of it that is used is logged

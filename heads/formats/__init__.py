@@ -2,14 +2,7 @@
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles, build
-from foredraft.heads.formats.dflash import (
-    DFlash2Format,
-    DFlashFormat,
-    DominoFormat,
-    DSparkFormat,
-    LiLiCorrFormat,
-    XPressFormat,
-)
+from foredraft.heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat, XPressFormat
 from foredraft.heads.formats.eagle import EagleFormat
 from foredraft.heads.formats.eagle3 import Eagle3Format
 from foredraft.heads.formats.files import read
@@ -35,7 +28,6 @@ FORMATS: tuple[type[Format], ...] = (
     DFlash2Format,
     DSparkFormat,
     DominoFormat,
-    LiLiCorrFormat,
     XPressFormat,
     Eagle3Format,
     EagleFormat,

@@ -1,11 +1,10 @@
-"""DFlash and its successors as z-lab, DeepSpec, SpecForge, JetSpec, NVIDIA and xPress's authors write them. They share one
+"""DFlash and its successors as z-lab, DeepSpec, SpecForge, JetSpec and xPress's authors write them. They share one
 backbone, whose settings are in `dflash_config`, or at the top level (DeepSpec, xPress).
 
 Layers are numbered by their outputs, from 0. Which position drafts what (heads/dflash.py) is a setting that most files
 omit, and with the wrong one every draft is off by one: then the architecture determines it.
 """
 
-import re
 from typing import Any, Self
 
 from torch import Tensor
@@ -17,7 +16,6 @@ from foredraft.heads.domino import DominoHead
 from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_copy
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.lilicorr import LiLiCorrHead
 from foredraft.heads.target import Target
 from foredraft.heads.xpress import XPressHead
 
@@ -27,25 +25,15 @@ ARCHITECTURES = {
     "QwenDFlashDraftModel": False,
     "DominoDraftModel": False,
     "DFlash2DraftModel": False,
-    "LiLiCorrDraftModel": False,
     "Qwen3XPressModel": False,
     "DSparkDraftModel": True,
     "Qwen3DSparkModel": True,
 }
-PROJECTORS = ("dflash", "dflash2", "dspark", "domino", "lilicorr", "xpress")
+PROJECTORS = ("dflash", "dflash2", "dspark", "domino", "xpress")
 SHOWN_BY = {  # settings that reveal a kind which files may omit
     "markov_rank": "dspark",
     "selector_rank": "dflash2",
-    "lilicorr_candidate_topk": "lilicorr",
     "xpress_rank": "xpress",
-}
-# Names of ModelOpt's exporter, which numbers layers; SGLang and vLLM require the names.
-NUMBERED = {
-    r"(lilicorr\.feature)_mlp\.0\.": r"\1_norm.",
-    r"(lilicorr\.feature_mlp)\.1\.": r"\1.up_proj.",
-    r"(lilicorr\.feature_mlp)\.3\.": r"\1.down_proj.",
-    r"(lilicorr\.layers\.\d+\.mlp)\.0\.": r"\1.up_proj.",
-    r"(lilicorr\.layers\.\d+\.mlp)\.2\.": r"\1.down_proj.",
 }
 LAYOUT = ("sample_from_anchor", "shift_label")  # names of the setting, here and in SpecForge's Domino
 CAUSAL = ("causal", "causal_head", "is_causal")  # names of one setting, in vLLM's, JetSpec's and others' files
@@ -140,23 +128,6 @@ class DFlash2Format(DFlashFormat):
     def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
         check_settings(files, block, {"input_embedding_scale": 1.0, "output_multiplier": 1.0})
         return block
-
-
-class LiLiCorrFormat(DFlashFormat):
-    title = "LiLiCorr as SGLang and vLLM read it, and as ModelOpt writes it (LiLiCorrDraftModel)"
-    kind = LiLiCorrHead
-
-    def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
-        check_settings(files, block, {"lilicorr_enabled": True})
-        files.check_count("lilicorr_num_layers", block["lilicorr_num_layers"])
-        check_sizes(files, block, "lilicorr_candidate_topk", "lilicorr_num_heads", "lilicorr_factor_dim")
-        return block
-
-    def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        weights = super().complete_weights(files, head, target)
-        for numbered, named in NUMBERED.items():
-            weights = {re.sub(numbered, named, name): tensor for name, tensor in weights.items()}
-        return weights
 
 
 class XPressFormat(DFlashFormat):

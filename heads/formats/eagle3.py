@@ -8,7 +8,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from foredraft.heads.base import DraftHead
-from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.eagle3 import FLAGS, Eagle3Head
 from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_embeddings
 from foredraft.heads.formats.layer_ids import IDS, for_sglang, resolve_layer_ids
 from foredraft.heads.formats.llama_layer import layer_settings
@@ -17,7 +17,6 @@ from foredraft.heads.target import Target
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "CosyVoice3Eagle3LlamaForCausalLM"}
 ARCHITECTURES |= {"Eagle3Qwen3ForCausalLM"}  # has norms on queries and keys
 LATENT_ARCHITECTURES = {"Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"}
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")
 # Flags that the weights reveal if config.json omits them.
 SHOWN_BY = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
 # ModelOpt and TensorRT-LLM write their options into eagle_config: the only values that our layer supports, and our flags.

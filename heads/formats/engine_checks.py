@@ -1,97 +1,145 @@
 """Check what an engine does not load, or would draft with incorrectly. Errors give the reason and the remedy."""
 
-from foredraft.heads.base import DraftHead
-from foredraft.heads.dflash import DFlashHead
+from typing import Any
+
 from foredraft.heads.dflash2 import DFlash2Head
-from foredraft.heads.dspark import DSparkHead
-from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.formats.eagle3 import AUX, FLAGS
+from foredraft.heads.eagle3 import FLAGS, Eagle3Head
+from foredraft.heads.formats.eagle3 import AUX
+from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
 from foredraft.heads.target import Target
+from foredraft.heads.target.files import weight_map
 
 
-def check_llamacpp_layers(head: DraftHead, target: Target) -> None:
-    """Raise ValueError for a rope, biases or hidden states that its loaders do not support."""
-    assert isinstance(head, Eagle3Head | DFlashHead)
-    config, rope = head.config, head.config.rope_parameters
-    if rope["rope_type"] == "longrope":
-        raise ValueError("llama.cpp's draft models do not support longrope, which this head has: use vLLM")
-    if isinstance(head, Eagle3Head) and "partial_rotary_factor" in rope:
-        raise ValueError(
-            "llama.cpp's EAGLE-3 rotates whole heads, and this one's rope rotates a part of them: use vLLM"
-        )
-    if config.attention_bias:
-        raise ValueError("llama.cpp's draft models do not support biases in attention, which this head has: use vLLM")
-    if target.num_layers in head.layers:
-        raise ValueError(
-            f"llama.cpp returns the last hidden state ({target.num_layers}) before its norm, and this head reads it after: "
-            "train it with other head.layers"
-        )
+def require(fits: bool, sentence: str) -> None:
+    if not fits:
+        raise ValueError(sentence)
 
 
-def check_llamacpp_eagle3(head: Eagle3Head) -> None:
-    check_llama_layer("llama.cpp", head)
-    if len(head.layers) != 3:
-        raise ValueError(f"llama.cpp fuses three layers, and this head reads hidden states {head.layers}")
-    check_layer_flags("llama.cpp", head, supported=("norm_before_residual", "norm_before_fc"))
+def full_vocabulary(engine: str, head: Any, target: Target) -> None:
+    sentence = f"{engine} does not support a pruned vocabulary: train this head with head.draft_vocab_size=null"
+    require(not head.pruned, sentence)
 
 
-def check_llamacpp_blocks(head: DFlashHead) -> None:
-    if isinstance(head, DSparkHead):
-        check_vanilla("llama.cpp", head)
-    else:
-        check_in_place(f"llama.cpp's {head.kind}", head)
-    if head.window is not None and not head.causal and not isinstance(head, DFlash2Head):
-        raise ValueError(
-            "llama.cpp's draft models are causal in all layers or in none, and this one only in its sliding layers "
-            f"(head.window={head.window}): use vLLM"
-        )
-    if not isinstance(head, DFlash2Head):
-        return
-    needed = head.candidates * (head.candidates + 1)
-    if needed > head.width:
-        largest = int((head.width + 0.25) ** 0.5 - 0.5)
-        raise ValueError(
-            f"llama.cpp's selector of {head.candidates} candidates needs a hidden size of at least {needed}, and this head's "
-            f"is {head.width}: train it with head.selector_top_k={largest}"
-        )
+def in_place(engine: str, head: Any, target: Target) -> None:
+    require(
+        not head.sample_from_anchor,
+        f"{engine} drafts in place, and this head anchor first: train it with head.sample_from_anchor=false",
+    )
 
 
-def check_in_place(engine: str, head: DFlashHead) -> None:
-    if head.sample_from_anchor:
-        raise ValueError(
-            f"{engine} drafts in place, and this head anchor first: train it with head.sample_from_anchor=false"
-        )
+def vanilla(engine: str, head: Any, target: Target) -> None:
+    variant = head.markov_head.variant
+    require(
+        variant == "vanilla",
+        f"{engine} supports DSpark heads only with head.markov_head_type=vanilla, and this one is {variant}: use SGLang",
+    )
 
 
-def check_vanilla(engine: str, head: DSparkHead) -> None:
-    if head.markov_head.variant != "vanilla":
-        raise ValueError(
-            f"{engine} supports DSpark heads only with head.markov_head_type=vanilla, and this one is "
-            f"{head.markov_head.variant}: use SGLang"
-        )
+def one_masking(drafters: str, head: Any, target: Target, remedy: str = "use vLLM") -> None:
+    require(
+        head.window is None or head.causal,
+        f"{drafters} causal in all layers or in none, and this one only in its sliding layers (head.window={head.window}): "
+        f"{remedy}",
+    )
 
 
-def unsupported(engine: str, head: DraftHead) -> ValueError:
-    return ValueError(f"{engine} does not support {head.kind} heads")
+def no_latent_attention(engine: str, head: Any, target: Target) -> None:
+    require(not head.latent, f"{engine} does not support EAGLE-3 heads with multi-head latent attention: use vLLM")
 
 
-def check_full_vocabulary(engine: str, head: DraftHead) -> None:
-    if head.pruned:
-        raise ValueError(
-            f"{engine} does not support a pruned vocabulary: train this head with head.draft_vocab_size=null"
-        )
-
-
-def check_llama_layer(engine: str, head: Eagle3Head) -> None:
-    if head.latent:
-        raise ValueError(f"{engine} does not support EAGLE-3 heads with multi-head latent attention: use vLLM")
-
-
-def check_layer_flags(engine: str, head: Eagle3Head, supported: tuple[str, ...] = ()) -> None:
-    """Raise ValueError for flags that the engine does not support and would ignore, and for another attention."""
-    check_llama_layer(engine, head)
+def layer_flags(engine: str, head: Any, target: Target, supported: tuple[str, ...] = ()) -> None:
+    """Check for flags that the engine does not support and would ignore, and for another attention."""
+    no_latent_attention(engine, head, target)
     config = head.to_config()
     used = [name for name in FLAGS if config[name] and name not in supported]
     used += [] if config[AUX] else [f"{AUX}=false"]
-    if used:
-        raise ValueError(f"{engine} does not support {', '.join(used)}, and would silently draft incorrectly: use vLLM")
+    sentence = f"{engine} does not support {', '.join(used)}, and would silently draft incorrectly: use vLLM"
+    require(not used, sentence)
+
+
+def no_bias(head: Any, target: Target) -> None:
+    require(head.fc.bias is None, "vLLM's EAGLE-1 has no fc.bias, and this head does: train it with head.bias=false")
+
+
+def sglang_layers(head: Any, target: Target) -> None:
+    layers = head.layers
+    require(len(layers) == 3, f"SGLang fuses three layers, and this head takes hidden states {layers}")
+    require(
+        layers[0] != 0, "SGLang provides outputs of decoder layers, and this head takes the embedding (hidden state 0)"
+    )
+    require(
+        as_sglang_reads(for_sglang(layers, target), target) == layers,
+        f"SGLang reads layer ids that start with 1 as one less, and this head takes hidden states {layers}: use vLLM",
+    )
+
+
+def sglang_prefix(head: Any, target: Target) -> None:
+    require(head.pure == 1, f"SGLang's Domino has head.pure_draft_prefix_len=1, and this head has {head.pure}")
+
+
+def whole_ratio(head: Any, target: Target) -> None:
+    require(
+        head.inner % head.correction == 0,
+        f"the speculators package needs head.xpress_mlp_hidden={head.inner} to be a multiple of head.xpress_rank="
+        f"{head.correction}: use format=vllm",
+    )
+
+
+def eagle_layers(head: Any, target: Target) -> None:
+    n = target.num_layers
+    usual = [2, n // 2, n - 3]
+    require(
+        head.layers == usual,
+        f"SafeAILab's code takes hidden states {usual} of a target of {n} layers, regardless of config.json, and this head "
+        f"takes {head.layers}",
+    )
+
+
+def has_checkpoint(head: Any, target: Target) -> None:
+    require(
+        bool(weight_map(target)),
+        f"{target.name} has no local checkpoint in safetensors, into which the layer could be written",
+    )
+
+
+def llamacpp_layers(head: Any, target: Target) -> None:
+    """Check for a rope, biases or hidden states that its loaders do not support."""
+    rope, last = head.config.rope_parameters, target.num_layers
+    beyond = "llama.cpp's draft models do not support"
+    require(rope["rope_type"] != "longrope", f"{beyond} longrope, which this head has: use vLLM")
+    require(
+        not isinstance(head, Eagle3Head) or "partial_rotary_factor" not in rope,
+        "llama.cpp's EAGLE-3 rotates whole heads, and this one's rope rotates a part of them: use vLLM",
+    )
+    require(not head.config.attention_bias, f"{beyond} biases in attention, which this head has: use vLLM")
+    require(
+        last not in head.layers,
+        f"llama.cpp returns the last hidden state ({last}) before its norm, and this head reads it after: train it with "
+        "other head.layers",
+    )
+
+
+def llamacpp_eagle3(head: Any, target: Target) -> None:
+    no_latent_attention("llama.cpp", head, target)
+    require(len(head.layers) == 3, f"llama.cpp fuses three layers, and this head reads hidden states {head.layers}")
+    layer_flags("llama.cpp", head, target, ("norm_before_residual", "norm_before_fc"))
+
+
+def llamacpp_selector(head: DFlash2Head, target: Target) -> None:
+    needed, largest = head.candidates * (head.candidates + 1), int((head.width + 0.25) ** 0.5 - 0.5)
+    require(
+        needed <= head.width,
+        f"llama.cpp's selector of {head.candidates} candidates needs a hidden size of at least {needed}, and this head's is "
+        f"{head.width}: train it with head.selector_top_k={largest}",
+    )
+
+
+def llamacpp_mtp(head: Any, target: Target) -> None:
+    attention = head.layer.self_attn
+    whole = attention.gated and attention.normed
+    require(
+        target.config.model_type.startswith("qwen3_5") and whole,
+        "llama.cpp only loads MTP layers without experts of Qwen3.5, with a gate and q/k norms, and this one "
+        f"belongs to a target of type {target.config.model_type}{'' if whole else ', without these'}: train head=eagle3 for "
+        "llama.cpp, or export this with format=mtp for vLLM",
+    )

@@ -1,7 +1,7 @@
 """The layouts that engines read, and the commands that load them: the choices of `foredraft export format=...`.
 
-Each function takes a head and its target and returns the layout for one engine. It raises ValueError if the engine would
-not load the head, or would draft with it incorrectly.
+RULES has one line for each format and kind of head: the layout, the command that loads it, a note, and checks. A check
+raises ValueError if the engine would not load the head, or would draft with it incorrectly.
 """
 
 from collections.abc import Callable
@@ -16,25 +16,13 @@ from foredraft.heads.domino import DominoHead
 from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.formats import engine_checks as checks
 from foredraft.heads.formats.base import Format
-from foredraft.heads.formats.engine_checks import (
-    check_full_vocabulary,
-    check_in_place,
-    check_layer_flags,
-    check_llama_layer,
-    check_llamacpp_blocks,
-    check_llamacpp_eagle3,
-    check_llamacpp_layers,
-    check_vanilla,
-    unsupported,
-)
 from foredraft.heads.formats.gguf.layout import GGUFFormat
 from foredraft.heads.formats.gguf.nextn import NextnFormat
 from foredraft.heads.formats.gguf.tensors import DTYPES
 from foredraft.heads.formats.hydra import check_tied
-from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
 from foredraft.heads.hydra import HydraHead
-from foredraft.heads.lilicorr import LiLiCorrHead
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.mtp import PREFIX, MTPHead
 from foredraft.heads.p_eagle import PEagleHead
@@ -55,13 +43,32 @@ SGLANG_BLOCK = """python -m sglang.launch_server --model-path {target} --specula
 --speculative-draft-model-path {head}"""
 SGLANG = f"""{SGLANG_BLOCK} --speculative-num-steps {{depth}} --speculative-eagle-topk 4 \
 --speculative-num-draft-tokens 16"""
-
-XPRESS = "vLLM 0.32 does not support xPress; its pull request 54448 and the authors' branch do. It drafts a chain."
-
+SPECULATORS = "vllm serve {head}"
+TGI = "text-generation-launcher --model-id {head}"
+HYDRA_CODE = "HydraModel.from_pretrained('{head}')"
+EA_MODEL = "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{head}')"
 LLAMACPP = """llama-server -m TARGET.gguf -md {head}/head.gguf --spec-type draft-{method} --spec-draft-n-max {depth}"""
+LLAMACPP_DFLASH = LLAMACPP.replace("{method}", "dflash")
 LLAMACPP_TARGET = "python convert_hf_to_gguf.py {target} --outfile TARGET.gguf"
 
-EA_MODEL = "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{head}')"
+# Notes: what the engine does not support, and how it loads the files.
+VLLM_CHAIN = "vLLM drafts a chain, not a tree."
+XPRESS = "vLLM 0.32 does not support xPress; its pull request 54448 and the authors' branch do. It drafts a chain."
+SGLANG_CHAIN = "SGLang drafts a chain, not a tree."
+SGLANG_BIAS = "SGLang's fc has a bias; if the head has none, one of zeros is written."
+BY_NAME = "vLLM finds the target by its name in config.json."
+P_EAGLE = "vLLM finds the target by its name in config.json, and P-EAGLE's files by method=eagle3."
+MEDUSA = "medusa_lm_head.pt is for FasterDecoding's code, which reads nothing else; TGI reads the safetensors."
+HYDRA = "hydra_lm_head.pt is the file for zankner's code."
+LLAMACPP_CHAIN = f"llama.cpp drafts a chain, not a tree. Its own converter writes the target: {LLAMACPP_TARGET}"
+LLAMACPP_START = f"""{LLAMACPP_CHAIN}
+From the start: foredraft train target={{target}} head={{kind}} output_dir=outputs/mine; foredraft \
+export checkpoint=outputs/mine/head format=gguf output_dir=exported; then llama-server as below.
+Its cache of keys and values is in half precision, where ties may be decided differently, unless it is started \
+with -fa off -ctk f32 -ctv f32."""
+LLAMACPP_MTP = f"""{LLAMACPP_CHAIN} --no-mtp
+For one file with both: export with format=mtp, convert that directory without --no-mtp, and omit -md."""
+SGLANG_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
 class Export(NamedTuple):
@@ -75,147 +82,100 @@ class Export(NamedTuple):
         return self.use.format(target=target, head=directory, depth=head.depth, **names)
 
 
-CHAIN = "vLLM drafts a chain, not a tree."
-VLLM_EXPORTS: dict[type[DraftHead], Export] = {
-    Eagle3Head: Export(formats.Eagle3Format(), VLLM, CHAIN),
-    EagleHead: Export(formats.EagleFormat("EagleLlamaForCausalLM"), VLLM, CHAIN),
-    DFlashHead: Export(formats.DFlashFormat(), VLLM, CHAIN),
-    DFlash2Head: Export(formats.DFlash2Format(), VLLM_DFLASH, CHAIN),
-    LiLiCorrHead: Export(formats.LiLiCorrFormat(), VLLM_DFLASH, CHAIN),
-    XPressHead: Export(formats.XPressFormat(), VLLM, XPRESS),
-    DSparkHead: Export(formats.SpeculatorsDSpark(), VLLM, CHAIN),
-    PEagleHead: Export(formats.PEagleFormat(), VLLM_P_EAGLE, CHAIN),
+Exporter = Callable[..., Export]  # of a head and its target
+
+
+def flags_note(head: DraftHead, target: Target) -> str:
+    extras = [name for name in SGLANG_FLAGS if head.to_config()[name]]
+    return f"{', '.join(extras)}: supported by SGLang since its pull requests 24663 and 32334 (2026)." if extras else ""
+
+
+def mtp_note(head: DraftHead, target: Target) -> str:
+    if any(name.startswith(PREFIX) for name in weight_map(target)):
+        return ""
+    return "Engines look for an MTP layer if config.json announces one, and this target's does not."
+
+
+class Rule(NamedTuple):
+    layout: Callable[..., Format]
+    use: str
+    note: str | Callable[[DraftHead, Target], str] = ""  # {target} and {kind} are filled in
+    checks: tuple[Callable[[Any, Target], None], ...] = ()
+
+
+EAGLE_HEAD = partial(formats.EagleFormat, "EagleLlamaForCausalLM")
+EAGLE_CODE = partial(formats.EagleFormat, "LlamaForCausalLM", embeddings=True)
+SGLANG_EAGLE = partial(formats.EagleFormat, bias=True)
+VLLM_VANILLA = partial(checks.vanilla, "vLLM")
+XPRESS_CHECKS = partial(checks.full_vocabulary, "vLLM's xPress"), partial(checks.in_place, "vLLM's xPress")
+WHOLE_BLOCKS = partial(checks.full_vocabulary, "SGLang's block drafting")
+SGLANG_EAGLE3 = checks.sglang_layers, partial(checks.layer_flags, "SGLang", supported=SGLANG_FLAGS)
+SPECULATORS_MASKING = partial(
+    checks.one_masking, "vLLM reads heads of the speculators package as", remedy="use format=vllm"
+)
+SPECULATORS_LAYER = partial(checks.no_latent_attention, "the speculators package")
+EAGLE3_CODE = checks.eagle_layers, partial(checks.layer_flags, "SafeAILab's code")
+HYDRA_CHECKS = partial(checks.full_vocabulary, "zankner's code"), lambda head, target: check_tied(head)
+LLAMACPP_MASKING = partial(checks.one_masking, "llama.cpp's draft models are")
+LLAMACPP_DSPARK = checks.llamacpp_layers, partial(checks.vanilla, "llama.cpp"), LLAMACPP_MASKING
+LLAMACPP_BLOCKS = checks.llamacpp_layers, partial(checks.in_place, "llama.cpp's dflash"), LLAMACPP_MASKING
+LLAMACPP_DFLASH2 = checks.llamacpp_layers, partial(checks.in_place, "llama.cpp's dflash2"), checks.llamacpp_selector
+
+RULES: dict[str, dict[type[DraftHead], Rule]] = {
+    "vLLM": {
+        Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN),
+        EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.no_bias,)),
+        DFlashHead: Rule(formats.DFlashFormat, VLLM, VLLM_CHAIN),
+        DFlash2Head: Rule(formats.DFlash2Format, VLLM_DFLASH, VLLM_CHAIN),
+        XPressHead: Rule(formats.XPressFormat, VLLM, XPRESS, XPRESS_CHECKS),
+        DSparkHead: Rule(formats.SpeculatorsDSpark, VLLM, VLLM_CHAIN, (VLLM_VANILLA,)),
+        PEagleHead: Rule(formats.PEagleFormat, VLLM_P_EAGLE, VLLM_CHAIN),
+    },
+    "SGLang": {
+        Eagle3Head: Rule(formats.Eagle3Format, SGLANG, flags_note, SGLANG_EAGLE3),
+        EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS),
+        DFlashHead: Rule(formats.DFlashFormat, SGLANG_BLOCK, SGLANG_CHAIN, (WHOLE_BLOCKS,)),
+        DSparkHead: Rule(formats.DSparkFormat, SGLANG_BLOCK, SGLANG_CHAIN, (WHOLE_BLOCKS,)),
+        DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (WHOLE_BLOCKS, checks.sglang_prefix)),
+    },
+    "the speculators package": {
+        Eagle3Head: Rule(formats.SpeculatorsFormat, SPECULATORS, BY_NAME, (SPECULATORS_LAYER,)),
+        DFlashHead: Rule(formats.SpeculatorsDFlash, SPECULATORS, BY_NAME, (SPECULATORS_MASKING,)),
+        DSparkHead: Rule(formats.SpeculatorsDSpark, SPECULATORS, BY_NAME, (SPECULATORS_MASKING, VLLM_VANILLA)),
+        XPressHead: Rule(formats.SpeculatorsXPress, SPECULATORS, XPRESS, (SPECULATORS_MASKING, checks.whole_ratio)),
+        PEagleHead: Rule(formats.SpeculatorsPEagle, VLLM_P_EAGLE, P_EAGLE),
+    },
+    "SafeAILab's code": {
+        Eagle3Head: Rule(formats.Eagle3Format, EA_MODEL, "", EAGLE3_CODE),
+        EagleHead: Rule(EAGLE_CODE, EA_MODEL),
+    },
+    "FasterDecoding's code": {
+        MedusaHead: Rule(formats.MedusaFormat, TGI, MEDUSA, (partial(checks.full_vocabulary, "FasterDecoding's code"),))
+    },
+    "zankner's code": {
+        HydraHead: Rule(formats.HydraFormat, HYDRA_CODE, HYDRA, HYDRA_CHECKS),
+    },
+    "a target's own file": {MTPHead: Rule(formats.MTPFormat, VLLM_MTP, mtp_note, (checks.has_checkpoint,))},
+    "llama.cpp": {
+        Eagle3Head: Rule(GGUFFormat, LLAMACPP, LLAMACPP_START, (checks.llamacpp_layers, checks.llamacpp_eagle3)),
+        DFlashHead: Rule(GGUFFormat, LLAMACPP, LLAMACPP_START, LLAMACPP_BLOCKS),
+        DFlash2Head: Rule(GGUFFormat, LLAMACPP_DFLASH, LLAMACPP_START, LLAMACPP_DFLASH2),
+        DSparkHead: Rule(GGUFFormat, LLAMACPP, LLAMACPP_START, LLAMACPP_DSPARK),
+        MTPHead: Rule(NextnFormat, LLAMACPP, LLAMACPP_MTP, (checks.has_checkpoint, checks.llamacpp_mtp)),
+    },
 }
 
 
-def vllm(head: DraftHead, target: Target) -> Export:
-    if isinstance(head, EagleHead) and head.fc.bias is not None:
-        raise ValueError("vLLM's EAGLE-1 has no fc.bias, and this head does: train it with head.bias=false")
-    if isinstance(head, XPressHead):
-        check_full_vocabulary("vLLM's xPress", head)
-        check_in_place("vLLM's xPress", head)
-    if isinstance(head, DSparkHead):
-        check_vanilla("vLLM", head)
-    if type(head) not in VLLM_EXPORTS:
-        raise unsupported("vLLM", head)
-    return VLLM_EXPORTS[type(head)]
-
-
-def sglang(head: DraftHead, target: Target) -> Export:
-    if isinstance(head, EagleHead):
-        return Export(
-            formats.EagleFormat(bias=True),
-            SGLANG,
-            "SGLang's fc has a bias; if the head has none, one of zeros is written.",
-        )
-    if isinstance(head, DFlashHead):
-        check_full_vocabulary("SGLang's block drafting", head)
-    if isinstance(head, DSparkHead | DominoHead):
-        if isinstance(head, DominoHead) and head.pure != 1:
-            raise ValueError(f"SGLang's Domino has head.pure_draft_prefix_len=1, and this head has {head.pure}")
-        layout = formats.DSparkFormat() if isinstance(head, DSparkHead) else formats.DominoFormat()
-        return Export(layout, SGLANG_BLOCK, "SGLang drafts a chain, not a tree.")
-    if isinstance(head, LiLiCorrHead):
-        return Export(
-            formats.LiLiCorrFormat(),
-            SGLANG_BLOCK.replace("{algorithm}", "DFLASH"),
-            "SGLang drafts a chain, not a tree.",
-        )
-    if type(head) is DFlashHead:
-        return Export(formats.DFlashFormat(), SGLANG_BLOCK, "SGLang drafts a chain, not a tree.")
-    if not isinstance(head, Eagle3Head):
-        raise unsupported("SGLang", head)
-    if len(head.layers) != 3:
-        raise ValueError(f"SGLang fuses three layers, and this head takes hidden states {head.layers}")
-    if head.layers[0] == 0:
-        raise ValueError(
-            "SGLang provides outputs of decoder layers, and this head takes the embedding (hidden state 0)"
-        )
-    if as_sglang_reads(for_sglang(head.layers, target), target) != head.layers:
-        raise ValueError(
-            "SGLang reads layer ids that start with 1 as one less, and this head takes hidden states "
-            f"{head.layers}: use vLLM"
-        )
-    check_layer_flags("SGLang", head, supported=("norm_before_fc", "fc_norm", "norm_output"))
-    extras = [name for name in ("norm_before_fc", "fc_norm", "norm_output") if head.to_config()[name]]
-    note = f"{', '.join(extras)}: supported by SGLang since its pull requests 24663 and 32334 (2026)." if extras else ""
-    return Export(formats.Eagle3Format(), SGLANG, note)
-
-
-def speculators(head: DraftHead, target: Target) -> Export:
-    if isinstance(head, DFlashHead) and head.window is not None and not head.causal:
-        raise ValueError(
-            "vLLM reads heads of the speculators package as causal in all layers or in none, and this one only in its "
-            f"sliding layers (head.window={head.window}): use format=vllm"
-        )
-    if isinstance(head, DSparkHead):
-        check_vanilla("vLLM", head)
-        return Export(
-            formats.SpeculatorsDSpark(), "vllm serve {head}", "vLLM finds the target by its name in config.json."
-        )
-    if isinstance(head, XPressHead):
-        if head.inner % head.correction:
-            raise ValueError(
-                f"the speculators package needs head.xpress_mlp_hidden={head.inner} to be a multiple of head.xpress_rank="
-                f"{head.correction}: use format=vllm"
-            )
-        return Export(formats.SpeculatorsXPress(), "vllm serve {head}", XPRESS)
-    if type(head) is DFlashHead:
-        return Export(
-            formats.SpeculatorsDFlash(), "vllm serve {head}", "vLLM finds the target by its name in config.json."
-        )
-    if isinstance(head, PEagleHead):
-        note = "vLLM finds the target by its name in config.json, and P-EAGLE's files by method=eagle3."
-        return Export(formats.SpeculatorsPEagle(), VLLM_P_EAGLE, note)
-    if not isinstance(head, Eagle3Head):
-        raise unsupported("the speculators package", head)
-    check_llama_layer("the speculators package", head)
-    return Export(formats.SpeculatorsFormat(), "vllm serve {head}", "vLLM finds the target by its name in config.json.")
-
-
-def eagle(head: DraftHead, target: Target) -> Export:
-    if isinstance(head, EagleHead):
-        return Export(formats.EagleFormat("LlamaForCausalLM", embeddings=True), EA_MODEL)
-    if not isinstance(head, Eagle3Head):
-        raise unsupported("SafeAILab's code", head)
-    n = target.num_layers
-    if head.layers != [2, n // 2, n - 3]:
-        raise ValueError(
-            f"SafeAILab's code takes hidden states {[2, n // 2, n - 3]} of a target of {n} layers, regardless of config.json,"
-            f" and this head takes {head.layers}"
-        )
-    check_layer_flags("SafeAILab's code", head)
-    return Export(formats.Eagle3Format(), EA_MODEL)
-
-
-def medusa(head: DraftHead, target: Target) -> Export:
-    if type(head) is not MedusaHead:
-        raise unsupported("FasterDecoding's code", head)
-    check_full_vocabulary("FasterDecoding's code", head)
-    note = "medusa_lm_head.pt is for FasterDecoding's code, which reads nothing else; TGI reads the safetensors."
-    return Export(formats.MedusaFormat(), "text-generation-launcher --model-id {head}", note)
-
-
-def hydra(head: DraftHead, target: Target) -> Export:
-    if not isinstance(head, HydraHead):
-        raise unsupported("zankner's code", head)
-    check_full_vocabulary("zankner's code", head)
-    check_tied(head)
-    return Export(
-        formats.HydraFormat(),
-        "HydraModel.from_pretrained('{head}')",
-        "hydra_lm_head.pt is the file for zankner's code.",
-    )
-
-
-def mtp(head: DraftHead, target: Target) -> Export:
-    if not isinstance(head, MTPHead):
-        raise unsupported("a target's own file", head)
-    if not weight_map(target):
-        raise ValueError(f"{target.name} has no local checkpoint in safetensors, into which the layer could be written")
-    shipped = any(name.startswith(PREFIX) for name in weight_map(target))
-    note = "" if shipped else "Engines look for an MTP layer if config.json announces one, and this target's does not."
-    return Export(formats.MTPFormat(), VLLM_MTP, note)
+def export_for(engine: str, head: DraftHead, target: Target, *arguments: Any) -> Export:
+    """Return the layout, command and note of a head for one engine of RULES. arguments: of the layout."""
+    rule = RULES[engine].get(type(head))
+    if rule is None:
+        others = ": it loads EAGLE-3, DFlash, JetSpec, DFlash-2, DSpark and MTP" if engine == "llama.cpp" else ""
+        raise ValueError(f"{engine} does not support {head.kind} heads{others}")
+    for verify in rule.checks:
+        verify(head, target)
+    note = rule.note if isinstance(rule.note, str) else rule.note(head, target)
+    return Export(rule.layout(*arguments), rule.use, note.format(target=target.name, kind=head.kind))
 
 
 def llamacpp(head: DraftHead, target: Target, dtype: str = "float16", target_gguf: str | None = None) -> Export:
@@ -223,48 +183,18 @@ def llamacpp(head: DraftHead, target: Target, dtype: str = "float16", target_ggu
     is copied."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} is not one of {', '.join(DTYPES)}")
-    if isinstance(head, MTPHead):
-        return llamacpp_mtp(head, target, dtype, target_gguf)
-    if not isinstance(head, Eagle3Head) and type(head) not in (DFlashHead, DFlash2Head, DSparkHead):
-        raise ValueError(
-            f"{unsupported('llama.cpp', head)}: it loads EAGLE-3, DFlash, JetSpec, DFlash-2, DSpark and MTP"
-        )
-    check_llamacpp_layers(head, target)
-    if isinstance(head, Eagle3Head):
-        check_llamacpp_eagle3(head)
-    else:
-        assert isinstance(head, DFlashHead)
-        check_llamacpp_blocks(head)
-    method = "dflash" if isinstance(head, DFlash2Head) else head.kind
-    convert = LLAMACPP_TARGET.format(target=target.name)
-    note = (
-        f"llama.cpp drafts a chain, not a tree. Its own converter writes the target: {convert}\n"
-        f"From the start: foredraft train target={target.name} head={head.kind} output_dir=outputs/mine; foredraft "
-        "export checkpoint=outputs/mine/head format=gguf output_dir=exported; then llama-server as below.\n"
-        "Its cache of keys and values is in half precision, where ties may be decided differently, unless it is started "
-        "with -fa off -ctk f32 -ctv f32."
-    )
-    layout = formats.default_format(head)
-    return Export(GGUFFormat(layout, dtype, target_gguf), LLAMACPP.replace("{method}", method), note)
+    layouts = [] if isinstance(head, MTPHead) else [formats.default_format(head)]
+    return export_for("llama.cpp", head, target, *layouts, dtype, target_gguf)
 
 
-def llamacpp_mtp(head: MTPHead, target: Target, dtype: str, target_gguf: str | None) -> Export:
-    mtp(head, target)  # for its checks
-    attention = head.layer.self_attn
-    if not target.config.model_type.startswith("qwen3_5") or not (attention.gated and attention.normed):
-        raise ValueError(
-            "llama.cpp only loads MTP layers without experts of Qwen3.5, with a gate and q/k norms, and this one "
-            f"belongs to a target of type {target.config.model_type}"
-            f"{'' if attention.gated and attention.normed else ', without these'}: train head=eagle3 for llama.cpp, or "
-            "export this with format=mtp for vLLM"
-        )
-    convert = LLAMACPP_TARGET.format(target=target.name)
-    note = (
-        f"llama.cpp drafts a chain, not a tree. Its own converter writes the target: {convert} --no-mtp\n"
-        "For one file with both: export with format=mtp, convert that directory without --no-mtp, and omit -md."
-    )
-    return Export(NextnFormat(dtype, target_gguf), LLAMACPP, note)
-
+vllm: Exporter = partial(export_for, "vLLM")
+sglang: Exporter = partial(export_for, "SGLang")
+speculators: Exporter = partial(export_for, "the speculators package")
+eagle: Exporter = partial(export_for, "SafeAILab's code")
+medusa: Exporter = partial(export_for, "FasterDecoding's code")
+hydra: Exporter = partial(export_for, "zankner's code")
+mtp: Exporter = partial(export_for, "a target's own file")
+gguf: Exporter = llamacpp
 
 FORMATS = {  # each with the description that --help shows
     "vllm": ("The layout that vLLM loads.", vllm),
@@ -274,7 +204,7 @@ FORMATS = {  # each with the description that --help shows
     "medusa": ("The layout of the Medusa authors, which Text Generation Inference loads too.", medusa),
     "hydra": ("The layout of the Hydra authors.", hydra),
     "mtp": ("The target's own files with this MTP layer in place of theirs.", mtp),
-    "gguf": ("GGUF, which llama.cpp loads; dtype= and target_gguf= are for this format.", llamacpp),
+    "gguf": ("GGUF, which llama.cpp loads; dtype= and target_gguf= are for this format.", gguf),
 }
 # Engines, and the formats that they read: a card names the first that supports the head.
 ENGINES = {
@@ -285,15 +215,14 @@ ENGINES = {
 }
 
 
-def exporter_for(name: str, **options: str | None) -> Callable[[DraftHead, Target], Export]:
+def exporter_for(name: str, **options: str | None) -> Exporter:
     """Return the function for the format of this name. options: dtype and target_gguf of "gguf", None unless given."""
     if name not in FORMATS:
         raise ValueError(f"format={name} is not one of {', '.join(FORMATS)}")
     given = {key: value for key, value in options.items() if value is not None}
     for key, value in given.items() if name != "gguf" else ():
         raise ValueError(f"{key}={value} is only for format=gguf: leave it out with format={name}")
-    exporter: Callable[..., Export] = FORMATS[name][1]
-    return partial(exporter, **given)
+    return partial(FORMATS[name][1], **given)
 
 
 def engines(head: DraftHead, target: Target, name: str) -> list[dict[str, Any]]:

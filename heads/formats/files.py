@@ -22,8 +22,8 @@ from foredraft.heads.formats.unsupported import check_supported_drafter
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 # In this order: if a directory has both, pickles are never read.
-ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # peft's
-SAFE = ("model.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors", ADAPTER)
+ADAPTER_CONFIG = "adapter_config.json"  # peft's
+SAFE = ("model.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 LARGEST_JSON = 2**24  # bytes; a config has a few thousand
 

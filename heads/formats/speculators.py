@@ -9,9 +9,9 @@ from typing import Any, Self
 from torch import Tensor
 
 from foredraft.heads.base import DraftHead
-from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.eagle3 import FLAGS, Eagle3Head
 from foredraft.heads.formats.base import HeadFiles, check_settings
-from foredraft.heads.formats.eagle3 import FLAGS, Eagle3Format, has_qk_norms
+from foredraft.heads.formats.eagle3 import Eagle3Format, has_qk_norms
 from foredraft.heads.formats.layer_ids import IDS
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.p_eagle import PEagleHead

@@ -180,8 +180,7 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
 
     metrics: as in metrics.json. head: kind, target, and if known gguf (of a target from such a file), parameters, depth,
     layers, draft_vocab_size, engines (heads/formats/engines.py), license, format, revision (of the target), sha256 (of the
-    weights), repo (its name on the Hub), adapter (is there one for the target?). data: what the head was trained on, as
-    names and values."""
+    weights), repo (its name on the Hub). data: what the head was trained on, as names and values."""
     markdown = Environment(
         loader=PackageLoader("foredraft.heads.hub"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -195,7 +194,6 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
         kind=head["kind"],
         target=str(head["target"]),
         place=place,
-        adapter=head.get("adapter"),
         about=about(head),
         measured=measured({**metrics, "parameters": None}),  # `about` has them
         command=" ".join(str(metrics.get("command") or "").split()),

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from foredraft.heads import adapter
 from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
 from foredraft.heads.checkpoint import find, load_head, read_config
 from foredraft.heads.draft_model import DraftModelHead
@@ -72,8 +71,6 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
         raise ValueError(f"drafter {path!r} is not one of: {DRAFTER_NAMES}; or several of them joined by +")
     directory = find(path, revision)
     head = load_head(directory, target)
-    adapter.merge(target)
-    pack(target.model)  # again, after an adapter
     pack(head)
     own = read_config(directory).get("foredraft", {})
     drafter = drafter_for(head, target, accuracies=own.get("accuracies"), **{"tree": default_tree, **options})

@@ -3,6 +3,8 @@
 A line is written at once and reused by the next run of the same command, so an interrupted run can be resumed. A system that
 fails is omitted from then on, with its reason; the others continue. All systems decode a prompt one after the other, so a
 change of the machine's speed affects all alike. Texts during which other programs used the core are timed again.
+
+Batches are faster, but only acceptance can be measured in them. A system with `batched` decodes all texts in batches first.
 """
 
 import json
@@ -17,7 +19,7 @@ import torch
 
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.base import Drafter
-from foredraft.inference.evaluation.measure import length_settings
+from foredraft.inference.evaluation.measure import BATCH, REPETITIVE, distinct, length_settings, run
 from foredraft.inference.evaluation.progress import report, track
 from foredraft.inference.generation import Generation, generate
 
@@ -56,7 +58,7 @@ class System(NamedTuple):
     name: str
     drafter: Drafter | dict[str, Any] | None
     once: bool = False  # run only in the first repeat, because only its acceptance is measured
-    every: int = 1  # run only every n-th text
+    batched: bool = False  # decode all texts in batches too, where its acceptance is measured
     chain: str | None = None  # name of the system that drafts chains with the same head
 
     @property
@@ -126,15 +128,37 @@ def preempted_jobs(preempted: dict[Job, float]) -> list[Job]:
     return worst[: math.ceil(MAX_RETIMED_SHARE * len(preempted))]
 
 
+def counts(out: Generation, number: int = 0) -> Line:
+    """Return what the steps of a sequence of the batch counted."""
+    places = [(step, step.sequences.index(number)) for step in out.steps if number in step.sequences]
+    return {
+        "accepted": [step.accepted[place] for step, place in places],
+        "emitted": [step.emitted[place] for step, place in places],
+        "nodes": [step.nodes for step, _ in places],
+    }
+
+
 class Benchmark:
-    def __init__(self, target: Target, systems: list[System], texts: list[Text], new_tokens: int, lines: Lines):
-        self.target, self.texts = target, texts
+    def __init__(
+        self,
+        target: Target,
+        systems: list[System],
+        texts: list[Text],
+        new_tokens: int,
+        lines: Lines,
+        num_timed: int | None = None,
+    ):
+        """Prepare a run. num_timed: texts that are decoded alone, which measures speed; None is all."""
+        self.target, self.texts, self.num_timed = target, texts, num_timed
         self.systems = {system.name: system for system in systems}
         self.new_tokens, self.lines = new_tokens, lines
         self.warm: set[str] = set()
-        self.failed: set[str] = set()
+        self.failed: dict[str, Exception] = {}
 
     def run(self, temperatures: list[float], repeats: int) -> None:
+        for system in [system for system in self.systems.values() if system.batched]:
+            for temperature in temperatures:
+                self.attempt(system.name, self.decode_batches, system, temperature)
         done = set(self.lines.preempted_shares())
         left = [job for job in self.jobs(temperatures, repeats) if job not in done]
         for job in track(left, "decoding", "texts"):
@@ -143,12 +167,23 @@ class Benchmark:
 
     def jobs(self, temperatures: list[float], repeats: int) -> Iterator[Job]:
         """Yield all jobs. Systems alternate fastest, so that changes of the machine's speed affect all of them."""
+        timed = self.timed_texts()
         for repeat in range(repeats):
             for temperature in temperatures:
-                for number in range(len(self.texts)):
+                for number in timed:
                     for system in self.systems.values():
-                        if number % system.every == 0 and (repeat == 0 or not system.once):
+                        if repeat == 0 or not system.once:
                             yield system.name, temperature, number, repeat
+
+    def timed_texts(self) -> list[int]:
+        """Return the numbers of the texts to decode alone, spread evenly over those that are not loops in the batches."""
+        everything = list(range(len(self.texts)))
+        if self.num_timed is None:
+            return everything
+        loops = {line["text"] for line in self.lines.of("batched") if distinct(line["ids"]) < REPETITIVE}
+        numbers = [number for number in everything if number not in loops] or everything
+        count = min(self.num_timed, len(numbers))
+        return [numbers[len(numbers) * place // count] for place in range(count)]
 
     def retime_preempted(self) -> None:
         """Measure texts again during which other programs used the core. Of two lines of a text the later one counts."""
@@ -163,8 +198,26 @@ class Benchmark:
         try:
             work(*arguments)
         except Exception as error:  # of any kind: it must not end hours of work on the other systems
-            self.failed.add(name)
+            self.failed[name] = error
             self.lines.failed(name, error)
+
+    def decode_batches(self, system: System, temperature: float) -> None:
+        """Decode all texts in batches and write their lines. Texts that end at an end token are separate batches."""
+        assert not isinstance(system.drafter, dict)
+        done = [(line["decoder"], line["temperature"], line["text"]) for line in self.lines.of("batched")]
+        for ends in (False, True):
+            numbers = [number for number, text in enumerate(self.texts) if text.ends == ends]
+            numbers = [number for number in numbers if (system.name, temperature, number) not in done]
+            if not numbers:
+                continue
+            prompts, seeds = [self.texts[number].tokens for number in numbers], [number + 1 for number in numbers]
+            settings = length_settings(self.new_tokens, ends) | {"temperature": temperature, "seeds": seeds}
+            generations = run(self.target, system.drafter, prompts, what="measuring acceptance", **settings)
+            for place, number in enumerate(numbers):
+                out, row = generations[place // BATCH], place % BATCH
+                line = {"kind": "batched", "decoder": system.name, "temperature": temperature, "text": number}
+                ids = out.new_tokens[row]
+                self.lines.add(line | {"tokens": len(ids), "ids": ids} | counts(out, row))
 
     def decode_and_save(self, job: Job, preempted: float = math.inf) -> None:
         """Decode a text. Save its line if other programs used the core for less than this share of the time."""
@@ -184,9 +237,7 @@ class Benchmark:
         line = {"kind": "text", "decoder": name, "temperature": temperature, "text": number, "repeat": repeat}
         line |= {"seconds": seconds, "tokens": count, "preempted_share": preempted}
         if out is not None:
-            line["accepted"] = [step.accepted[0] for step in out.steps]
-            line["emitted"] = [step.emitted[0] for step in out.steps]
-            line["nodes"] = [step.nodes for step in out.steps]
+            line |= counts(out)
             if repeat == 0:
                 line["ids"] = out.new_tokens[0]
         return line

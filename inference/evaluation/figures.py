@@ -27,14 +27,16 @@ class Table:
 
     def __init__(self, lines: Iterable[Line], texts: list[Text], temperature: float):
         self.texts = texts
-        # decoder -> (repeat, text) -> line
+        # decoder -> (repeat, text) -> line. The second has the texts that were decoded in batches.
         self.by_decoder: dict[str, dict[tuple[int, int], Line]] = defaultdict(dict)
+        self.batched: dict[str, dict[tuple[int, int], Line]] = defaultdict(dict)
         for line in lines:
-            if line["kind"] == "text" and line["temperature"] == temperature:
-                self.by_decoder[line["decoder"]][line["repeat"], line["text"]] = line
+            if line["kind"] in ("text", "batched") and line["temperature"] == temperature:
+                decoders = self.by_decoder if line["kind"] == "text" else self.batched
+                decoders[line["decoder"]][line.get("repeat", 0), line["text"]] = line
         outputs: dict[int, list[int]] = {}  # the baseline's if it decoded the text
-        for decoder in (BASELINE, *self.by_decoder):
-            for (_, text), line in self.by_decoder[decoder].items():
+        for found in (self.by_decoder[BASELINE], *self.batched.values(), *self.by_decoder.values()):
+            for (_, text), line in found.items():
                 if "ids" in line:
                     outputs.setdefault(text, line["ids"])
         self.loops = {text for text, ids in outputs.items() if distinct(ids) < REPETITIVE}
@@ -46,13 +48,18 @@ class Table:
         return named - self.loops
 
     def lines(self, decoder: str, category: str) -> list[Line]:
+        """Return the lines that acceptance is computed from: those of the batches, if there are any."""
+        chosen = self.chosen(category)
+        lines = self.batched.get(decoder) or self.by_decoder[decoder]
+        return [line for (_, text), line in lines.items() if text in chosen]
+
+    def timed(self, decoder: str, category: str) -> list[Line]:
         chosen = self.chosen(category)
         return [line for (_, text), line in self.by_decoder[decoder].items() if text in chosen]
 
     def rates(self, decoder: str, category: str) -> Spread | None:
-        """Return the tokens per second, on texts that the baseline decoded too."""
-        baseline = self.by_decoder[BASELINE]
-        lines = [line for line in self.lines(decoder, category) if not baseline or (0, line["text"]) in baseline]
+        """Return the tokens per second."""
+        lines = self.timed(decoder, category)
         repeats = sorted({line["repeat"] for line in lines})
         return spread([rate([line for line in lines if line["repeat"] == number]) for number in repeats])
 
@@ -95,6 +102,7 @@ def decoder_figures(table: Table, decoder: str, category: str, chain: str | None
         return None
     return {
         "texts": len({line["text"] for line in lines}),
+        "timed_texts": len({line["text"] for line in table.timed(decoder, category)}),
         "acceptance_length": acceptance(lines),
         "chain_acceptance_length": acceptance(table.lines(chain, category)) if chain else None,
         "accepted_per_depth": accepted_shares(lines),

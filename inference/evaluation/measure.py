@@ -5,7 +5,7 @@ rounding differs, and a tie between two tokens may be resolved either way (lossl
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,20 @@ def run(
     max_new_tokens: int,
     what: str = "decoding",
     batch: int = BATCH,
+    seeds: Sequence[int] | None = None,
     **settings: Any,
 ) -> list[Generation]:
-    """Decode the prompts, `batch` at a time; prompt i has seed i. what: the activity that the progress bar names."""
+    """Decode the prompts, `batch` at a time. what: the activity that the progress bar names. seeds: of each prompt; prompt i
+    has seed i if there are none."""
+    seeds = range(len(prompts)) if seeds is None else seeds
     generations = []
     with Progress(what, len(prompts) * max_new_tokens, "tokens at most") as progress:
         settings |= {"max_new_tokens": max_new_tokens, "progress": progress.add}
         for start in range(0, len(prompts), batch):
             rows = prompts[start : start + batch]
             ids, mask = (part.to(target.device) for part in left_pad(rows))
-            seeds = list(range(start, start + len(rows)))
-            generations.append(generate(target, drafter, ids, mask, seed=seeds, **settings))
+            some = list(seeds[start : start + batch])
+            generations.append(generate(target, drafter, ids, mask, seed=some, **settings))
     return generations
 
 

@@ -35,7 +35,8 @@ class Report(NamedTuple):
     config: str = ""  # the resolved yaml
 
 
-def write_report(path: Path, report: Report) -> None:
+def write_report(directory: Path, report: Report) -> None:
+    """Write report.html, and figures.json and figures.csv if something was decoded."""
     metrics, results = report.metrics, report.results
     where = [str(metrics[key]) for key in ("target", "head", "device", "dtype", "date") if metrics.get(key)]
     where += [metrics["prompts"]] if isinstance(metrics.get("prompts"), str) else []
@@ -57,10 +58,12 @@ def write_report(path: Path, report: Report) -> None:
         "categories": [] if results is None else list(tables(results, categories(results))),
         "stages": [] if results is None else stage_lines(results),
     }
-    write_page(path, "report.html.jinja", **values)
+    write_page(directory / "report.html", "report.html.jinja", **values)
+    if results is not None:
+        write_figures(directory, results)
 
 
-def write_results(directory: Path, results: Results) -> None:
+def write_figures(directory: Path, results: Results) -> None:
     """Write figures.json, and figures.csv with a row per drafter, category and temperature; a spread has three columns."""
     (directory / "figures.json").write_text(json.dumps(results._asdict(), indent=1) + "\n")
     flat = [dict(flatten_row(row)) for row in results.rows]
@@ -153,7 +156,9 @@ def tables(results: Results, chosen: Iterable[str]) -> Iterator[Table]:
         for category in chosen:
             found = [r for r in results.rows if (r["temperature"], r["category"]) == (temperature, category)]
             if found:
-                title = f"Temperature {temperature:g}, {category}: {count_texts(max(row['texts'] for row in found))}"
+                texts, timed = (max(row[key] for row in found) for key in ("texts", "timed_texts"))
+                title = f"Temperature {temperature:g}, {category}: {count_texts(texts)}"
+                title += f", {timed} of them timed" if timed < texts else ""
                 body = [[format_value(row[key], unit) for key, unit in COLUMNS.values()] for row in found]
                 for row, cells in zip(found, body):
                     cells.append(verdict(results, row["drafter"], temperature) if category == ALL else "")

@@ -157,7 +157,7 @@ CHECKS = {"identity": identity, "stages": stages, "alignment": alignment}
 
 def samples(benchmark: Benchmark) -> Iterator[Sample]:
     """Yield, for each category, the text with the median acceptance length of the best drafter at the first temperature."""
-    lines = [line for line in benchmark.lines.of("text") if line.get("emitted") and "ids" in line]
+    lines = [line for line in benchmark.lines.lines if line.get("emitted") and "ids" in line]
     if not lines:
         return
     temperature = lines[0]["temperature"]

@@ -4,13 +4,12 @@ protocol.py     the fields of requests, and those that are refused by name
 prompts.py      converts messages and prompts to tokens
 tools.py        tool calls: parsed from a text, and forced by a grammar
 reasoning.py    reasoning, separated from the answer
-detokenizer.py  text that may be shown; logprobs.py: log-probabilities of its tokens
+stop_strings.py text that may be shown; logprobs.py: log-probabilities of its tokens
 worker.py       the thread that owns the engine
-scoring.py      log-probabilities of a prompt's own tokens, between steps
+echo.py         a prompt in front of its answer, with log-probabilities, which are computed between steps
 choice.py       one text of an answer; completion.py: the whole answer and its usage, in OpenAI's format
-learning.py     learn=true: trains the head on served texts (traffic.py) in background.py; learned.py stores the heads
-accepted_log.py an optional log of accepted drafts, for training
-vllm.py         the same API with vLLM, which uses the exported head
+accepted_log.py a log of accepted drafts, for training; followed_head.py: the head may change (train/learn.py)
+other_engines.py the same API with vLLM or llama.cpp, which use the exported head
 service.py      the path of a request through these modules
 app.py          the routes, with limits.py and metrics.py around them; page.html: the page at /
 """

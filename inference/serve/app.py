@@ -1,5 +1,6 @@
 """The web application: its routes, its errors, and its process."""
 
+import asyncio
 import json
 import logging
 import sys
@@ -15,9 +16,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
 from foredraft.inference.serve.accepted_log import AcceptedLog
-from foredraft.inference.serve.learning import Learning
+from foredraft.inference.serve.followed_head import FollowedHead
 from foredraft.inference.serve.limits import Gate, Refused, error_response
 from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest
 from foredraft.inference.serve.responses import ResponsesAnswer
@@ -25,16 +27,6 @@ from foredraft.inference.serve.responses_protocol import ResponsesRequest
 from foredraft.inference.serve.service import INTERNAL_ERROR, Service
 from foredraft.inference.serve.worker import Failed, QueueFull, Worker
 
-PATHS = (
-    "/",
-    "/health",
-    "/metrics",
-    "/openapi.json",
-    "/v1/models",
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-)
 PAGE = Path(__file__).with_name("page.html")
 # Forbid content of other hosts, and embedding in other pages. Inline code is the page's.
 PAGE_POLICY = (
@@ -50,34 +42,36 @@ def create_app(
     max_tokens: int | None = None,
     max_body: int = 2**22,
     api_key: str | None = None,
-    accepted_log: AcceptedLog | None = None,
+    logs: Sequence[Sequence[AcceptedLog]] = (),
     local_only: bool = False,
     cors: Sequence[str] = (),
-    learning: Sequence[Learning] = (),
+    heads: Sequence[FollowedHead] = (),
 ) -> FastAPI:
     """Create the application, which starts and stops the worker. max_body: bytes of a request's body. cors: origins whose
-    pages may send requests. See `Service` and `Gate`."""
-    service = Service(worker, names, max_tokens, accepted_log, learning)
+    pages may send requests. heads: those that may change. See `Service` and `Gate`."""
+    service = Service(worker, names, max_tokens, logs or [()] * len(names))
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         worker.start()
-        for learner in learning:
-            learner.start()
+        tasks = [asyncio.create_task(head.follow()) for head in heads]
         yield
-        for learner in learning:
-            learner.stop()
+        for task in tasks:
+            task.cancel()
         worker.stop()
 
     app = FastAPI(title="foredraft", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.worker = worker
 
+    paths = set[str]()
+
     def seen(path: str, status: int) -> None:
-        service.metrics.requests.labels(path if path in PATHS else "other", status).inc()
+        service.metrics.requests.labels(path if path in paths else "other", status).inc()
 
     protect(app, cors, api_key=api_key, max_body=max_body, seen=seen, local_only=local_only)
     add_answer_routes(app, service)
     add_status_routes(app, service)
+    paths |= {route.path for route in app.routes if isinstance(route, Route)}
     return app
 
 

@@ -1,132 +1,107 @@
 """One text of an answer: its content, reasoning, tool calls and log-probabilities, from the outputs of its steps."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.inference.engine import RequestOutput
-from foredraft.inference.serve.detokenizer import Detokenizer, StopStrings
+from foredraft.inference.serve.echo import Echo
 from foredraft.inference.serve.logprobs import TokenLogprob
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
 from foredraft.inference.serve.reasoning import CLOSING, OPENING, HarmonyReader, ReasoningReader, new_reasoning_reader
-from foredraft.inference.serve.scoring import Scored
+from foredraft.inference.serve.stop_strings import StopStrings
 from foredraft.inference.serve.tools import ToolReader, callable_tools, new_call, new_tool_reader
 from foredraft.inference.serve.worker import Job
-from foredraft.inference.text import answer_context
+from foredraft.inference.text import Detokenizer, answer_context
 from foredraft.inference.trace import Trace
 
 
-class Piece(NamedTuple):
-    """Hold what one step added to a choice."""
+@dataclass
+class Piece:
+    """Hold what one step added to a choice, or all steps so far."""
 
     choice: int
-    ids: list[int]
-    reasoning: str
-    text: str
-    logprobs: list[TokenLogprob]
-    trace: dict[str, Any] | None
-    finish_reason: str | None
-    calls: list[dict[str, Any]]  # tool calls, all at once at the end
+    ids: list[int] = field(default_factory=list)
+    reasoning: str = ""
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)  # tool calls, all at once at the end
+    finish_reason: str | None = None
+    trace: dict[str, Any] | None = None  # of one step
 
-
-class Echo(NamedTuple):
-    """Hold a prompt that precedes its texts, without an incomplete character at its end, which a text may complete."""
-
-    text: str
-    logprobs: list[TokenLogprob]  # empty if not requested
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        tokens: Sequence[int],
-        scored: Sequence[Scored],
-        skip_special_tokens: bool = True,
-    ) -> "Echo":
-        detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt=())
-        if not scored:
-            text = detokenizer.decode(tokens)
-            return cls(text[: len(text) - len(Detokenizer(tokenizer, skip_special_tokens, tokens).pending())], [])
-        text, places = "", []
-        for token, score in zip(tokens, scored, strict=False):
-            places.append(TokenLogprob(token, *score, len(text), not detokenizer.tokens))
-            text += detokenizer.push(token)
-        return cls(text, places)
+    def add(self, piece: "Piece") -> None:
+        self.ids += piece.ids
+        self.reasoning += piece.reasoning
+        self.text += piece.text
+        self.logprobs += piece.logprobs
+        self.calls += piece.calls
+        self.finish_reason = piece.finish_reason
 
 
 class Choice:
     """Build one text of an answer from the outputs of its steps."""
 
     def __init__(self, index: int, job: Job, request: CommonRequest, tokenizer: PreTrainedTokenizerBase):
-        self.index, self.job, self.request, self.tokenizer = index, job, request, tokenizer
-        template = tokenizer.chat_template
+        self.index, self.job, self.request, self.whole = index, job, request, Piece(index)
+        self.accepted, self.drafted = list[int](), list[int]()  # see accepted_log.py
+        self.emitted = 0  # number of tokens of these steps
+        self.length = 0  # length of its text in characters, including what is held back
+        template, prompt = tokenizer.chat_template, job.request.prompt
         self.reasoning_reader: ReasoningReader | None = None  # text of a grammar contains no reasoning
         if isinstance(request, ChatRequest) and not request.has_grammar:
-            arguments = template, job.request.prompt, tokenizer.decode, callable_tools(request)
-            self.reasoning_reader = new_reasoning_reader(*arguments)
+            tools = callable_tools(request)
+            self.reasoning_reader = new_reasoning_reader(template, prompt, tokenizer.decode, tools)
         # Harmony's reader finds calls, too, and all special tokens are its marks.
         harmony = isinstance(self.reasoning_reader, HarmonyReader)
         self.tools: ToolReader | None = None if harmony else new_tool_reader(request, template)
         marks = (OPENING + CLOSING if self.reasoning_reader else "") + (self.tools.style.text if self.tools else "")
         unseen = frozenset[int]() if harmony else unseen_tokens(tokenizer, marks)
         self.marked = harmony or bool(unseen)  # special tokens mark parts of the text, so they are not skipped
-        prompt: Sequence[int] = job.request.prompt
-        if isinstance(request, ChatRequest):
-            prompt = answer_context(tokenizer, prompt)
-        self.detokenizer = Detokenizer(tokenizer, request.skip_special_tokens and not self.marked, prompt)
+        context = answer_context(tokenizer, prompt) if isinstance(request, ChatRequest) else prompt
+        self.detokenizer = Detokenizer(tokenizer, request.skip_special_tokens and not self.marked, context)
         if request.skip_special_tokens and unseen:
             self.detokenizer.hidden = unseen
         self.stops = StopStrings(request.stop_strings, request.include_stop_str_in_output)
-        self.length = 0  # length of its text in characters, including what is held back
-        self.calls: list[dict[str, Any]] = []
-        self.reasoning, self.text, self.logprobs = "", "", list[TokenLogprob]()
-        self.ids, self.accepted, self.drafted = list[int](), list[int](), list[int]()  # see accepted_log.py
-        self.emitted = self.forwards = 0  # new tokens and target forwards after the prompt's step
-        self.finish_reason: str | None = None
 
     def push(self, output: RequestOutput) -> Piece:
-        pieces, places = self.detokenize(output)
+        piece = Piece(self.index, output.tokens, finish_reason=output.finish_reason)
+        texts, places = self.detokenize(output)
         if output.finish_reason is None:
-            text = self.stops.push("".join(pieces))
+            text = self.stops.push("".join(texts))
         else:
-            text = self.stops.end("".join(pieces[:-1]), "".join(pieces[-1:]))
-        self.finish_reason = output.finish_reason
-        self.ids += output.tokens
+            text = self.stops.end("".join(texts[:-1]), "".join(texts[-1:]))
+        piece.reasoning, piece.text, piece.calls = self.read(text, output.finish_reason is not None)
+        if piece.calls and piece.finish_reason == "stop":  # after "length", a call may be incomplete
+            piece.finish_reason = "tool_calls"
+        if self.request.top_tokens is not None and output.trace is not None:
+            piece.logprobs = self.token_logprobs(output, places, output.trace, self.request.top_tokens)
+        if self.request.trace:
+            piece.trace = self.trace_entry(output, texts)
         if output.accepted is not None:
             self.accepted.append(output.accepted)
             self.drafted.append(min(output.depth, output.nodes - 1))
             self.emitted += len(output.tokens)
-            self.forwards += 1
-        reasoning, text = self.read_reasoning(text)
+        self.whole.add(piece)
+        return piece
+
+    def read(self, text: str, is_end: bool) -> tuple[str, str, list[dict[str, Any]]]:
+        """Split a text into reasoning and content, without what may still be a mark; at the end also into tool calls."""
+        reasoning, calls = "", list[dict[str, Any]]()
+        if self.reasoning_reader is not None:
+            reasoning, text = self.reasoning_reader.push(text)
+            if is_end:
+                more, rest = self.reasoning_reader.end()
+                reasoning, text = reasoning + more, text + rest
+                calls = [new_call(*call) for call in self.reasoning_reader.calls]
         if self.tools is not None:
             text = self.tools.push(text)
-            if self.finish_reason is not None:
-                rest, self.calls = self.tools.end()
+            if is_end:
+                rest, calls = self.tools.end()
                 text += rest
         if isinstance(self.request, ChatRequest) and not self.request.parallel_tool_calls:
-            self.calls = self.calls[:1]
-        if self.calls and self.finish_reason == "stop":  # after "length", a call may be incomplete
-            self.finish_reason = "tool_calls"
-        self.reasoning += reasoning
-        self.text += text
-        logprobs = []
-        if self.request.top_tokens is not None and output.trace is not None:
-            logprobs = self.token_logprobs(output, places, output.trace, self.request.top_tokens)
-        self.logprobs += logprobs
-        trace = self.trace_entry(output, pieces) if self.request.trace else None
-        return Piece(self.index, output.tokens, reasoning, text, logprobs, trace, self.finish_reason, self.calls)
-
-    def read_reasoning(self, text: str) -> tuple[str, str]:
-        """Split a text into reasoning and content; at the end, also collect the calls within the reasoning."""
-        if self.reasoning_reader is None:
-            return "", text
-        reasoning, text = self.reasoning_reader.push(text)
-        if self.finish_reason is not None:
-            more, rest = self.reasoning_reader.end()
-            reasoning, text = reasoning + more, text + rest
-            self.calls = [new_call(*call) for call in self.reasoning_reader.calls]
-        return reasoning, text
+            calls = calls[:1]
+        return reasoning, text, calls
 
     def detokenize(self, output: RequestOutput) -> tuple[list[str], list[tuple[int, bool]]]:
         """Return the text that each token completes, and where the token's text starts: character offset, whether first."""
@@ -161,8 +136,10 @@ class Choice:
 
     def echo(self, echoed: Echo) -> Piece:
         """Return the prompt as if it were the text of the first step."""
-        self.text, self.logprobs, self.length = echoed.text, list(echoed.logprobs), len(echoed.text)
-        return Piece(self.index, [], "", echoed.text, echoed.logprobs, None, None, [])
+        piece = Piece(self.index, text=echoed.text, logprobs=echoed.logprobs)
+        self.whole.add(piece)
+        self.length = len(echoed.text)
+        return piece
 
     def trace_entry(self, output: RequestOutput, pieces: list[str]) -> dict[str, Any]:
         """Return each token's text and whether it was drafted, and the tree of the step, if it drafted one."""

@@ -33,14 +33,12 @@ def token_names(token_texts: TokenTexts, place: TokenLogprob, as_ids: bool) -> d
 def chat_logprobs(token_texts: TokenTexts, places: Sequence[TokenLogprob], as_ids: bool) -> dict[str, Any]:
     content = []
     for place in places:
-        names = token_names(token_texts, place, as_ids)
-
-        def entry(token: int, logprob: float | None, names: dict[int, str] = names, first: bool = place.first) -> Any:
-            spelled = token_texts.token_text(token, first)[1]
+        names, entries = token_names(token_texts, place, as_ids), list[dict[str, Any]]()
+        for token, logprob in ((place.token, place.logprob), *place.best):
+            spelled = token_texts.token_text(token, place.first)[1]
             whole = None if spelled is None else list(spelled)
-            return {"token": names[token], "logprob": finite(logprob), "bytes": whole}
-
-        content.append(entry(place.token, place.logprob) | {"top_logprobs": [entry(*one) for one in place.best]})
+            entries.append({"token": names[token], "logprob": finite(logprob), "bytes": whole})
+        content.append(entries[0] | {"top_logprobs": entries[1:]})
     return {"content": content}
 
 

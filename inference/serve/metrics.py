@@ -1,68 +1,53 @@
 """Metrics for Prometheus at /metrics: counts and times, never a text or a key."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from foredraft.inference.serve.completion import Answer
-from foredraft.inference.serve.learning import Learning
 from foredraft.inference.serve.worker import Worker
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    def __init__(self, worker: Worker, learning: Sequence[Learning] = ()):
+    def __init__(self, worker: Worker):
         self.worker = worker
         self.registry = CollectorRegistry()
-        registry: dict[str, Any] = {"registry": self.registry, "namespace": "foredraft"}
-        self.requests = Counter("requests", "Requests by path and status", ["path", "status"], **registry)
-        self.failures = Counter(
-            "failed_answers", "Answers that ended with an error, also streamed ones, by status", ["status"], **registry
-        )
-        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **registry)
-        self.completion_tokens = Counter("completion_tokens", "Tokens of answers", **registry)
-        self.forwards = Counter(
-            "forwards", "Target forwards after prompts, per sequence, by head", ["head"], **registry
-        )
-        self.emitted = Counter(
-            "emitted_tokens", "Tokens of these forwards; their quotient is the acceptance length", ["head"], **registry
-        )
-        self.first = Histogram("first_token_seconds", "Time to the first token", buckets=SECONDS, **registry)
-        self.seconds = Histogram("request_seconds", "Time to the end of the answer", buckets=SECONDS, **registry)
+        shared: dict[str, Any] = {"registry": self.registry, "namespace": "foredraft"}
+        self.requests = Counter("requests", "Requests by path and status", ["path", "status"], **shared)
+        failed = "Answers that ended with an error, also streamed ones, by status"
+        self.failures = Counter("failed_answers", failed, ["status"], **shared)
+        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts", **shared)
+        self.completion_tokens = Counter("completion_tokens", "Tokens of answers", **shared)
+        self.forwards = Counter("forwards", "Target forwards after prompts, per sequence, by head", ["head"], **shared)
+        emitted = "Tokens of these forwards; their quotient is the acceptance length"
+        self.emitted = Counter("emitted_tokens", emitted, ["head"], **shared)
+        self.first = Histogram("first_token_seconds", "Time to the first token", buckets=SECONDS, **shared)
+        self.seconds = Histogram("request_seconds", "Time to the end of the answer", buckets=SECONDS, **shared)
+        engines, prefixes = worker.engines, worker.prefixes
         gauges: dict[str, tuple[str, Callable[[], float]]] = {
             "open_requests": ("Texts that are decoded or waiting", lambda: worker.open),
-            "waiting_requests": (
-                "Texts that are waiting",
-                lambda: sum(len(engine.waiting) for engine in worker.engines),
-            ),
+            "waiting_requests": ("Texts that are waiting", lambda: sum(len(engine.waiting) for engine in engines)),
             "running_requests": (
                 "Texts that are decoded",
-                lambda: sum(len(engine.batch.unfinished()) for engine in worker.engines),
+                lambda: sum(len(engine.batch.unfinished()) for engine in engines),
             ),
         }
-        prefixes = worker.prefixes
         if prefixes is not None:
-            gauges["prefix_cache_hit_rate"] = (
-                "Share of prompt tokens found in the prefix cache",
-                lambda: prefixes.hits / max(1, prefixes.looked_up),
-            )
-            gauges["prefix_cache_bytes"] = ("Memory of the prefix cache", lambda: prefixes.bytes)
-        if learning:
-            gauges["learning_seconds"] = (
-                "Run time of training and comparison processes, in seconds",
-                lambda: learning[0].background.seconds,  # shared by all tenants
-            )
+            rate = "Share of prompt tokens found in the prefix cache"
+            gauges["prefix_cache_hit_rate"] = rate, lambda: prefixes.hits / max(1, prefixes.looked_up)
+            gauges["prefix_cache_bytes"] = "Memory of the prefix cache", lambda: prefixes.bytes
         for name, (meaning, value) in gauges.items():
-            Gauge(name, meaning, **registry).set_function(value)
+            Gauge(name, meaning, **shared).set_function(value)
 
     def observe(self, answer: Answer, seconds: float) -> None:
         self.prompt_tokens.inc(answer.prompt_tokens)
         self.completion_tokens.inc(answer.completion_tokens)
         for job, choice in answer.choices.items():
             head = self.worker.heads.get(job.engine, "")
-            self.forwards.labels(head).inc(choice.forwards)
+            self.forwards.labels(head).inc(len(choice.accepted))
             self.emitted.labels(head).inc(choice.emitted)
         self.seconds.observe(seconds)
         if answer.failure is not None:

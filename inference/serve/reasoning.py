@@ -9,6 +9,8 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
+from foredraft.inference.serve.stop_strings import find_partial_mark
+
 OPENING, CLOSING = "<think>", "</think>"
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|endoftext|>")  # end a message's text
@@ -39,12 +41,6 @@ def new_reasoning_reader(
     if CLOSING not in str(template):
         return None
     return ThinkReader(decode(prompt[-TAIL:]).rstrip().endswith(OPENING))
-
-
-def find_partial_mark(text: str, marks: Sequence[str]) -> int:
-    """Return the position at the end of a text where one of the marks may start; the length of the text if none may."""
-    starts = range(max(0, len(text) - max(map(len, marks), default=0) + 1), len(text))
-    return next((at for at in starts if any(mark.startswith(text[at:]) for mark in marks)), len(text))
 
 
 class ThinkReader:

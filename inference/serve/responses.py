@@ -24,7 +24,8 @@ class ResponsesAnswer(Answer):
 
     def body(self) -> dict[str, Any]:
         (choice,) = self.choices.values()
-        status = {None: "in_progress", "length": "incomplete"}.get(choice.finish_reason, "completed")
+        reason = choice.whole.finish_reason
+        status = {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
         error = None if self.failure is None else {"code": "server_error", "message": str(self.failure)}
         return {
             "id": self.id,
@@ -41,7 +42,7 @@ class ResponsesAnswer(Answer):
             "previous_response_id": None,
             "truncation": "disabled",
             "metadata": {},
-            "usage": None if choice.finish_reason is None else self.usage_details(),
+            "usage": None if reason is None else self.usage_details(),
         }
 
     def usage_details(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -18,9 +18,8 @@ from foredraft import inference as decoding
 from foredraft.inference.grammar import Grammar, Grammars
 from foredraft.inference.serve import tools
 from foredraft.inference.serve.accepted_log import AcceptedLog
-from foredraft.inference.serve.choice import Echo
 from foredraft.inference.serve.completion import Answer
-from foredraft.inference.serve.learning import Learning
+from foredraft.inference.serve.echo import Echo, Scored, score
 from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.prompts import PromptEncoder
@@ -30,6 +29,7 @@ from foredraft.inference.serve.worker import TIMED_OUT, Failed, Worker
 log = logging.getLogger("foredraft.serve")
 DEFAULT_MAX_TOKENS = 2**16  # limit of an answer if neither request, config nor the target's context sets one
 PING = 15.0  # seconds without an event after which a comment is sent, because proxies close silent streams
+Result = TypeVar("Result")
 INTERNAL_ERROR = "internal server error; see the server's log"
 
 
@@ -66,18 +66,17 @@ class Service:
         worker: Worker,
         names: Sequence[str],
         max_tokens: int | None,
-        accepted_log: AcceptedLog | None,
-        learning: Sequence[Learning],
+        logs: Sequence[Sequence[AcceptedLog]],
     ):
         """Initialize the service. names: of the model, for clients, one per tenant. max_tokens: default limit of an answer;
-        None is the context. learning: one per tenant, or empty."""
-        self.accepted_log, self.learning = accepted_log, learning
-        self.worker, self.names, self.max_tokens = worker, names, max_tokens
-        self.metrics = Metrics(worker, learning)
+        None is the context. logs: of each tenant."""
+        self.worker, self.names, self.max_tokens, self.logs = worker, names, max_tokens, logs
+        self.metrics = Metrics(worker)
         self.target = worker.target
         self.encoder, self.encoding = PromptEncoder(self.target), ThreadPoolExecutor(1, "tokenizer")
         # Separate threads, because a schema may take seconds to compile.
         self.grammars: Grammars | None = None
+        self.scoring = asyncio.Lock()
         self.compiling = ThreadPoolExecutor(4, "grammar")
 
     def model(self, name: str) -> dict[str, Any]:
@@ -97,20 +96,15 @@ class Service:
     ) -> Response:
         """Answer a request. form: the class of the answer, with its extra arguments."""
         tenant = self.tenant(request.model)
-        begun = list[Answer]()
-
-        async def begin() -> None:
-            begun.append(await self.begin(request, tenant, form))
-
-        if not await unless_disconnected(raw_request, begin()):
+        answer = await unless_disconnected(raw_request, self.begin(request, tenant, form))
+        if answer is None:
             return Response(status_code=499)
-        (answer,) = begun
         ended = partial(self.finish, answer, raw_request.url.path, tenant)
         if request.stream:
             return EventStream(answer, ended)
         try:
-            stayed = await unless_disconnected(raw_request, read(answer))
-            return JSONResponse(answer.body()) if stayed else Response(status_code=499)
+            body = await unless_disconnected(raw_request, answer.read())
+            return Response(status_code=499) if body is None else JSONResponse(body)
         finally:
             ended()
 
@@ -120,29 +114,22 @@ class Service:
         """Submit the texts of a request. They are counted before they are encoded, which bounds the number of waiting
         requests. Their timeout starts here."""
         encode: Any = self.encoder.chat if isinstance(request, ChatRequest) else self.encoder.completion
-        loop, submitted, deadline = asyncio.get_running_loop(), False, time.monotonic() + self.worker.timeout
+        loop, deadline = asyncio.get_running_loop(), time.monotonic() + self.worker.timeout
         try:
-            self.worker.reserve(request.num_texts)
-            try:
+            with self.worker.reserved(request.num_texts):
                 async with asyncio.timeout(self.worker.timeout):
                     prompts = await loop.run_in_executor(self.encoding, encode, request)
-                    grammar = (
-                        await loop.run_in_executor(self.compiling, self.grammar, request)
-                        if request.has_grammar
-                        else None
-                    )
+                    grammar = None
+                    if request.has_grammar:
+                        grammar = await loop.run_in_executor(self.compiling, self.grammar, request)
                     requests = self.requests(request, prompts, grammar, tenant)
                     echoes = await self.echoes(request, prompts)
                 jobs = self.worker.submit(requests, request.speculative, tenant, deadline)
-                submitted = True
-            finally:
-                if not submitted:
-                    self.worker.release(request.num_texts)
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
         except TimeoutError:
             raise Failed(TIMED_OUT.format(self.worker.timeout), 504) from None
-        return form(self.worker, jobs, request, self.names[tenant], sum(map(len, prompts)), echoes)
+        return form(self.worker, jobs, request, self.names[tenant], echoes)
 
     async def echoes(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
         """Return the prompts that precede their texts, with log-probabilities if requested."""
@@ -150,10 +137,24 @@ class Service:
             return []
         loop, found = asyncio.get_running_loop(), []
         for prompt in prompts:
-            top = request.logprobs
-            scored = [] if top is None else await asyncio.wrap_future(self.worker.score(prompt, top))
+            scored = [] if request.logprobs is None else await self.score(prompt, request.logprobs)
             given = self.target.text_tokenizer, prompt, scored, request.skip_special_tokens
             found.append(await loop.run_in_executor(self.encoding, Echo.of, *given))
+        return found
+
+    async def score(self, prompt: list[int], top: int) -> list[Scored]:
+        """Return the log-probabilities of a prompt's tokens. Chunks are computed between steps, of one prompt at a time."""
+        found = list[Scored]()
+        async with self.scoring:
+            chunks = score(self.target, prompt, top)
+            try:
+                while (chunk := await asyncio.wrap_future(self.worker.call(partial(next, chunks, None)))) is not None:
+                    found += chunk
+            except Failed:
+                raise
+            except Exception as error:
+                log.warning("scoring a prompt failed", exc_info=error)
+                raise Failed("scoring this prompt failed; see the server's log") from None
         return found
 
     def grammar(self, request: CommonRequest) -> Grammar | None:
@@ -198,21 +199,19 @@ class Service:
         answer.close()
         seconds = time.monotonic() - answer.began
         self.metrics.observe(answer, seconds)
-        if self.accepted_log is not None and answer.request.store is not False:
+        for accepted_log in self.logs[tenant] if answer.request.store is not False else ():
             try:
-                self.accepted_log.write(answer)
+                accepted_log.write(answer)
             except OSError as error:  # such as a full disk, which must not fail the request
                 log.error("the log of accepted drafts cannot be written: %s", error)
-        if self.learning and answer.request.store is not False:
-            self.learning[tenant].write(answer)
         unended = "cancelled" if answer.failure is None else "error"
-        reasons = [choice.finish_reason or unended for choice in answer.choices.values()]
+        reasons = [choice.whole.finish_reason or unended for choice in answer.choices.values()]
         facts = {"id": answer.id, "path": path, "seconds": round(seconds, 3), "finish_reasons": reasons}
         log.info("request", extra={"facts": {**facts, **answer.usage()}})
 
 
-async def unless_disconnected(raw_request: Request, awaited: Coroutine[Any, Any, None]) -> bool:
-    """Wait for `awaited`, and raise its exceptions. Returns False if the client disconnects first."""
+async def unless_disconnected(raw_request: Request, awaited: Coroutine[Any, Any, Result]) -> Result | None:
+    """Return what `awaited` returns, and raise its exceptions. Returns None if the client disconnects first."""
 
     async def disconnected() -> None:
         while (await raw_request.receive())["type"] != "http.disconnect":
@@ -221,9 +220,7 @@ async def unless_disconnected(raw_request: Request, awaited: Coroutine[Any, Any,
     waiting, leaving = asyncio.ensure_future(awaited), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({waiting, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            waiting.result()
-        return waiting.done()
+        return waiting.result() if waiting.done() else None
     finally:
         waiting.cancel()
         leaving.cancel()
@@ -245,8 +242,3 @@ async def with_pings(events: AsyncIterator[str]) -> AsyncIterator[str]:
     finally:
         if coming is not None:
             coming.cancel()
-
-
-async def read(answer: Answer) -> None:
-    async for _ in answer.chunks():
-        pass

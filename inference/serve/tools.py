@@ -9,13 +9,11 @@ from typing import Any
 from foredraft.heads.target.messages import parsed_arguments
 from foredraft.inference.grammar import Grammar, Grammars
 from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, NamedTool, Tool
-from foredraft.inference.serve.reasoning import find_partial_mark
+from foredraft.inference.serve.stop_strings import find_partial_mark
 from foredraft.inference.serve.tool_formats import (
     BARE,
-    HERMES,
     ID,
     KEY,
-    LLAMA,
     NAME,
     ToolFormat,
     as_list,
@@ -25,19 +23,6 @@ from foredraft.inference.serve.tool_formats import (
     types_of,
 )
 from foredraft.inference.serve.tool_rules import call_rules
-
-__all__ = [
-    "BARE",
-    "HERMES",
-    "LLAMA",
-    "ToolFormat",
-    "ToolReader",
-    "answer_grammar",
-    "callable_tools",
-    "format_of",
-    "new_call",
-    "new_tool_reader",
-]
 
 # The start of an object, or of a list of objects, that may be a call without a mark; the end of a text that may become one.
 OBJECT = r'(?<!\s)\s*(?:\[\s*)?\{\s*"(?:name|type|function|arguments|parameters)"'

@@ -11,13 +11,13 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -27,7 +27,6 @@ from foredraft.inference.engine import Engine, RequestOutput
 from foredraft.inference.prefix_cache import PrefixCache
 from foredraft.inference.request import Request
 from foredraft.inference.serve.cache_budget import cache_budget
-from foredraft.inference.serve.scoring import Scored, score
 
 log = logging.getLogger("foredraft.serve")
 
@@ -147,19 +146,19 @@ class Worker(threading.Thread):
         self.max_open, self.timeout = max_num_seqs + max_waiting, timeout
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.jobs: dict[Request, Job] = {}
-        self.scoring: deque[tuple[Future[list[Scored]], list[Scored], Iterator[list[Scored]]]] = deque()
         self.open = 0  # number of reserved texts that have not ended
-        self.on_reserve: Callable[[], None] = lambda: None  # called when texts are reserved
-        self.heads: dict[Engine, str] = {}  # names of the heads in use, if they can change (learning.py)
+        self.heads: dict[Engine, str] = {}  # names of the heads in use, if they can change (followed_head.py)
         self.lock = threading.Lock()
         self.dead = False
         self.on_death: Callable[[], object] = lambda: None  # called in the thread
 
     # -- called in the event loop ------------------------------------------------------------------------------------------
 
-    def reserve(self, count: int) -> None:
-        """Register `count` texts before their prompts are encoded: all or none. `submit` or `release` must follow. Raises
-        QueueFull, Failed if the engine has stopped, or ValueError for more texts than could ever be accepted."""
+    @contextmanager
+    def reserved(self, count: int) -> Iterator[None]:
+        """Register `count` texts, all or none, before their prompts are encoded. Within the block, `submit` must follow; an
+        exception releases them. Raises QueueFull, Failed if the engine has stopped, or ValueError for more texts than could
+        ever be accepted."""
         if count > self.max_open:
             raise ValueError(f"{count} texts exceed the limit of {self.max_open} texts at a time: send fewer")
         with self.lock:
@@ -168,11 +167,12 @@ class Worker(threading.Thread):
             if self.open + count > self.max_open:
                 raise QueueFull
             self.open += count
-        self.on_reserve()
-
-    def release(self, count: int) -> None:
-        with self.lock:
-            self.open -= count
+        try:
+            yield
+        except BaseException:
+            with self.lock:
+                self.open -= count
+            raise
 
     def submit(
         self, requests: list[Request], speculative: bool = True, tenant: int = 0, deadline: float | None = None
@@ -199,17 +199,17 @@ class Worker(threading.Thread):
         batch = self.engines[tenant if speculative else -1].batch
         return min((most for most in (self.target.context, batch.max_text_tokens()) if most is not None), default=None)
 
-    def score(self, tokens: Sequence[int], top: int) -> Future[list[Scored]]:
-        """Compute log-probabilities of a text's tokens (scoring.py). The future can be canceled. Raises Failed."""
-        future: Future[list[Scored]] = Future()
+    def cancel(self, job: Job) -> None:
+        self.inbox.put(partial(self.end, job))
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Call a function in the thread, between steps. The future can be canceled. Raises Failed."""
+        future: Future[Any] = Future()
         with self.lock:
             if self.dead:
                 raise Failed(ENGINE_DEAD, 503)
-            self.inbox.put(partial(self.scoring.append, (future, [], score(self.target, tokens, top))))
+            self.inbox.put(partial(self.answer_call, future, function))
         return future
-
-    def cancel(self, job: Job) -> None:
-        self.inbox.put(partial(self.end, job))
 
     def stop(self) -> None:
         self.inbox.put(None)
@@ -223,8 +223,6 @@ class Worker(threading.Thread):
                 for engine in self.engines:
                     if engine.has_work:
                         self.step(engine)
-                if self.scoring:
-                    self.step_scoring()
         except BaseException:
             log.critical("the engine's thread failed", exc_info=True)
             self.die()
@@ -234,33 +232,38 @@ class Worker(threading.Thread):
         with self.lock:
             self.dead = True
         while not self.inbox.empty():
-            call = self.inbox.get()
-            if isinstance(call, partial) and call.func == self.add:
-                self.jobs[call.args[0].request] = call.args[0]
-            elif isinstance(call, partial) and call.func == self.scoring.append:
-                call()
+            if (call := self.inbox.get()) is not None:
+                call()  # it fails, or registers a job that fails below
         for job in self.jobs.values():
             self.send(job, Failed(ENGINE_DEAD, 503))
-        for future, *_ in self.scoring:
-            with suppress(InvalidStateError):  # canceled
-                future.set_exception(Failed(ENGINE_DEAD, 503))
         self.on_death()
 
     def drain_inbox(self) -> bool:
         """Run the calls in the inbox, and wait for one if the engines are idle. Returns False at the end."""
         while True:
             try:
-                call = self.inbox.get(block=not self.scoring and not any(engine.has_work for engine in self.engines))
+                call = self.inbox.get(block=not any(engine.has_work for engine in self.engines))
             except queue.Empty:
                 return True
             if call is None:
                 return False
             call()
 
+    def answer_call(self, future: Future[Any], function: Callable[[], Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if self.dead:
+                raise Failed(ENGINE_DEAD, 503)
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
+
     def add(self, job: Job) -> None:
         self.jobs[job.request] = job
         try:
-            job.engine.add(job.request)
+            if not self.dead:
+                job.engine.add(job.request)
         except ValueError as error:
             # The drafter has been replaced by one with larger trees since the check.
             self.end(job, Failed(str(error), 400))
@@ -305,21 +308,6 @@ class Worker(threading.Thread):
             self.end(job, output)
         else:
             self.send(job, output)
-
-    def step_scoring(self) -> None:
-        """Score one chunk of the first text."""
-        future, found, chunks = self.scoring[0]
-        with suppress(InvalidStateError):  # canceled: the client disconnected, or its time is over
-            try:
-                if not future.cancelled():
-                    found += next(chunks)
-                    return
-            except StopIteration:
-                future.set_result(found)
-            except Exception as error:
-                log.warning("scoring a prompt failed", exc_info=error)
-                future.set_exception(Failed("scoring this prompt failed; see the server's log"))
-        self.scoring.popleft()
 
     def recover(self, engine: Engine, error: Exception) -> None:
         """Restore the engine after a step that raised: see the top of this file."""

@@ -48,7 +48,8 @@ def decode(target: Target, drafter: str) -> dict[str, Any]:
     tokenizer = target.text_tokenizer
     rows = tokenizer(PROMPTS, padding=True, padding_side="left", return_tensors="pt")
     facts = {}
-    for name, settings in {"greedy": {}, "sampled": {"temperature": 1.0, "top_p": 0.9}}.items():
+    sampling: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.0, "top_p": 0.9}}
+    for name, settings in sampling.items():
         options = {} if drafter in DRAFTERS[:4] else {"tree": "fixed"}
         out = generate(
             target,
@@ -71,9 +72,8 @@ def record() -> dict[str, Any]:
             facts[f"losses of {head}"] = train(head, Path(folder, head))
             print(head, facts[f"losses of {head}"][-1], flush=True)
         for head in [*HEADS, *DRAFTERS]:
-            joined = head not in DRAFTERS and head != "medusa2"
-            for drafter in [head, f"{head}+suffix"] if joined else [head]:
-                target = Target.from_pretrained(str(ROOT / "scripts/test_model"), dtype="float32")  # Medusa-2 alters it
+            for drafter in [head] if head in DRAFTERS else [head, f"{head}+suffix"]:
+                target = Target.from_pretrained(str(ROOT / "scripts/test_model"), dtype="float32")
                 path = drafter if head in DRAFTERS else drafter.replace(head, str(Path(folder, head, "head")), 1)
                 facts[f"decoding with {drafter}"] = decode(target, path)
     return facts

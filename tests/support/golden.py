@@ -145,28 +145,6 @@ def convolutions() -> Weights:
     return weights
 
 
-def lattice(numbered: bool) -> Weights:
-    """Make LiLiCorr's weights. numbered: with numbered layers, as from ModelOpt's exporter."""
-    w, k, b = 16, 4, 4  # width, candidates, block size
-    feature_norm, up, down = ("feature_mlp.0", "1", "3") if numbered else ("feature_norm", "up_proj", "down_proj")
-    weights = {f"{feature_norm}.weight": norm(5), f"{feature_norm}.bias": random(5)}
-    weights |= linear(f"feature_mlp.{up}", w, 5) | linear(f"feature_mlp.{down}", w, w)
-    for name, width in {"token_proj": H, "pass_hidden_proj": H, "context_proj": H, "factor_input_proj": 3 * w}.items():
-        weights |= linear(name, w, width)
-    for name in ("out_head", "in_head", "anchor_out_head"):
-        weights |= linear(name, 6, w)
-    weights |= {"slot_embedding": random(1, 1, b - 1, 1, w), "rank_embedding": random(1, 1, 1, k, w)}
-    weights |= {"relative_slot_bias": random(2, 2 * b - 1), "same_slot_bias": random(2)}
-    weights |= {"output_norm.weight": norm(w), "anchor_norm.weight": norm(w)}
-    up, down = ("0", "2") if numbered else ("up_proj", "down_proj")
-    for name in (f"layers.{i}" for i in range(2)):
-        weights |= {f"{name}.attn.in_proj_weight": random(3 * w, w), f"{name}.attn.in_proj_bias": random(3 * w)}
-        weights |= linear(f"{name}.attn.out_proj", w, w)
-        weights |= {f"{name}.attn_norm.weight": norm(w), f"{name}.mlp_norm.weight": norm(w)}
-        weights |= linear(f"{name}.mlp.{up}", 2 * w, w) | linear(f"{name}.mlp.{down}", w, 2 * w)
-    return {f"lilicorr.{name}": tensor for name, tensor in weights.items()}
-
-
 def refiner(prefix: str, names: dict[str, str]) -> Weights:
     """Make xPress's weights. names: the authors' names -> those of these files, if they differ."""
     shapes = {"w1": (V, RANK), "w2": (V, RANK), "down_h": (RANK, H), "down_g": (RANK, H), "in_proj": (RANK, 3 * RANK)}
@@ -223,10 +201,6 @@ LAYOUTS: dict[str, tuple[Callable[[Target], Weights], str]] = {
     "jetspec": (lambda target: backbone(1), SAFE),
     # The kind stands in the architecture and the settings alone.
     "zlab_dflash2": (lambda target: backbone(2) | dflash2(), SAFE),
-    # Nothing but numbers for what stands in a row; the width of the lattice is said, as all else must be.
-    "modelopt_lilicorr": (lambda target: backbone(2) | lattice(numbered=True), SAFE),
-    # With convolutions; the kind stands in the architecture and the settings alone.
-    "sglang_lilicorr": (lambda target: backbone(2) | lattice(numbered=False) | convolutions(), SAFE),
     # Flat settings next to z-lab's.
     "vllm_xpress": (lambda target: backbone(2) | refiner("xpress_head", {}), SAFE),
     "speculators_xpress": (lambda target: backbone(2) | refiner("refiner_head", SPECULATORS_REFINER), SAFE),

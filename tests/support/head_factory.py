@@ -69,26 +69,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hydra": {"num_heads": 3, "dropout": 0.1, "draft_vocab_size": 150},
     "hydra_pp": {"num_heads": 3, "mlp_layers": 3, "dropout": 0.1, "draft_vocab_size": 150},
     "jetspec": {"block_size": 5, "num_hidden_layers": 2},
-    "lilicorr": {
-        "block_size": 4,
-        "num_hidden_layers": 2,
-        "lilicorr_candidate_topk": 4,
-        "lilicorr_hidden_size": 16,
-        "lilicorr_num_heads": 2,
-        "lilicorr_factor_dim": 6,
-        "conv_kernel_size": 2,
-        "conv_group_size": 8,
-    },
-    "lilicorr of the target's width": {
-        "kind": "lilicorr",
-        "block_size": 4,
-        "num_hidden_layers": 1,
-        "lilicorr_hidden_size": 0,
-        "lilicorr_num_layers": 1,
-        "lilicorr_factor_dim": 6,
-    },
     "medusa": {"num_heads": 3, "blocks": 2, "draft_vocab_size": 250},
-    "medusa2": {"num_heads": 3, "lora_r": 4},
     "p_eagle": {"num_depths": 4, "num_hidden_layers": 2, "draft_vocab_size": 200},
     "xpress": {"block_size": 4, "num_hidden_layers": 2, "xpress_rank": 6, "xpress_mlp_hidden": 12},
     "xpress pruned, anchor first": {
@@ -107,7 +88,7 @@ KINDS = sorted({*names("head"), *OVERRIDES})
 BLOCK_KINDS = [
     name
     for name in KINDS
-    if name.split()[0] in ("dflash", "dflash2", "jetspec", "dspark", "domino", "lilicorr", "p_eagle", "xpress")
+    if name.split()[0] in ("dflash", "dflash2", "jetspec", "dspark", "domino", "p_eagle", "xpress")
 ]
 
 

@@ -21,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from foredraft.heads import adapter
 from foredraft.heads.base import BlockHead, PackedBatch
 from foredraft.heads.llama_config import shape_of
 from foredraft.heads.target import Target, TargetOutput
@@ -193,16 +192,7 @@ def study_head(cfg: DictConfig, target: Target) -> Head:
     state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, Tensor))
     held = sum(tensor.nbytes for tensor in [*head.parameters(), *head.buffers()])
     gradients = sum(parameter.nbytes for parameter in parameters)
-    added = sum(parameter.nbytes for parameter in adapter.lora_layers(target).parameters())
-    if added == 0:
-        return Head(held, gradients, state, live.peak, flops.get_total_flops(), head.layers)
-    # Gradients of an adapter pass through all of the target, which keeps what every layer made of the batch for them; and
-    # it runs over the batch once more without the adapter. AdamW has two moments of each weight.
-    with LiveBytes(before) as kept:
-        output = Target.forward(target, text.tokens, layers=[target.num_layers], keep_logits=1)
-        between = kept.now - output.aux_hidden_states.nbytes
-    work = flops.get_total_flops() + 4 * text.tokens.numel() * sum(p.numel() for p in target.model.parameters())
-    return Head(held + added, gradients + added, state + 2 * added, live.peak + between, work, head.layers)
+    return Head(held, gradients, state, live.peak, flops.get_total_flops(), head.layers)
 
 
 def study_target(cfg: DictConfig, target: Target) -> Body:

@@ -7,7 +7,6 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from foredraft.heads import adapter
 from foredraft.heads.base import DraftHead
 from foredraft.heads.target import Target
 from foredraft.heads.target.device import device_name
@@ -33,11 +32,10 @@ def facts_of_measurement(target: Target) -> dict[str, Any]:
 
 
 def facts_of_run(head: DraftHead, target: Target) -> dict[str, Any]:
-    trained = [*head.parameters(), *adapter.lora_layers(target).parameters()]
     return {
         "head": head.kind,
         **({} if target.gguf is None else {"gguf": target.gguf}),
-        "parameters": sum(parameter.numel() for parameter in trained),
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
         "peak_memory_bytes": peak_memory(target.device),
         **facts_of_measurement(target),
     }

@@ -166,10 +166,8 @@ def add_block_settings(writer: Any, head: DFlashHead, target: Target) -> None:
         writer.add_rope_dimension_count(int(head.config.head_dim * rope["partial_rotary_factor"]))
     writer.add_uint32("dflash.block_size", head.block_size)
     if isinstance(head, DFlash2Head):
-        writer.add_uint32("dflash.conv_kernel_size", head.taps)
-        writer.add_uint32("dflash.conv_group_size", head.group)
-        writer.add_uint32("dflash.selector_rank", head.correction)
-        writer.add_uint32("dflash.selector_top_k", head.candidates)
+        for name, value in head.own.items():
+            writer.add_uint32(f"dflash.{name}", value)
     if target.config.model_type.startswith("gemma"):  # its embeddings are scaled, but stored unscaled
         writer.add_embedding_scale(target.hidden_size**0.5)
     writer.add_array("dflash.target_layers", head.layers)

@@ -49,6 +49,8 @@ def main() -> None:
         drafted, accepted = (after - old for after, old in zip(counted(llm), before))
         answer |= {"forwards": drafted, "emitted": drafted + accepted}
         answer["texts"] = [list(out.outputs[0].token_ids) for out in outs]
+        if job["speculative"] is None:  # one token per forward, after the prompt's
+            answer["forwards"] = answer["emitted"] = sum(len(text) - 1 for text in answer["texts"])
         print("answer " + json.dumps(answer), flush=True)
 
 

@@ -1,10 +1,12 @@
-"""Text that may be shown: whole characters, and nothing that a stop string may still remove."""
+"""Text that may be shown: nothing that a stop string may still remove, and nothing that may become a mark."""
 
 from collections.abc import Sequence
 
-from foredraft.inference.text import Detokenizer
 
-__all__ = ["Detokenizer", "StopStrings"]
+def find_partial_mark(text: str, marks: Sequence[str]) -> int:
+    """Return the position at the end of a text where one of the marks may start; the length of the text if none may."""
+    starts = range(max(0, len(text) - max(map(len, marks), default=0) + 1), len(text))
+    return next((at for at in starts if any(mark.startswith(text[at:]) for mark in marks)), len(text))
 
 
 class StopStrings:
@@ -18,9 +20,7 @@ class StopStrings:
     def push(self, text: str) -> str:
         """Return the text that may be shown now."""
         text = self.buffer + text
-        longest = max(map(len, self.stops), default=1) - 1
-        starts = range(max(0, len(text) - longest), len(text))
-        cut = next((at for at in starts if any(stop.startswith(text[at:]) for stop in self.stops)), len(text))
+        cut = find_partial_mark(text, self.stops)
         self.buffer = text[cut:]
         return text[:cut]
 

@@ -7,12 +7,10 @@ is saved are plain weights in the head's own layout.
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-
-from foredraft.heads.base import DraftHead
-from foredraft.heads.draft_model import DraftModelHead
-from foredraft.heads.medusa2 import Medusa2Head
+from transformers.pytorch_utils import Conv1D
 
 SCALE = 2.0
+LINEAR = (nn.Linear, Conv1D)  # GPT-2 has the latter
 
 
 class LowRank(nn.Module):
@@ -26,21 +24,22 @@ class LowRank(nn.Module):
         return weight + SCALE * (self.up @ self.down)
 
 
-def add(head: DraftHead, rank: int) -> None:
-    """Add low-rank additions, zero at first, to the head's linear layers; from now on only these learn."""
+def add(module: nn.Module, rank: int) -> None:
+    """Add low-rank additions, zero at first, to the linear layers of a head or a model. From now on only these learn."""
     if rank < 1:
         raise ValueError(f"lora_r={rank} is the rank of what is learned, at least 1; null trains all weights")
-    if isinstance(head, DraftModelHead | Medusa2Head):
-        raise ValueError(f"head={head.kind} has its own adapter: leave lora_r={rank} out, or choose another head")
-    head.requires_grad_(False)
-    for layer in [part for part in head.modules() if isinstance(part, nn.Linear)]:
+    layers = [part for part in module.modules() if isinstance(part, LINEAR)]
+    if any(parametrize.is_parametrized(layer) for layer in layers):
+        raise ValueError(f"lora_r={rank} and head.lora_r tune the same layers: set one of them")
+    module.requires_grad_(False)
+    for layer in layers:
         parametrize.register_parametrization(layer, "weight", LowRank(layer.weight, rank))
 
 
-def merge(head: DraftHead) -> None:
+def merge(module: nn.Module) -> None:
     """Merge the additions into plain weights, for saving and decoding."""
-    for layer in list(head.modules()):
-        if isinstance(layer, nn.Linear) and parametrize.is_parametrized(layer, "weight"):
+    for layer in list(module.modules()):
+        if isinstance(layer, LINEAR) and parametrize.is_parametrized(layer, "weight"):
             weight = layer.weight.detach()
             # Not `remove_parametrizations`: it takes away what other copies of the head still use, their class.
             layer.__class__ = parametrize.type_before_parametrizations(layer)

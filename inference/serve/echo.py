@@ -1,10 +1,14 @@
-"""Log-probabilities of a prompt's own tokens, for `echo` with `logprobs` and for evaluation harnesses."""
+"""A prompt in front of its answer (`echo`), with the log-probabilities of its tokens, for evaluation harnesses."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.target import Target
+from foredraft.inference.serve.logprobs import TokenLogprob
+from foredraft.inference.text import Detokenizer
 
 CHUNK = 256  # number of positions whose logits are in memory at a time
 Scored = tuple[float | None, list[tuple[int, float]]]  # log-probability of a token; the likeliest tokens with theirs
@@ -27,3 +31,28 @@ def score(target: Target, tokens: Sequence[int], top: int) -> Iterator[list[Scor
         found = []
     if found:
         yield found
+
+
+class Echo(NamedTuple):
+    """Hold a prompt that precedes its texts, without an incomplete character at its end, which a text may complete."""
+
+    text: str
+    logprobs: list[TokenLogprob]  # empty if not requested
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        tokens: Sequence[int],
+        scored: Sequence[Scored],
+        skip_special_tokens: bool = True,
+    ) -> "Echo":
+        detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt=())
+        if not scored:
+            text = detokenizer.decode(tokens)
+            return cls(text[: len(text) - len(Detokenizer(tokenizer, skip_special_tokens, tokens).pending())], [])
+        text, places = "", []
+        for token, score in zip(tokens, scored, strict=False):
+            places.append(TokenLogprob(token, *score, len(text), not detokenizer.tokens))
+            text += detokenizer.push(token)
+        return cls(text, places)

@@ -1,0 +1,48 @@
+"""Serve with the head that a file names, which a user or `foredraft learn` may change at any time."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from foredraft.inference.drafters import Drafter
+from foredraft.inference.serve.worker import Worker
+
+log = logging.getLogger("foredraft.serve")
+POLL = 0.5  # seconds between two looks at the file
+
+
+class FollowedHead:
+    """Draft with another head whenever the file changes. Requests do not notice, and texts do not change."""
+
+    def __init__(self, worker: Worker, tenant: int, file: Path, load: Callable[..., Drafter], model: str = ""):
+        """Initialize with the tenant's number. file: contains the name of a directory next to it, of the head that the worker
+        has now. load: loads the drafter path=DIRECTORY. model: the tenant's name, for metrics; "" for a single one."""
+        self.worker, self.engine, self.file, self.load = worker, worker.engines[tenant], file, load
+        self.prefix = f"{model}/" if model else ""
+        self.set_name(file.read_text().strip())
+
+    def set_name(self, name: str) -> None:
+        self.name = name
+        self.worker.heads[self.engine] = self.prefix + name
+
+    async def follow(self) -> None:
+        while True:
+            await asyncio.sleep(POLL)
+            name = self.file.read_text().strip() if self.file.exists() else ""
+            if name not in ("", self.name):  # an empty file is still being written
+                await self.serve(name)
+
+    async def serve(self, name: str) -> None:
+        """Serve with this head. If it cannot be loaded, correct the file."""
+        load = partial(self.load, path=str(self.file.with_name(name)))
+        try:
+            # In the worker's thread, because loading may use the device while a step is being captured.
+            await asyncio.wrap_future(self.worker.call(lambda: self.engine.swap(load())))
+        except Exception as error:
+            log.warning("%s cannot serve: %s", name, error)
+            self.file.write_text(f"{self.name}\n")
+        else:
+            self.set_name(name)
+            log.info("%s serves", name)
