@@ -1,8 +1,8 @@
 """Measure drafters:  foredraft evaluate target=ORG/NAME 'drafter=[outputs/mine/head,ngram]' prompts=spec_bench
 
 Every drafter, autoregressive decoding (the baseline) and transformers' own generate decode the same prompts, all in turn on
-each prompt. The report has acceptance length, speed relative to the baseline and to the best of transformers, identity with
-the baseline's texts, the time of each stage of a step, and faults of drafters. The same command resumes an interrupted run.
+each prompt. The report has acceptance length, speed relative to the baseline, identity with the baseline's texts, the time of
+each stage of a step, and faults of drafters. The same command resumes an interrupted run.
 """
 
 import copy

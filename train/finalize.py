@@ -99,7 +99,7 @@ def finalize(
 
 
 def keep_best_weights(cfg: DictConfig, trainer: HeadTrainer, directory: Path) -> int:
-    """Put the head that drafted best on validation prompts in the place of the last one. Return its step."""
+    """Replace the last head by the one that drafted best on validation prompts. Return its step."""
     distillation, state = trainer.distillation, trainer.state
     best = checkpoints.best_step(state.log_history) if cfg.eval.keep_best else None
     if best is not None and best != state.global_step:
