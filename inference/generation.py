@@ -37,6 +37,7 @@ class Step(NamedTuple):
     accepted: list[int]  # accepted drafts of each unfinished sequence, without the bonus token
     emitted: list[int]  # tokens added to each of these texts, with the bonus token, up to the end of the text
     nodes: int  # number of nodes of the tree, including the bonus token
+    sequences: list[int]  # number of each of these sequences in the batch
 
 
 @dataclass
@@ -104,13 +105,14 @@ def generate(
             engine.add(request)
     texts: dict[Request, list[int]] = {request: [] for request in requests}
     reasons = dict.fromkeys(requests, "length")
+    numbers = {request: number for number, request in enumerate(requests)}
     steps: list[Step] = []
     while engine.has_work:
         outputs = engine.step()
         if outputs[0].accepted is not None:
             accepted = [output.accepted for output in outputs if output.accepted is not None]
             emitted = [len(output.tokens) for output in outputs]
-            steps.append(Step(accepted, emitted, outputs[0].nodes))
+            steps.append(Step(accepted, emitted, outputs[0].nodes, [numbers[output.request] for output in outputs]))
         for output in outputs:
             if output.finish_reason == "error":
                 raise ValueError(f"{output.request.failure}: {target.name} may need dtype bfloat16 or float32")

@@ -38,7 +38,7 @@ def main(cfg: DictConfig) -> None:
             found = Path(scratch) / "rounded"
             save_head(kept, found, target)
         if cfg.gate:
-            print(publish.gate(found, target, part))
+            publish.gate(found, target, part)
         if out.exists():
             out.rmdir()
         part.rename(out)

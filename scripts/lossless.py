@@ -11,8 +11,9 @@ from omegaconf import DictConfig
 
 from foredraft.cli import entry
 from foredraft.heads import Target
-from foredraft.inference.drafters import NoDrafter
-from foredraft.inference.evaluation.lossless import PaddedDrafter, divergences, identical_shares
+from foredraft.inference.drafters import Drafter, NoDrafter
+from foredraft.inference.evaluation.lossless import SETTINGS, PaddedDrafter, divergences
+from foredraft.inference.evaluation.measure import identical_share
 from foredraft.train.data.corpus import prompts
 from foredraft.train.data.loading import load_corpus
 
@@ -24,25 +25,13 @@ def main(cfg: DictConfig) -> None:
     print(
         f"{len(rows)} prompts of {cfg.prompt_tokens} tokens, {cfg.max_new_tokens} new tokens each, drafter {cfg.drafter.path}"
     )
-    wrong = 0
-    for name, share in identical_shares(
-        exact, instantiate(cfg.drafter, target=exact), None, rows, cfg.max_new_tokens
-    ).items():
-        print(f"L1  float32, {name}: {share:.1%} identical")
-        wrong += share < 1
+    wrong = check_level("L1  float32", exact, instantiate(cfg.drafter, target=exact), rows, cfg)
     half: Target = instantiate(cfg.target, dtype=cfg.dtype)
     drafter, dtype = instantiate(cfg.drafter, target=half), str(half.dtype).removeprefix("torch.")
-    padded = PaddedDrafter(drafter)
-    nodes = padded.nodes
     if half.capabilities.prefers_chains and not drafter.branches:
-        for name, share in identical_shares(half, drafter, None, rows, cfg.max_new_tokens).items():
-            print(f"L2  {dtype}, {name}: {share:.1%} identical")
-            wrong += share < 1
-        return conclude(wrong)
-    for name, share in identical_shares(
-        half, padded, PaddedDrafter(NoDrafter(), nodes), rows, cfg.max_new_tokens
-    ).items():
-        print(f"L2  {dtype}, {name}: {share:.1%} identical to the baseline with {nodes} tokens per forward")
+        return conclude(wrong + check_level(f"L2  {dtype}", half, drafter, rows, cfg))
+    padded = PaddedDrafter(drafter)
+    check_level(f"L2  {dtype}", half, padded, rows, cfg, PaddedDrafter(NoDrafter(), padded.nodes))
     for temperature in (0.0, 1.0):
         found = divergences(half, drafter, rows, cfg.max_new_tokens, temperature)
         print(f"L3  {dtype}, temperature {temperature}: {len(found)} of {len(rows)} texts differ")
@@ -54,6 +43,24 @@ def main(cfg: DictConfig) -> None:
             )
             wrong += not place.is_arithmetic
     conclude(wrong)
+
+
+def check_level(
+    label: str,
+    target: Target,
+    drafter: Drafter,
+    rows: list[list[int]],
+    cfg: DictConfig,
+    baseline: Drafter | None = None,
+) -> int:
+    """Print the share of identical texts of each setting; return the number of settings with texts that differ."""
+    note, wrong = "" if baseline is None else f" to the baseline with {baseline.nodes} tokens per forward", 0
+    limits = {"max_new_tokens": cfg.max_new_tokens, "eos_token_id": -1}
+    for name, settings in SETTINGS.items():
+        share = identical_share(target, drafter, rows, baseline, batch=1, **limits, **settings)
+        print(f"{label}, {name}: {share:.1%} identical{note}")
+        wrong += share < 1
+    return wrong
 
 
 def conclude(wrong: int) -> None:

@@ -20,7 +20,7 @@ from foredraft.train import gguf_gate, publish
 def main(cfg: DictConfig) -> None:
     target = publish.open_target(cfg.target, cfg.checkpoint)
     trained = hub.find(cfg.checkpoint)
-    print(publish.gate(trained, target, hub.find(cfg.exported) if cfg.exported else trained))
+    publish.gate(trained, target, hub.find(cfg.exported) if cfg.exported else trained)
     own = None if cfg.target_gguf else gguf_of(target.name, None, cfg.target.revision)
     if own is not None and not has_llamacpp():
         print(f"not compared with llama.cpp on {own.name}, because llama.cpp is not installed (pip install xllamacpp)")

@@ -16,23 +16,18 @@ import torch
 from torch import Tensor
 
 from foredraft.heads import Target, save_head
+from foredraft.heads.base import DraftHead, PackedBatch
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter, DraftModel, drafter_for, load_drafter
 from foredraft.inference.drafters.base import Accepted, Wrapper
-from foredraft.inference.evaluation.alignment import Alignment, RecordingDrafter, guess_in_training, head_of
-from foredraft.inference.evaluation.benchmark import Lines, Text
-from foredraft.inference.evaluation.benchmark_report import Results, tables
-from foredraft.inference.evaluation.figures import (
-    Table,
-    by_context,
-    conditional,
-    decoder_figures,
-    with_prefill,
-    without_prefill,
-)
-from foredraft.inference.evaluation.speed import Stopwatch, foredraft_decoder, time_decoders
+from foredraft.inference.evaluation.alignment import Alignment, RecordingDrafter
+from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, Stopwatch, System, Text
+from foredraft.inference.evaluation.figures import Table, accepted_shares, decoder_figures
+from foredraft.inference.evaluation.report import tables
+from foredraft.inference.evaluation.results import Results
 from foredraft.inference.tree import TokenTree
 from foredraft.scripts import evaluate
+from foredraft.train import finalize
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.prompt_sets import questions, tokenize
 from tests.support import typed
@@ -80,9 +75,7 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
     for line in everything:
         if line["drafter"] == f"{ours}, fixed tree":
             assert line["acceptance_length"] >= 1 and line["chain_acceptance_length"] >= 1
-            assert line["over_best_rival"] and line["best_rival"].startswith("transformers")
-            assert set(line["by_context"].values()) == {line["acceptance_length"]}  # all texts are short
-            assert line["eta"] == pytest.approx(line["speedup"][0] / line["acceptance_length"])
+            assert line["speedup"][1] <= line["speedup"][0] <= line["speedup"][2]
     assert all(line["identical"] == line["texts"] == 2 and line["wrong"] == 0 for line in found["identity"])
     assert {line["drafter"] for line in found["identity"]} > {"ngram", f"{ours}, chain of 3"}
     assert set(found["stages"][0]["seconds"]) == {"draft", "forward", "verify", "commit", "host"}
@@ -120,54 +113,129 @@ class Unread(Wrapper):
         return self.inner.propose(accepted._replace(aux_hidden_states=accepted.aux_hidden_states.roll(1, 2)), gumbel)
 
 
+@torch.inference_mode()
+def guess_in_training(head: DraftHead, target: Target, text: list[int], positions: list[int]) -> list[int]:
+    """Return the head's best guesses at these positions, from its training forward. The depth-1 draft at position t names
+    token t + 2."""
+    tokens = torch.tensor([text])
+    batch = PackedBatch(tokens, torch.ones_like(tokens).bool(), torch.zeros_like(tokens), torch.arange(len(text))[None])
+    out = head(target.forward(tokens, layers=head.layers).aux_hidden_states, target.embed(tokens), batch)[0]
+    logits = head.logits(out[0, [position - 2 for position in positions]], 1)
+    return head.to_target_ids(logits.argmax(-1)).tolist()
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "hydra_pp", "medusa", "dflash", "dspark"])
 def test_a_head_is_held_against_its_training_forward(target, kind):
     prompt = [9, 30, 7, 45, 11]
     for wrong in (False, True):
-        drafter = drafter_for(make_head(kind, target), target)
+        head = make_head(kind, target)
+        drafter = drafter_for(head, target)
         recorder = RecordingDrafter(Unread(drafter) if wrong else drafter)
         written = generate(target, recorder, torch.tensor([prompt]), max_new_tokens=24, eos_token_id=-1).new_tokens[0]
         places = [at for at in recorder.guesses if at < len(prompt + written)]
-        own = guess_in_training(head_of(recorder), target, prompt + written, places)
+        own = guess_in_training(head, target, prompt + written, places)
         assert ([recorder.guesses[at] for at in places] == own) is not wrong
 
 
 def test_what_is_more_than_chance():
-    def faults(fits: dict, head: tuple[int, int] | None) -> list[str]:
-        return Alignment(200, 60, fits, head).faults
-
-    assert faults({-1: (40, 60), 1: (12, 8)}, (9, 3)) == []
-    assert faults({1: (80, 20)}, None)[0].startswith("its drafts are shifted: they fit the text at 60 more of 200")
-    assert "but the head's training forward over the same text is right at 87" in faults({}, (30, 3))[0]
+    assert Alignment(200, {-1: (40, 60), 1: (12, 8)}).faults == []
+    (fault,) = Alignment(200, {1: (80, 20)}).faults
+    assert fault == (
+        "its drafts are shifted: they fit the text at 60 more of 200 positions if they are taken 1 token later"
+    )
 
 
 def text_line(decoder: str, text: int, seconds: float, repeat: int = 0, **more) -> dict:
     line = {"kind": "text", "decoder": decoder, "temperature": 0.0, "text": text, "repeat": repeat, "seconds": seconds}
-    return line | {"tokens": 10, "first_seconds": 0.5, "first_tokens": 1, "ids": list(range(10))} | more
+    return line | {"tokens": 10, "ids": list(range(10))} | more
 
 
 def test_figures_of_known_lines():
     texts = [Text("code", [1], False), Text("code", [2], False), Text("talk", [3], True), Text("talk", [4], True)]
-    lines = [text_line("baseline", number, 5.5, repeat) for number in range(3) for repeat in range(3)]
+    lines = [text_line("baseline", number, 5.0, repeat) for number in range(3) for repeat in range(3)]
     steps = {"emitted": [4, 1, 5], "accepted": [3, 0, 4], "nodes": [8, 1, 8]}
-    lines += [
-        text_line("head", n, 0.5 + second, r, **steps) for n in range(3) for r, second in enumerate((2.0, 2.5, 4.0))
-    ]
+    lines += [text_line("head", n, second, r, **steps) for n in range(3) for r, second in enumerate((2.0, 2.5, 4.0))]
     lines += [text_line("baseline", 3, 5.5, ids=[7] * 10), text_line("head", 3, 0.6, **steps)]  # a loop
-    lines += [text_line("rival", number, 5.0) for number in range(3)]
+    lines += [text_line("rival", number, 4.0) for number in range(3)]
     table = Table(lines, texts, 0.0)
     assert table.loops == {3} and table.chosen("talk") == {2} and table.chosen("all") == {0, 1, 2}
-    assert table.rates("head", "code", without_prefill) == pytest.approx((9 / 2.5, 9 / 4, 9 / 2))
-    assert table.speedup("head", "baseline", "all", without_prefill).median == pytest.approx(2.0)
-    assert table.speedup("head", "rival", "all", with_prefill) == (2.0, 2.0, 2.0)  # of the one repeat that both have
-    found = decoder_figures(table, "head", "all", ["rival", "missing"], None)
-    assert found["acceptance_length"] == pytest.approx(10 / 3) and found["best_rival"] == "rival"
-    assert found["eta"] == pytest.approx(2.0 / (10 / 3))
-    assert found["by_context"] == {"256": found["acceptance_length"]}
-    long = Table(lines, [Text("code", [1] * 254, False)] * 4, 0.0)
-    assert by_context(long, long.lines("head", "code")) == {"256": 4.0, "512": 3.0}
-    assert conditional(lines[9:10]) == [1.0, 1.0, 1.0, 0.5]  # the step without a draft does not count
-    assert decoder_figures(table, "missing", "all", [], None) is None
+    assert table.rates("head", "code") == pytest.approx((4.0, 2.5, 5.0))
+    assert table.speedup("head", "all") == pytest.approx((2.0, 1.25, 2.5))
+    assert table.speedup("rival", "all") == (1.25, 1.25, 1.25)  # of the one repeat that it has
+    found = decoder_figures(table, "head", "all", None)
+    assert found["acceptance_length"] == pytest.approx(10 / 3)
+    assert accepted_shares(lines[9:10]) == pytest.approx([2 / 3, 2 / 3, 2 / 3, 1 / 3])
+    assert decoder_figures(table, "missing", "all", None) is None
+
+
+def test_figures_of_a_training_run():
+    """Measure the speed on two of four texts. One of the two is a loop, which counts only for `acceptance_length_all`."""
+    texts = [Text("code", [number], False) for number in range(4)]
+    fast, slow = (
+        {"emitted": [3, 3, 3], "accepted": [2, 2, 2], "nodes": [4] * 3},
+        {"emitted": [1] * 9, "accepted": [0] * 9},
+    )
+    lines = []
+    for temperature in finalize.TEMPERATURES:
+        found = [text_line(BASELINE, number, 5.0, **slow, nodes=[1] * 9) for number in (0, 2)]
+        found += [text_line(finalize.AUTO, number, 4.0, **fast) for number in (0, 2)]
+        found += [text_line(finalize.FIXED, number, 2.5, **fast) for number in (0, 2)]
+        found += [text_line(finalize.FIXED, number, 0, kind="batched", **fast) for number in (0, 1, 2)]
+        found += [text_line(finalize.FIXED, 3, 0, kind="batched", **slow, nodes=[4] * 9)]
+        found = [line | ({"ids": [7] * 10} if line["text"] == 2 else {}) for line in found]
+        lines += [line | {"temperature": temperature} for line in found]
+    benchmark: Any = SimpleNamespace(lines=SimpleNamespace(lines=lines), texts=texts, new_tokens=10)
+    rows = []
+    for temperature in finalize.TEMPERATURES:
+        table = Table(lines, texts, temperature)
+        for name, category in [(name, category) for name in table.by_decoder for category in ("all", "loops")]:
+            row = decoder_figures(table, name, category, None) or {}
+            rows.append({"drafter": name, "temperature": temperature, "category": category, **row})
+    identity = [
+        {"drafter": finalize.FIXED, "temperature": t, "texts": 2, "identical": 1} for t in finalize.TEMPERATURES
+    ]
+    stages = [{"drafter": finalize.FIXED, "temperature": 0.0, "seconds": {"draft": 0.1}}]
+    results = Results({"preempted_share": 0.01}, rows, [], identity, stages, {}, {})
+    figures = finalize.figures_of(benchmark, results, depth=3)
+    assert figures["acceptance_length"] == 1.8 and figures["acceptance_length_all"] == 2.0
+    assert figures["accepted_per_depth"] == [0.4, 0.4, 0.0]
+    assert (figures["tokens_per_second"], figures["baseline_tokens_per_second"]) == (4.0, 2.0)
+    assert (figures["speedup"], figures["speedup_auto"]) == (2.0, 1.25) and figures["identical_in_dtype"] == 0.5
+    assert (figures["prompts"], figures["timed_prompts"], figures["repetitive_prompts"]) == (4, 2, 1)
+
+
+def test_batches_give_the_lines_of_texts_alone(target, tmp_path):
+    """Decode texts of different lengths, two of which may end early, in batches of one setting each. Only some are timed."""
+    texts = [Text("code", list(range(200, 212 + 3 * number)), number % 2 == 1) for number in range(5)]
+    head = make_head("eagle3", target)
+    system = System("head", drafter_for(head, target), batched=True)
+    lines = Lines(tmp_path / "lines.jsonl")
+    benchmark = Benchmark(target, [System(BASELINE, None), system], texts, 24, lines, num_timed=2)
+    benchmark.run([0.0, 1.0], 1)
+    assert {line["text"] for line in lines.of("batched")} == set(range(5)) and len(lines.of("batched")) == 10
+    for line in lines.of("batched"):
+        count, out = system.decode(target, texts[line["text"]], 24, line["temperature"], line["text"] + 1)
+        assert out is not None and count == line["tokens"] and out.new_tokens[0] == line["ids"]
+        for name in ("accepted", "emitted"):
+            assert line[name] == [getattr(step, name)[0] for step in out.steps]
+    assert {line["decoder"] for line in lines.of("text")} == {BASELINE, "head"}
+    assert {line["text"] for line in lines.of("text")} == set(benchmark.timed_texts()) and len(
+        lines.preempted_shares()
+    ) == 8
+    benchmark.run([0.0, 1.0], 1)  # as a run that goes on
+    assert len(lines.of("batched")) == 10 and len(lines.preempted_shares()) == 8
+
+
+def test_loops_are_not_timed(tmp_path):
+    texts = [Text("code", [number], False) for number in range(6)]
+    lines = Lines(tmp_path / "lines.jsonl")
+    for number in range(6):
+        ids = [7] * 10 if number < 2 else list(range(10))
+        lines.add({"kind": "batched", "decoder": "head", "temperature": 0.0, "text": number, "ids": ids})
+    target: Any = None
+    assert Benchmark(target, [], texts, 10, lines, num_timed=2).timed_texts() == [2, 4]
+    assert Benchmark(target, [], texts, 10, lines).timed_texts() == list(range(6))
+    assert Benchmark(target, [], texts[:2], 10, lines, num_timed=8).timed_texts() == [0, 1]
 
 
 def test_texts_are_compared_in_the_table_of_all_of_them():
@@ -175,7 +243,7 @@ def test_texts_are_compared_in_the_table_of_all_of_them():
     table = Table([text_line("baseline", number, 5.5) for number in range(2)], texts, 0.0)
     rows = [
         {
-            **(decoder_figures(table, "baseline", category, [], None) or {}),
+            **(decoder_figures(table, "baseline", category, None) or {}),
             "drafter": "baseline",
             "category": category,
             "temperature": 0.0,
@@ -290,25 +358,24 @@ def where(device: str, is_collective: bool) -> Any:
 @pytest.mark.parametrize("name", ["suffix", "ngram+suffix"])
 def test_no_text_drafts_itself(name, target):
     """Decode a text twice, as a benchmark does; a drafter that remembers would copy the text from the time before."""
-    decode = foredraft_decoder(target, load_drafter(name, target), 24)
-    ids = torch.tensor([list(range(300, 312))])
-    first, again = (decode(ids, 1)[1] for _ in range(2))
+    system, text = System(name, load_drafter(name, target)), Text("code", list(range(300, 312)), False)
+    first, again = (system.decode(target, text, 24, 0.0, 1)[1] for _ in range(2))
     assert [step.accepted for step in again.steps] == [step.accepted for step in first.steps]
 
 
-def test_texts_that_others_held_up_are_timed_again(monkeypatch):
-    """Let the third of four texts take long the first time, while another program has the core."""
+def test_texts_that_others_held_up_are_timed_again(monkeypatch, tmp_path):
+    """Let the third of four texts take long the first time, while another program has the core. The fourth takes long, too,
+    but only a quarter of the texts is timed again."""
     waits = iter([0.0, 0.02, 0.9, 0.5, 0.05])
     monkeypatch.setattr(Stopwatch, "stop", lambda watch: ((waited := next(waits)) + 1, waited))
-    decode = lambda ids, seed: (seed, None)  # noqa: E731
-    timing = time_decoders({"baseline": decode}, [[1], [2], [3], [4]], where("cpu", False))["baseline"]
-    assert timing.preempted == [0.0, 0.02, 0.05, 0.5] and timing.seconds == [
-        1.0,
-        1.02,
-        1.05,
-        1.5,
-    ]  # a quarter, the worst
-    assert timing.tokens == [1, 2, 3, 4]
+    monkeypatch.setattr(System, "decode", lambda system, target, text, *facts: (text.tokens[0], None))
+    texts = [Text("code", [number], False) for number in (1, 2, 3, 4)]
+    lines = Lines(tmp_path / "lines.jsonl")
+    Benchmark(where("cpu", False), [System(BASELINE, None)], texts, 8, lines).run([0.0], 1)
+    timed = {line["text"]: line for line in Lines(tmp_path / "lines.jsonl").lines}
+    assert [timed[number]["preempted_share"] for number in range(4)] == [0.0, 0.02, 0.05, 0.5]
+    assert [timed[number]["seconds"] for number in range(4)] == [1.0, 1.02, 1.05, 1.5]
+    assert [timed[number]["tokens"] for number in range(4)] == [1, 2, 3, 4] and len(lines.lines) == 5
 
 
 @pytest.mark.parametrize("device, is_collective", [("cpu", False), ("cuda", False), ("cpu", True)])

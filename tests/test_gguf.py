@@ -176,7 +176,7 @@ def test_the_gate_sees_another_order_of_rows(embedded, tmp_path, monkeypatch):
 
     save_head(head, tmp_path / "head", embedded)
     write_head(head, tmp_path / "right", embedded, layout, layout.weight_files)
-    assert publish.gate(tmp_path / "head", embedded, tmp_path / "right").acceptance >= 1
+    assert publish.gate(tmp_path / "head", embedded, tmp_path / "right") >= 1
     monkeypatch.setattr(tensors, "interleave", lambda weight, heads: weight)
     write_head(head, tmp_path / "wrong", embedded, layout, layout.weight_files)
     with pytest.raises(ValueError, match="parity gate: at depth 1"):

@@ -128,7 +128,7 @@ def test_a_run_logs_it_and_says_that_it_repeats_its_text(here, tiny_path: Path, 
         best[f"held_out_acc_{depth}"] for depth in range(1, 4 + 1) if f"held_out_acc_{depth}" in best
     ]
     report = (tmp_path / "out/report.html").read_text()
-    assert report.index("Held-out agreement") < report.index("Acceptance length")
+    assert report.index("held-out agreement") < report.index("Acceptance length")
     assert "Held-out accuracy per depth" in report
 
 

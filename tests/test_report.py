@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from foredraft.heads.hub.card import duration, model_card, number, percent
+from foredraft.heads.hub.card import aligned, duration, measured, model_card, number, percent
+from foredraft.inference.evaluation.figures import Spread
 from foredraft.inference.evaluation.plots import DEPTHS, MAX_POINTS, Bar, Series, bar_chart, line_chart
-from foredraft.inference.evaluation.report import RunRecord, Sample, table, write_report
+from foredraft.inference.evaluation.report import Report, write_report
+from foredraft.inference.evaluation.results import Results, Sample
 
 METRICS: dict = {
     "acceptance_length": 4.541,
@@ -59,7 +61,6 @@ SHOWN = {
     "date": "2025-11-20",
 }
 FLOATS = {key for key, value in METRICS.items() if isinstance(value, float)}
-CHARTED = {"accepted_per_depth", "step_seconds"}  # charts take long: tests of other things leave them out
 PAGE_ONLY = {"command": "python train/run.py seed=0", "versions": "2.13.0"}
 HISTORY = [{"step": s, "loss": 9 / s, "acc_1": 1 - 1 / s, "acc_2": 1 - 2 / s} for s in range(10, 310, 10)]
 EVALS = [{"step": s, "acceptance_length": 1 + s / 100} for s in (100, 200, 300)]
@@ -75,7 +76,29 @@ PIECES = [
     ("\n\n", 1),
 ]
 SAMPLE = Sample("\nx = '&lt;'\r\n", PIECES)
-RUN = RunRecord("eagle3 for a/target", METRICS, HISTORY + EVALS, [SAMPLE, SAMPLE], "head:\n  depth: 3\n")
+ROW = {
+    "drafter": "head",
+    "temperature": 0.0,
+    "category": "all",
+    "texts": 57,
+    "timed_texts": 8,
+    "acceptance_length": 4.541,
+    "chain_acceptance_length": None,
+    "accepted_per_depth": [0.871, 0.742, 0.613],
+    "tokens_per_second": Spread(312.4, 300.1, 325.6),
+    "speedup": Spread(2.31, 2.31, 2.31),
+}
+RESULTS = Results(
+    metadata={"preempted_share": 0.061},
+    rows=[ROW, ROW | {"drafter": "rival", "acceptance_length": None, "accepted_per_depth": []}],
+    rivals=["rival"],
+    identity=[{"drafter": "head", "temperature": 0.0, "texts": 8, "identical": 8, "rounding": 0, "wrong": 0}],
+    stages=[{"drafter": "head", "temperature": 0.0, "seconds": METRICS["step_seconds"]}],
+    alignment={},
+    errors={},
+)
+RUN = Report("eagle3 for a/target", METRICS, RESULTS, [SAMPLE, SAMPLE], HISTORY + EVALS, "head:\n  depth: 3\n")
+EMPTY = Report("empty", {}, None, [])
 HEAD = {"kind": "eagle3", "target": "org/target", "parameters": 3_412_000, "depth": 3, "license": "apache-2.0"}
 
 
@@ -96,12 +119,16 @@ class Page:
         self.text = "".join(root.itertext())
 
 
-def read(path: Path, run: RunRecord) -> Page:
-    write_report(path / "report.html", run)
+def table(metrics: dict) -> str:
+    return aligned(measured(metrics))
+
+
+def read(path: Path, run: Report) -> Page:
+    write_report(path, run)
     return Page((path / "report.html").read_bytes().decode("utf-8"))
 
 
-@pytest.mark.parametrize("run", [RUN, RunRecord("empty", {}, [], [], ""), RUN._replace(samples=[Sample("", [])])])
+@pytest.mark.parametrize("run", [RUN, EMPTY, RUN._replace(samples=[Sample("", [])])])
 def test_page_is_well_formed_and_needs_nothing_else(tmp_path, run):
     page = read(tmp_path, run)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
@@ -114,9 +141,10 @@ def test_page_is_well_formed_and_needs_nothing_else(tmp_path, run):
 
 def test_page_shows_every_measured_number_and_a_chart_of_each(tmp_path):
     page = read(tmp_path, RUN)
-    for shown in [*SHOWN.values(), *PAGE_ONLY.values(), "yes", "head:\n  depth: 3\n"]:
+    figures = ["312.4 (300.1 to 325.6)", "2.31\u00d7", "identical", "forward 58%", "13.5 ms"]
+    for shown in [*SHOWN.values(), *PAGE_ONLY.values(), *figures, "yes", "head:\n  depth: 3\n"]:
         assert shown in page.text, shown
-    assert page.tags.count("svg") == 3 and page.attributes.count(("class", "bars")) == 2
+    assert page.tags.count("svg") == 4 and page.attributes.count(("class", "bars")) == 1
     assert "nan" not in page.text.lower() and "None" not in page.text
 
 
@@ -125,9 +153,9 @@ ABSENT = [(key, gone) for key in {**SHOWN, **PAGE_ONLY} for gone in (None, math.
 
 @pytest.mark.parametrize(("key", "gone"), [*((key, "left out") for key in {**SHOWN, **PAGE_ONLY}), *ABSENT])
 def test_what_was_not_measured_is_left_out(tmp_path, key, gone):
-    few = {name: value for name, value in METRICS.items() if name == key or name not in CHARTED}
-    metrics = {name: value for name, value in few.items() if name != key} if gone == "left out" else {**few, key: gone}
-    page = read(tmp_path, RunRecord("t", metrics, [], [], ""))
+    left = {name: value for name, value in METRICS.items() if name != key}
+    metrics = left if gone == "left out" else {**METRICS, key: gone}
+    page = read(tmp_path, EMPTY._replace(metrics=metrics))
     shown = {**SHOWN, **PAGE_ONLY}[key]
     for text in (page.text, table(metrics), model_card(metrics, {"kind": "k", "target": "t"}, None)):
         assert not re.search(rf"(?<![\w.]){re.escape(shown)}(?![\w.])", text), shown
@@ -137,9 +165,11 @@ def test_what_was_not_measured_is_left_out(tmp_path, key, gone):
 def test_text_from_outside_stays_text(tmp_path):
     evil = "<script>alert(1)</script>\"'&amp;</pre></style>"
     metrics = {**METRICS, "device": evil, "command": evil, "versions": {evil: evil}, "step_seconds": {evil: 0.1}}
-    page = read(tmp_path, RunRecord(evil, metrics, HISTORY, [Sample(evil, [(evil, 1)])], evil))
+    rows = [{**ROW, "drafter": evil, "category": category} for category in ("all", evil, "code")]
+    results = RESULTS._replace(rows=rows, alignment={evil: [evil]}, stages=[{**RESULTS.stages[0], "drafter": evil}])
+    page = read(tmp_path, Report(evil, metrics, results, [Sample(evil, [(evil, 1)])], HISTORY, evil))
     assert "script" not in page.tags and page.tags.count("style") == 1
-    assert page.text.count(evil) >= 8
+    assert page.text.count(evil) >= 14
     assert [text for _, _, text in page.tokens[0]] == [evil, evil]
 
 
@@ -165,19 +195,20 @@ def test_half_a_character_does_not_cost_the_page(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("greedy", "sampled", "value", "kind"),
+    ("greedy", "sampled", "values"),
     [
-        (True, True, "yes", "good"),
-        (True, False, "no", "bad"),
-        (1.0, 0.984, "98.4 %", "bad"),
-        (0.99999, True, "99.9 %", "bad"),
-        (False, None, "no", "bad"),
+        (True, True, ["yes", "yes"]),
+        (True, False, ["yes", "no"]),
+        (1.0, 0.984, ["yes", "on 98.4 % of the prompts"]),
+        (0.99999, True, ["on 99.9 % of the prompts", "yes"]),
+        (False, None, ["no"]),
     ],
 )
-def test_identity_is_never_overstated(tmp_path, greedy, sampled, value, kind):
+def test_identity_is_never_overstated(tmp_path, greedy, sampled, values):
     metrics = {**METRICS, "identical_greedy": greedy, "identical_sampled": sampled}
-    write_report(tmp_path / "r.html", RUN._replace(metrics=metrics, history=[]))
-    assert f'<b class="{kind}">{value}</b>' in (tmp_path / "r.html").read_text(encoding="utf-8")
+    write_report(tmp_path, RUN._replace(metrics=metrics, history=[]))
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert re.findall("<h3>identical to the baseline in float32, .*?</h3><b>(.*?)</b>", page) == values
     card = model_card(metrics, HEAD, None)
     assert card.count("on every prompt measured") == (greedy in (True, 1.0)) + (sampled in (True, 1.0))
     assert card.count("was not measured") == (sampled is None)
@@ -297,11 +328,11 @@ def test_a_line_follows_its_values_from_its_floor():
 
 
 def test_every_colour_of_a_chart_is_one_variable_of_its_page(tmp_path):
-    write_report(tmp_path / "r.html", RUN)
-    source = (tmp_path / "r.html").read_text(encoding="utf-8")
+    write_report(tmp_path, RUN)
+    source = (tmp_path / "report.html").read_text(encoding="utf-8")
     styles, drawn = source.split("</style>")
     used = set(re.findall(r"var\(--(\w+)\)", drawn))
-    assert {"d1", "d2", "d3", "grey"} <= used
+    assert {"d1", "d2", "grey"} <= used
     assert all(styles.count(f"--{name}:#") == 2 for name in used)  # in light and in dark
 
 

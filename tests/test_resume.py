@@ -59,6 +59,8 @@ def test_a_finished_run_keeps_no_checkpoints(reference: Path):
         ".lock",
         "config.yaml",
         "head",
+        "figures.csv",
+        "figures.json",
         "history.json",
         "metrics.json",
         "report.html",

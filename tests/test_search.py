@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import TrainerState
 
+from foredraft.heads import load_head
 from foredraft.train import finalize, search
 from foredraft.train.trainer import HeadTrainer
 from tests.support import typed
@@ -27,12 +28,13 @@ SPEEDS = {"eagle3": 1.5, "medusa": 2.0, "eagle": 1.2}  # by kind, in tests that 
 
 @pytest.fixture
 def given(tiny_path: Path, folder: Path, monkeypatch) -> list[str]:
-    measure = finalize.evaluate
-    monkeypatch.setattr(
-        finalize,
-        "evaluate",
-        lambda target, drafter, *more: measure(target, drafter, *more) | {"speedup_auto": SPEEDS[drafter.head.kind]},
-    )
+    measure = finalize.measure
+
+    def with_speed(target, directory, *more):
+        metrics, *rest = measure(target, directory, *more)
+        return metrics | {"speedup_auto": SPEEDS[load_head(directory, target).kind]}, *rest
+
+    monkeypatch.setattr(finalize, "measure", with_speed)
     return [*SMALL, f"target.path={tiny_path}", f"data.path={folder}"]
 
 

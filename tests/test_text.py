@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from foredraft.inference.evaluation.report import Sample
+from foredraft.inference.evaluation.results import Sample
 from foredraft.inference.serve.echo import Echo
 from foredraft.inference.serve.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
 from foredraft.inference.slots import RequestOutput

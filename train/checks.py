@@ -13,6 +13,7 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.target import Target
 from foredraft.train import parity_gate
+from foredraft.train.data import prompt_sets
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts
 from foredraft.train.data.documents import Document
 from foredraft.train.losses import parts_of
@@ -36,10 +37,10 @@ def check_settings(target: Target, data: Corpus, settings: Any, length: int) -> 
         )
     if target.context is not None and tokens >= target.context:
         raise ValueError(f"eval.prompt_tokens={tokens}: the target reads {target.context} tokens, its answer included")
-    tested = (
-        prompts(target.text_tokenizer, data.test, settings.final_num_prompts, tokens) if has_prompts(data.test) else []
-    )
-    longest = max(map(len, tested), default=0)
+    tested = []
+    if has_prompts(data.test):
+        tested = prompt_sets.held_out(target.text_tokenizer, data, settings.final_num_prompts, tokens)
+    longest = max((len(prompt.tokens) for prompt in tested), default=0)
     if target.context is not None and longest >= target.context:
         raise ValueError(
             f"a held-out conversation has a prompt of {longest} tokens, the target reads {target.context}, its answer "

@@ -1,9 +1,11 @@
 """What a run ends with: the best weights, saved, checked and measured as they were saved, and the report."""
 
+import copy
 import json
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,26 +19,31 @@ from transformers import TrainerState
 from foredraft.heads import lora
 from foredraft.heads.base import DraftHead, PackedBatch, ParallelHead
 from foredraft.heads.checkpoint import published_dtype, read_head
-from foredraft.heads.hub.card import model_card
+from foredraft.heads.hub.card import aligned, measured, model_card
 from foredraft.heads.target import Target
-from foredraft.inference.drafters import load_drafter
-from foredraft.inference.drafters.base import Drafter
-from foredraft.inference.evaluation.measure import NOT_CHECKED, check_identical, evaluate, length_settings
-from foredraft.inference.evaluation.measure import run as decode
-from foredraft.inference.evaluation.report import RunRecord, Sample, table, write_report
-from foredraft.inference.generation import generate, tokens_per_forward
+from foredraft.inference.drafters import AutoTree, load_drafter
+from foredraft.inference.drafters.auto import HeadTree
+from foredraft.inference.evaluation import results as benchmark_results
+from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text
+from foredraft.inference.evaluation.figures import ALL, LOOPS, Spread, Table, acceptance, accepted_shares
+from foredraft.inference.evaluation.measure import NOT_CHECKED, check_identical
+from foredraft.inference.evaluation.report import Report, write_report
+from foredraft.inference.evaluation.results import Results, Sample
+from foredraft.inference.generation import generate
 from foredraft.train import held_out, publish
 from foredraft.train.checks import save_checked
-from foredraft.train.data import data_card
-from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, has_prompts, prompts
+from foredraft.train.data import data_card, prompt_sets
+from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, has_prompts
 from foredraft.train.data.packing import collate
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import time_limit_record
-from foredraft.train.runtime.environment import facts_of_run
+from foredraft.train.runtime.environment import facts_of_measurement, facts_of_run
 from foredraft.train.runtime.run_state import CHECKPOINTS, METRICS, rows_per_step, seconds_of, write_atomically
 from foredraft.train.trainer import HeadTrainer
 
+FIXED, AUTO = "head, fixed tree", "head, tree=auto"
+TEMPERATURES = [0.0, 1.0]
 # A run of few minutes is measured for at least MIN_MINUTES. PROBE: new tokens that show how long a text takes.
 MIN_MINUTES, PROBE = 5, 16
 
@@ -47,47 +54,38 @@ def finalize(
     """Choose the best weights, save them, measure the files, and report. Processes that only help with the target's
     forwards leave no files.
     rows: of held-out text (train/held_out.py)."""
+    strategy.forget_sharding(cfg.strategy)
+    step = keep_best_weights(cfg, trainer, directory)
     distillation, history = trainer.distillation, trainer.state.log_history
     head, target = distillation.head, distillation.target
-    strategy.forget_sharding(cfg.strategy)
-    step = trainer.state.global_step
-    best = checkpoints.best_step(history) if cfg.eval.keep_best else None
-    if best is not None and best != step:
-        print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
-        head = read_head(checkpoints.best_head(directory / CHECKPOINTS, best), target).float().to(target.device)
-        distillation.head = head
     metrics: dict[str, Any] = {}
+    results: Results | None = None
     samples: list[Sample] = []
     if not target.embeddings_only:
         rows = held_out.for_run(rows, trainer.state.max_steps * rows_per_step(cfg) * cfg.max_length)
-        apart = held_out.agreement(trainer.criterion.with_head(head.eval()), rows)
-        metrics = apart.final_figures
+        metrics = held_out.agreement(trainer.criterion.with_head(head.eval()), rows).final_figures
     with tempfile.TemporaryDirectory() as scratch:
         saved = (directory if distributed.rank() == 0 else Path(scratch)) / "head"
         save_final(distillation, saved, data, cfg.max_length)
         if not target.embeddings_only and has_prompts(data.test):
-            decoded, shown = measure(target, saved, data, cfg.eval, cfg.trainer.max_minutes)
-            metrics, samples = decoded | metrics, [shown]
+            lines, minutes = Lines(Path(scratch) / "lines.jsonl"), cfg.trainer.max_minutes
+            figures, results, samples = measure(target, saved, data, cfg.eval, minutes, lines)
+            metrics = figures | metrics
     if distributed.rank() > 0:
         return
-    rates = [entry["tokens_per_second"] for entry in history if "tokens_per_second" in entry]
-    metrics["train_tokens_per_second"] = round(sum(rates) / max(1, len(rates)), 1)
-    metrics["train_seconds"] = round(seconds_of(trainer.state), 3)
-    metrics["step"] = best or step
-    metrics |= trained(trainer.state)
-    metrics |= facts_of_run(head, target)
+    metrics |= {"step": step} | training_figures(trainer.state) | facts_of_run(head, target)
     config = OmegaConf.to_yaml(cfg, resolve=True)
     (directory / "head" / "config.yaml").write_text(config)
     (directory / "history.json").write_text(json.dumps(history, indent=1) + "\n")
-    record = RunRecord(f"{head.kind} for {target.name}", metrics, history, samples, config)
-    write_results(directory, head, target, data, record)
+    page = Report(f"{head.kind} for {target.name}", metrics, results, samples, history, config)
+    write_results(directory, head, target, data, page)
     if target.embeddings_only:
         print(
             "nothing was measured, because only the target's ends are loaded here: foredraft evaluate "
             f"target={target.name} drafter={directory / 'head'}",
             flush=True,
         )
-    elif not has_prompts(data.test):
+    elif results is None:
         print(
             "nothing was decoded, because every held-out conversation has an image and prompts are text alone: what is said "
             "of acceptance is predicted along the held-out answers",
@@ -100,19 +98,37 @@ def finalize(
         shutil.rmtree(directory / CHECKPOINTS)
 
 
-def trained(state: TrainerState) -> dict[str, int]:
-    """Return how much the head has learned from, and how many steps a time limit removed."""
+def keep_best_weights(cfg: DictConfig, trainer: HeadTrainer, directory: Path) -> int:
+    """Replace the last head by the one that drafted best on validation prompts. Return its step."""
+    distillation, state = trainer.distillation, trainer.state
+    best = checkpoints.best_step(state.log_history) if cfg.eval.keep_best else None
+    if best is not None and best != state.global_step:
+        print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
+        target = distillation.target
+        head = read_head(checkpoints.best_head(directory / CHECKPOINTS, best), target)
+        distillation.head = head.float().to(target.device)
+    return best or state.global_step
+
+
+def training_figures(state: TrainerState) -> dict[str, float]:
+    """Return how fast and how much the head has learned, and how many steps a time limit removed."""
     tokens = sum(entry["tokens"] for entry in state.log_history if "tokens" in entry)
+    rates = [entry["tokens_per_second"] for entry in state.log_history if "tokens_per_second" in entry]
     print(f"trained {state.global_step} steps on {tokens:,} tokens in {seconds_of(state):.0f} s", flush=True)
-    limit = time_limit_record(state.log_history)
-    if limit:
+    figures = {
+        "train_tokens_per_second": round(sum(rates) / max(1, len(rates)), 1),
+        "train_seconds": round(seconds_of(state), 3),
+        "train_steps": state.global_step,
+        "train_tokens": tokens,
+    }
+    if limit := time_limit_record(state.log_history):
+        figures["train_steps_unlimited"] = limit["all_steps"]
         print(
             f"trainer.max_minutes left out {limit['all_steps'] - limit['fitted_steps']} of {limit['all_steps']} steps: "
             f"acceptance may be lower than published figures (trainer.max_steps={limit['all_steps']} trains them all)",
             flush=True,
         )
-    found = {"train_steps": state.global_step, "train_tokens": tokens}
-    return found | ({"train_steps_unlimited": limit["all_steps"]} if limit else {})
+    return figures
 
 
 @torch.no_grad()
@@ -144,23 +160,37 @@ def save_final(distillation: DistillationModel, directory: Path, data: Corpus, l
 
 
 def measure(
-    target: Target, directory: Path, data: Corpus, settings: Any, minutes: float
-) -> tuple[dict[str, Any], Sample]:
-    """Decode the held-out prompts with the saved files. settings: `eval` of conf/train.yaml. minutes: limit of the training,
-    0 for none."""
-    rows = prompts(target.text_tokenizer, data.test, settings.final_num_prompts, settings.prompt_tokens)
-    count, timed = measured_prompts(target, rows, settings, minutes)
+    target: Target, directory: Path, data: Corpus, settings: Any, minutes: float, lines: Lines
+) -> tuple[dict[str, Any], Results, list[Sample]]:
+    """Run the benchmark on held-out prompts with the saved files: the baseline, the fixed tree, and tree=auto. settings:
+    `eval` of conf/train.yaml. minutes: limit of the training, 0 for none. lines: the benchmark's state. Returns the figures
+    of metrics.json, and what the report shows.
+
+    The fixed tree decodes all prompts in batches, which measures acceptance. All three decode `timed_prompts` of them alone,
+    which measures speed. Losslessness is checked on all prompts in float32, in batches.
+    """
+    rows = prompt_sets.held_out(target.text_tokenizer, data, settings.final_num_prompts, settings.prompt_tokens)
+    count, timed = measured_prompts(target, [row.tokens for row in rows], settings, minutes)
+    count = min(len(rows), max(count, len(data.test_sets)))  # each data set of a mix has a prompt
     rows = [rows[len(rows) * row // count] for row in range(count)]
     load = partial(load_drafter, str(directory), tree="fixed")
-    drafter = load(target)
-    ends = has_chats(data.test)
-    metrics = evaluate(target, drafter, rows, settings.max_new_tokens, timed, ends)
-    metrics |= (
-        check_identical(target, load, rows, settings.max_new_tokens, ends) if settings.check_float32 else NOT_CHECKED
-    )
+    fixed = load(target)
+    assert isinstance(fixed, HeadTree)
+    auto = AutoTree(copy.copy(fixed), target)
+    systems = [System(BASELINE, None), System(FIXED, fixed, batched=True), System(AUTO, auto)]
+    texts = [Text(row.category, row.tokens, row.ends) for row in rows]
+    benchmark = Benchmark(target, systems, texts, settings.max_new_tokens, lines, timed)
+    metadata = {**facts_of_measurement(target), "prompts": prompt_sets.summary(rows)}
+    results = benchmark_results.measure(benchmark, TEMPERATURES, 1, metadata)
+    for error in benchmark.failed.values():
+        raise error
+    metrics = figures_of(benchmark, results, fixed.depth) | NOT_CHECKED
+    if settings.check_float32:
+        tokens = [row.tokens for row in rows]
+        metrics |= check_identical(target, load, tokens, settings.max_new_tokens, has_chats(data.test))
     if data.test_sets:
-        metrics["acceptance_length_by_set"] = by_set(target, drafter, data, settings, count)
-    return metrics, sample(target, drafter, rows[len(rows) // 2], **length_settings(settings.max_new_tokens, ends))
+        metrics["acceptance_length_by_set"] = lengths_by_set(benchmark, data.test_sets)
+    return metrics, results, list(benchmark_results.samples(benchmark))
 
 
 def measured_prompts(target: Target, rows: list[list[int]], settings: Any, minutes: float) -> tuple[int, int]:
@@ -187,39 +217,56 @@ def measured_prompts(target: Target, rows: list[list[int]], settings: Any, minut
     return count, timed
 
 
-def by_set(target: Target, drafter: Drafter, data: Corpus, settings: Any, total: int) -> dict[str, float | None]:
-    """Measure the acceptance length on each data set of a mix, over `total` prompts; None if all prompts of a set are too
-    long."""
-    found: dict[str, float | None] = {}
-    count = -(-total // len(data.test_sets))
-    for name, held in data.test_sets.items():
-        try:
-            rows = prompts(target.text_tokenizer, held, count, settings.prompt_tokens)
-        except ValueError:
-            found[name] = None
-            continue
-        decoded = decode(
-            target,
-            drafter,
-            rows,
-            what=f"measuring on {name}",
-            **length_settings(settings.max_new_tokens, has_chats(held)),
-        )
-        found[name] = round(tokens_per_forward(decoded), 4)
-    return found
+def figures_of(benchmark: Benchmark, results: Results, depth: int) -> dict[str, Any]:
+    """Return the figures of metrics.json. Loops count only for `acceptance_length_all`, unless all texts are loops."""
+    greedy, sampled = TEMPERATURES
+    rows = {(row["drafter"], row["temperature"], row["category"]): row for row in results.rows}
+
+    def figure(drafter: str, temperature: float, name: str) -> float | None:
+        values = [rows[key][name] for category in (ALL, LOOPS) if (key := (drafter, temperature, category)) in rows]
+        value = next((value for value in values if value is not None), None)
+        return None if value is None else round(value.median if isinstance(value, Spread) else value, 4)
+
+    table = Table(benchmark.lines.lines, benchmark.texts, greedy)
+    every_text = list(table.batched[FIXED].values())
+    shares = accepted_shares(table.lines(FIXED, ALL) or every_text) + [0.0] * depth
+    same = [row for row in results.identity if row["drafter"] == FIXED]
+    stages = next(row["seconds"] for row in results.stages if row["drafter"] == FIXED)
+    return {
+        "acceptance_length": figure(FIXED, greedy, "acceptance_length"),
+        "acceptance_length_sampled": figure(FIXED, sampled, "acceptance_length"),
+        "acceptance_length_all": round(acceptance(every_text) or 0.0, 4),
+        "accepted_per_depth": [round(share, 4) for share in shares[:depth]],
+        "tokens_per_second": figure(FIXED, greedy, "tokens_per_second"),
+        "baseline_tokens_per_second": figure(BASELINE, greedy, "tokens_per_second"),
+        "speedup": figure(FIXED, greedy, "speedup"),
+        "speedup_sampled": figure(FIXED, sampled, "speedup"),
+        "speedup_auto": figure(AUTO, greedy, "speedup"),
+        "speedup_auto_sampled": figure(AUTO, sampled, "speedup"),
+        "identical_in_dtype": round(sum(row["identical"] for row in same) / sum(row["texts"] for row in same), 4),
+        "prompts": len(benchmark.texts),
+        "timed_prompts": len(table.by_decoder[BASELINE]),
+        "preempted_share": round(results.metadata["preempted_share"], 4),
+        "new_tokens": benchmark.new_tokens,
+        "repetitive_prompts": len(table.loops),
+        "tree_nodes": max((nodes for line in every_text for nodes in line["nodes"]), default=1),
+        "step_seconds": {stage: round(seconds, 6) for stage, seconds in stages.items()},
+    }
 
 
-def sample(target: Target, drafter: Any, row: list[int], **settings: Any) -> Sample:
-    """Return one continuation and where each of its tokens came from: 0 the target's own choice, d drafted at depth d."""
-    ids = torch.tensor([row], device=target.device)
-    out = generate(target, drafter, ids, seed=0, **settings)
-    accepted, emitted = [step.accepted[0] for step in out.steps], [step.emitted[0] for step in out.steps]
-    return Sample.of(target.text_tokenizer, row, out.new_tokens[0], accepted, emitted)
+def lengths_by_set(benchmark: Benchmark, names: Iterable[str]) -> dict[str, float | None]:
+    """Return the acceptance length on each data set of a mix, loops included; None if all of its prompts are too long."""
+    lengths: dict[str, float | None] = {}
+    lines = Table(benchmark.lines.lines, benchmark.texts, TEMPERATURES[0]).batched[FIXED].values()
+    for name in names:
+        tau = acceptance([line for line in lines if benchmark.texts[line["text"]].category == name])
+        lengths[name] = None if tau is None else round(tau, 4)
+    return lengths
 
 
-def write_results(directory: Path, head: DraftHead, target: Target, data: Corpus, record: RunRecord) -> None:
-    """Write the model card, report.html, metrics.json (last: it marks a run as finished), and the table on the terminal."""
-    metrics = record.metrics
+def write_results(directory: Path, head: DraftHead, target: Target, data: Corpus, page: Report) -> None:
+    """Write the model card, the report, metrics.json (last: it marks a run as finished), and the table on the terminal."""
+    metrics = page.metrics
     facts = publish.head_metadata(head, target) | {"parameters": metrics["parameters"]}
     head_directory = directory / "head"
     (head_directory / "README.md").write_text(model_card(metrics, facts, dict(data_card.lines(data.card))))
@@ -227,7 +274,7 @@ def write_results(directory: Path, head: DraftHead, target: Target, data: Corpus
     (head_directory / "metrics.json").write_text(
         json.dumps(metrics | {"about": facts, "data": data.card}, indent=2) + "\n"
     )
-    write_report(directory / "report.html", record)
+    write_report(directory, page)
     write_atomically(directory / METRICS, json.dumps(metrics, indent=2) + "\n")
-    print(table(metrics), flush=True)
+    print(aligned(measured(metrics)), flush=True)
     print(f"head: {head_directory}   report: {directory / 'report.html'}", flush=True)

@@ -44,12 +44,9 @@ class Agreement(NamedTuple):
     @property
     def figures(self) -> dict[str, float]:
         """Return the figures that are logged next to `loss` and `acc_<depth>` of the training text."""
-        shares = {f"held_out_acc_{depth}": round(share, 4) for depth, share in enumerate(self.shares, start=1)}
-        return {
-            "held_out_loss": round(self.loss, 4),
-            **shares,
-            "predicted_acceptance_length": round(self.acceptance_length, 4),
-        }
+        final = self.final_figures
+        shares = enumerate(final.pop("held_out_agreement"), start=1)
+        return final | {f"held_out_acc_{depth}": share for depth, share in shares}
 
 
 def documents(tokenizer: PreTrainedTokenizerBase, data: Corpus) -> Documents:

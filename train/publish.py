@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
@@ -17,24 +17,12 @@ from foredraft.heads.formats.engines import engines
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.target import Target
 from foredraft.inference.drafters import load_drafter
-from foredraft.inference.evaluation import measure
-from foredraft.inference.evaluation.measure import run
+from foredraft.inference.evaluation.measure import run, texts
 from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import parity_gate
 
 TEXTS, LENGTH = 4, 48  # texts that the gate decodes, and their tokens
 CARD, METRICS, REPORT = "README.md", "metrics.json", "report.html"
-
-
-class GateResult(NamedTuple):
-    difference: float  # largest, between draft logits of training forward, drafter and files
-    acceptance: float  # tokens per target forward, of the trained head and of the files alike
-
-    def __str__(self) -> str:
-        return (
-            f"parity gate passed: draft logits agree to {self.difference:.1e}, acceptance length {self.acceptance:.2f} "
-            "from the trained head and from the files"
-        )
 
 
 def open_target(settings: DictConfig, head: str | Path) -> Target:
@@ -52,31 +40,34 @@ def own_texts(target: Target) -> list[list[int]]:
     """Return some texts that the target writes itself, of 1 + LENGTH tokens."""
     starts = [[1 + number * (target.vocab_size - 2) // TEXTS] for number in range(TEXTS)]
     written = run(target, None, starts, max_new_tokens=LENGTH, temperature=1.0, eos_token_id=-1)
-    return [start + row for start, row in zip(starts, measure.texts(written), strict=True)]
+    return [start + row for start, row in zip(starts, texts(written), strict=True)]
 
 
 @torch.no_grad()
-def gate(trained: Path, target: Target, files: Path) -> GateResult:
-    """Compare the head in `files` with the one in `trained`; ValueError unless both draft the same.
+def gate(trained: Path, target: Target, files: Path) -> float:
+    """Compare the head in `files` with the one in `trained`, print and return their acceptance length. Raise ValueError
+    unless both draft the same.
 
     The texts are the target's own, so no data is needed. Both heads draft for the very target that is given.
     """
-    texts = own_texts(target)
+    rows = own_texts(target)
     head = load_head(trained, target, dtype=torch.float32)
-    difference = max(parity_gate.check(head, target, text[: LENGTH // 2], saved=files) for text in texts[:2])
-    prompts = [text[: LENGTH // 3] for text in texts]
-    lengths = [
-        tokens_per_forward(
-            run(target, load_drafter(str(path), target, tree="fixed"), prompts, max_new_tokens=LENGTH, eos_token_id=-1)
-        )
-        for path in (trained, files)
-    ]
+    difference = max(parity_gate.check(head, target, text[: LENGTH // 2], saved=files) for text in rows[:2])
+    prompts, lengths = [text[: LENGTH // 3] for text in rows], list[float]()
+    for path in (trained, files):
+        drafter = load_drafter(str(path), target, tree="fixed")
+        lengths.append(tokens_per_forward(run(target, drafter, prompts, max_new_tokens=LENGTH, eos_token_id=-1)))
     if lengths[0] != lengths[1]:
         raise ValueError(
             f"parity gate: the trained head gains {lengths[0]:.4f} tokens per forward and the files in {files} "
             f"{lengths[1]:.4f}; they are not the same head"
         )
-    return GateResult(difference, lengths[0])
+    print(
+        f"parity gate passed: draft logits agree to {difference:.1e}, acceptance length {lengths[0]:.2f} from the trained "
+        "head and from the files",
+        flush=True,
+    )
+    return lengths[0]
 
 
 def head_metadata(head: DraftHead, target: Target) -> dict[str, Any]:
@@ -127,5 +118,5 @@ def push(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         stage(head, folder, repo, target, license)
-        print(gate(head, target, folder), flush=True)
+        gate(head, target, folder)
         return hub.push(folder, repo, private=private, replace=replace, dry_run=dry_run)

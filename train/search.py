@@ -63,7 +63,8 @@ def search(cfg: DictConfig) -> None:
     with lock:
         cfg.trainer.max_steps = -1  # as much text as is asked for, whatever each run reads
         with_self_generated_text(cfg, target, data, directory)
-        chosen_on = data._replace(test=data.validation)  # the winner is measured on prompts that did not choose it
+        # The winner is measured on prompts that did not choose it.
+        chosen_on = data._replace(test=data.validation, test_sets={})
         before: dict[str, Path] = {}
         for number, size in enumerate(sizes, 1):
             if len(left) == 1:  # the others failed

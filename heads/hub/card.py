@@ -67,14 +67,19 @@ def parameters(count: float) -> str:
 
 MEASURED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("acceptance_length", "acceptance length (tokens per target forward)", "{:.2f}".format),
-    ("acceptance_length_sampled", "acceptance length, sampled", "{:.2f}".format),
-    ("acceptance_length_all", "acceptance length, repetitive prompts included", "{:.2f}".format),
     ("speedup", "speed-up over the AR baseline", "{:.2f}x".format),
-    ("speedup_auto", "speedup with tree=auto", "{:.2f}x".format),
     ("tokens_per_second", "tokens/s", number),
-    ("baseline_tokens_per_second", "tokens/s, AR baseline", number),
     ("identical_greedy", "identical to the baseline in float32, greedy", identical),
     ("identical_sampled", "identical to the baseline in float32, sampled with the same seed", identical),
+    ("acceptance_length_sampled", "acceptance length, sampled", "{:.2f}".format),
+    ("acceptance_length_all", "acceptance length, repetitive prompts included", "{:.2f}".format),
+    (
+        "predicted_acceptance_length",
+        "acceptance length of chains, predicted by the held-out agreement",
+        "{:.2f}".format,
+    ),
+    ("speedup_auto", "speedup with tree=auto", "{:.2f}x".format),
+    ("baseline_tokens_per_second", "tokens/s, AR baseline", number),
     ("identical_in_dtype", "prompts identical in the dtype of the measurement", percent),
     ("preempted_share", "time in which other programs had the core, of a median text", percent),
     ("prompts", "held-out prompts", "{:.0f}".format),
@@ -98,13 +103,17 @@ def rows(metrics: dict, wanted: tuple[tuple[str, str, Callable[[float], str]], .
 
 
 def lists(metrics: dict) -> Rows:
-    """Return the rows with lists: accepted share by depth, and the parts of one decoding step."""
-    shares = [finite(share) for share in metrics.get("accepted_per_depth") or ()]
+    """Return the rows with lists: shares by depth, acceptance by data set, and the parts of one decoding step."""
+
+    def shares(key: str) -> list[str]:
+        # A depth without a number keeps its place, so that later ones name the right depth.
+        return ["-" if finite(share) is None else percent(share) for share in metrics.get(key) or ()]
+
     sets = {name: finite(value) for name, value in (metrics.get("acceptance_length_by_set") or {}).items()}
     parts = {name: finite(seconds) for name, seconds in (metrics.get("step_seconds") or {}).items()}
     lists_by_label = {
-        # A depth without a number keeps its place, so that later ones name the right depth.
-        "accepted share, by depth": ["-" if share is None else percent(share) for share in shares],
+        "held-out agreement, by depth": shares("held_out_agreement"),
+        "accepted share, by depth": shares("accepted_per_depth"),
         "acceptance length, by data set": [f"{name} {value:.2f}" for name, value in sets.items() if value is not None],
         "time of a decoding step": [f"{name} {duration(part)}" for name, part in parts.items() if part is not None],
     }

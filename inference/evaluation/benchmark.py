@@ -1,11 +1,16 @@
 """Run every system on every prompt, in turn on each prompt, repeat after repeat. Each text's result is a line of a file.
 
 A line is written at once and reused by the next run of the same command, so an interrupted run can be resumed. A system that
-fails is omitted from then on, with its reason; the others continue.
+fails is omitted from then on, with its reason; the others continue. All systems decode a prompt one after the other, so a
+change of the machine's speed affects all alike. Texts during which other programs used the core are timed again.
+
+Batches are faster, but only acceptance can be measured in them. A system with `batched` decodes all texts in batches first.
 """
 
 import json
+import math
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,19 +19,16 @@ import torch
 
 from foredraft.heads.target import Target
 from foredraft.inference.drafters.base import Drafter
+from foredraft.inference.evaluation.measure import BATCH, REPETITIVE, distinct, length_settings, run
 from foredraft.inference.evaluation.progress import report, track
-from foredraft.inference.evaluation.speed import (
-    Decoder,
-    FirstTokens,
-    Stopwatch,
-    foredraft_decoder,
-    preempted_jobs,
-    transformers_decoder,
-)
-from foredraft.inference.generation import generate
+from foredraft.inference.generation import Generation, generate
 
 BASELINE = "baseline"
+MAX_PREEMPTED_SHARE = 0.1  # share of a text's time without a core above which its timing is not reliable
+MAX_RETIMED_SHARE = 0.25  # maximum share of texts that are timed again: with more of them, it would not help
+
 Line = dict[str, Any]
+Job = tuple[str, float, int, int]  # name of the system, temperature, number of the text, repeat
 
 
 class Text(NamedTuple):
@@ -37,21 +39,52 @@ class Text(NamedTuple):
     ends: bool  # whether the text ends at an end token
 
 
+class Stopwatch:
+    """Measure seconds, and the share of them in which other programs used this thread's core. The share is 0 if the thread
+    waits anyway: for a GPU, or for other processes of a sharded target, which all repeat the same texts."""
+
+    def __init__(self, target: Target):
+        self.waits = target.device.type != "cpu" or target.is_collective
+        self.started, self.cpu_time_start = time.perf_counter(), time.thread_time()
+
+    def stop(self) -> tuple[float, float]:
+        seconds, cpu_time = time.perf_counter() - self.started, time.thread_time() - self.cpu_time_start
+        return seconds, 0.0 if self.waits else max(0.0, 1 - cpu_time / seconds)
+
+
 class System(NamedTuple):
     """Describe a system: one of our drafters (None: the baseline), or settings of transformers' own `generate`."""
 
     name: str
     drafter: Drafter | dict[str, Any] | None
     once: bool = False  # run only in the first repeat, because only its acceptance is measured
+    batched: bool = False  # decode all texts in batches too, where its acceptance is measured
+    chain: str | None = None  # name of the system that drafts chains with the same head
 
     @property
     def is_rival(self) -> bool:
         return isinstance(self.drafter, dict)
 
-    def decoder(self, target: Target, new_tokens: int, temperature: float, *how: Any) -> Decoder:
+    def decode(
+        self, target: Target, text: Text, new_tokens: int, temperature: float, seed: int
+    ) -> tuple[int, Generation | None]:
+        """Return the number of new tokens, and the generation if foredraft decoded. A drafter forgets earlier outputs first,
+        so that no text is drafted from itself."""
+        ids = torch.tensor([text.tokens], device=target.device)
         if isinstance(self.drafter, dict):
-            return transformers_decoder(target, self.drafter, new_tokens, temperature, *how)
-        return foredraft_decoder(target, self.drafter, new_tokens, temperature, *how)
+            sampling = (
+                {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+            )
+            limits: dict[str, Any] = {} if text.ends else {"eos_token_id": None}
+            limits |= {"max_new_tokens": new_tokens, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+            torch.manual_seed(seed)
+            rows = target.model.generate(ids, **limits, **sampling, **self.drafter)
+            return rows.shape[1] - ids.shape[1], None
+        if self.drafter is not None:
+            self.drafter.forget_outputs()
+        settings = length_settings(new_tokens, text.ends) | {"temperature": temperature, "seed": seed}
+        out = generate(target, self.drafter, ids, **settings)
+        return len(out.new_tokens[0]), out
 
 
 class Lines:
@@ -80,55 +113,84 @@ class Lines:
     def of(self, kind: str) -> list[Line]:
         return [line for line in self.lines if line["kind"] == kind]
 
-    def preempted_shares(self) -> dict[tuple[str, float, int, int], float]:
-        """Return the preempted share of each text (see `Stopwatch`), by system, temperature, text and repeat."""
-        return {
-            (line["decoder"], line["temperature"], line["text"], line["repeat"]): line["preempted_share"]
-            for line in self.of("text")
-            if "preempted_share" in line  # earlier versions did not measure it
-        }
+    def preempted_shares(self) -> dict[Job, float]:
+        """Return the preempted share of each text, see `Stopwatch`."""
+        return {job_of(line): line["preempted_share"] for line in self.of("text")}
+
+
+def job_of(line: Line) -> Job:
+    return line["decoder"], line["temperature"], line["text"], line["repeat"]
+
+
+def preempted_jobs(preempted: dict[Job, float]) -> list[Job]:
+    """Return the jobs that should be timed again, from their preempted shares."""
+    worst = sorted((job for job in preempted if preempted[job] > MAX_PREEMPTED_SHARE), key=lambda job: -preempted[job])
+    return worst[: math.ceil(MAX_RETIMED_SHARE * len(preempted))]
+
+
+def counts(out: Generation, number: int = 0) -> Line:
+    """Return what the steps of a sequence of the batch counted."""
+    places = [(step, step.sequences.index(number)) for step in out.steps if number in step.sequences]
+    return {
+        "accepted": [step.accepted[place] for step, place in places],
+        "emitted": [step.emitted[place] for step, place in places],
+        "nodes": [step.nodes for step, _ in places],
+    }
 
 
 class Benchmark:
-    def __init__(self, target: Target, systems: list[System], texts: list[Text], new_tokens: int, lines: Lines):
-        self.target, self.systems, self.texts = target, systems, texts
+    def __init__(
+        self,
+        target: Target,
+        systems: list[System],
+        texts: list[Text],
+        new_tokens: int,
+        lines: Lines,
+        num_timed: int | None = None,
+    ):
+        """Prepare a run. num_timed: texts that are decoded alone, which measures speed; None is all."""
+        self.target, self.texts, self.num_timed = target, texts, num_timed
+        self.systems = {system.name: system for system in systems}
         self.new_tokens, self.lines = new_tokens, lines
         self.warm: set[str] = set()
-        self.failed: set[str] = set()
+        self.failed: dict[str, Exception] = {}
 
     def run(self, temperatures: list[float], repeats: int) -> None:
-        done = {(line["decoder"], line["temperature"], line["text"], line["repeat"]) for line in self.lines.of("text")}
-        left = [job for job in self.jobs(temperatures, repeats) if (job[0].name, *job[1:]) not in done]
-        for system, *job in track(left, "decoding", "texts"):
-            self.attempt(system.name, lambda *job: self.lines.add(self.decode(*job)), system, *job)
+        for system in [system for system in self.systems.values() if system.batched]:
+            for temperature in temperatures:
+                self.attempt(system.name, self.decode_batches, system, temperature)
+        done = set(self.lines.preempted_shares())
+        left = [job for job in self.jobs(temperatures, repeats) if job not in done]
+        for job in track(left, "decoding", "texts"):
+            self.attempt(job[0], self.decode_and_save, job)
         self.retime_preempted()
-        known = {(line["decoder"], line["temperature"]) for line in self.lines.of("stages")}
-        timed = [system for system in self.systems if not (system.is_rival or system.once)]
-        stages = [(system, t) for system in timed for t in temperatures if (system.name, t) not in known]
-        for system, temperature in track(stages, "timing the stages of a step", "runs"):
-            self.attempt(system.name, self.time_stages, system, temperature)
+
+    def jobs(self, temperatures: list[float], repeats: int) -> Iterator[Job]:
+        """Yield all jobs. Systems alternate fastest, so that changes of the machine's speed affect all of them."""
+        timed = self.timed_texts()
+        for repeat in range(repeats):
+            for temperature in temperatures:
+                for number in timed:
+                    for system in self.systems.values():
+                        if repeat == 0 or not system.once:
+                            yield system.name, temperature, number, repeat
+
+    def timed_texts(self) -> list[int]:
+        """Return the numbers of the texts to decode alone, spread evenly over those that are not loops in the batches."""
+        everything = list(range(len(self.texts)))
+        if self.num_timed is None:
+            return everything
+        loops = {line["text"] for line in self.lines.of("batched") if distinct(line["ids"]) < REPETITIVE}
+        numbers = [number for number in everything if number not in loops] or everything
+        count = min(self.num_timed, len(numbers))
+        return [numbers[len(numbers) * place // count] for place in range(count)]
 
     def retime_preempted(self) -> None:
         """Measure texts again during which other programs used the core. Of two lines of a text the later one counts."""
-        systems = {system.name: system for system in self.systems if system.name not in self.failed}
-        preempted = {job: share for job, share in self.lines.preempted_shares().items() if job[0] in systems}
-
-        def work(system: System, *job: Any) -> None:
-            line = self.decode(system, *job)
-            if line["preempted_share"] < preempted[system.name, *job]:
-                self.lines.add(line)
-
-        for name, *job in track(preempted_jobs(preempted), "timing preempted texts again", "texts"):
-            self.attempt(name, work, systems[name], *job)
-
-    def jobs(self, temperatures: list[float], repeats: int) -> Iterator[tuple[System, float, int, int]]:
-        """Yield all jobs. Systems alternate fastest, so that changes of the machine's speed affect all of them."""
-        for repeat in range(repeats):
-            for temperature in temperatures:
-                for number in range(len(self.texts)):
-                    for system in self.systems:
-                        if repeat == 0 or not system.once:
-                            yield system, temperature, number, repeat
+        names = self.systems.keys() - self.failed
+        preempted = {job: share for job, share in self.lines.preempted_shares().items() if job[0] in names}
+        for job in track(preempted_jobs(preempted), "timing preempted texts again", "texts"):
+            self.attempt(job[0], self.decode_and_save, job, preempted[job])
 
     def attempt(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
         if name in self.failed:
@@ -136,47 +198,49 @@ class Benchmark:
         try:
             work(*arguments)
         except Exception as error:  # of any kind: it must not end hours of work on the other systems
-            self.failed.add(name)
+            self.failed[name] = error
             self.lines.failed(name, error)
 
-    def decode(self, system: System, temperature: float, number: int, repeat: int) -> Line:
-        text, streamer = self.texts[number], FirstTokens()
-        decode = system.decoder(self.target, self.new_tokens, temperature, streamer, text.ends)
-        ids = torch.tensor([text.tokens], device=self.target.device)
+    def decode_batches(self, system: System, temperature: float) -> None:
+        """Decode all texts in batches and write their lines. Texts that end at an end token are separate batches."""
+        assert not isinstance(system.drafter, dict)
+        done = [(line["decoder"], line["temperature"], line["text"]) for line in self.lines.of("batched")]
+        for ends in (False, True):
+            numbers = [number for number, text in enumerate(self.texts) if text.ends == ends]
+            numbers = [number for number in numbers if (system.name, temperature, number) not in done]
+            if not numbers:
+                continue
+            prompts, seeds = [self.texts[number].tokens for number in numbers], [number + 1 for number in numbers]
+            settings = length_settings(self.new_tokens, ends) | {"temperature": temperature, "seeds": seeds}
+            generations = run(self.target, system.drafter, prompts, what="measuring acceptance", **settings)
+            for place, number in enumerate(numbers):
+                out, row = generations[place // BATCH], place % BATCH
+                line = {"kind": "batched", "decoder": system.name, "temperature": temperature, "text": number}
+                ids = out.new_tokens[row]
+                self.lines.add(line | {"tokens": len(ids), "ids": ids} | counts(out, row))
+
+    def decode_and_save(self, job: Job, preempted: float = math.inf) -> None:
+        """Decode a text. Save its line if other programs used the core for less than this share of the time."""
+        line = self.decode(*job)
+        if line["preempted_share"] < preempted:
+            self.lines.add(line)
+
+    def decode(self, name: str, temperature: float, number: int, repeat: int) -> Line:
+        facts = (self.target, self.texts[number], self.new_tokens, temperature, number + 1)
         # Graph capture, compilation and calibration at first use are not part of decoding; on a GPU they depend on lengths.
-        if system.name not in self.warm or (repeat == 0 and self.target.device.type == "cuda"):
-            self.warm.add(system.name)
-            decode(ids, number + 1)
+        if name not in self.warm or (repeat == 0 and self.target.device.type == "cuda"):
+            self.warm.add(name)
+            self.systems[name].decode(*facts)
         watch = Stopwatch(self.target)
-        count, out = decode(ids, number + 1)
+        count, out = self.systems[name].decode(*facts)
         seconds, preempted = watch.stop()
-        line = {"kind": "text", "decoder": system.name, "temperature": temperature, "text": number, "repeat": repeat}
-        line |= {
-            "seconds": seconds,
-            "tokens": count,
-            "first_seconds": streamer.at - watch.started,
-            "preempted_share": preempted,
-        }
-        line |= {"first_tokens": streamer.count}
+        line = {"kind": "text", "decoder": name, "temperature": temperature, "text": number, "repeat": repeat}
+        line |= {"seconds": seconds, "tokens": count, "preempted_share": preempted}
         if out is not None:
-            line["accepted"] = [step.accepted[0] for step in out.steps]
-            line["emitted"] = [step.emitted[0] for step in out.steps]
-            line["nodes"] = [step.nodes for step in out.steps]
+            line |= counts(out)
             if repeat == 0:
                 line["ids"] = out.new_tokens[0]
         return line
-
-    def time_stages(self, system: System, temperature: float) -> None:
-        """Measure the seconds of a step's stages, on one text."""
-        text = self.texts[len(self.texts) // 2]
-        assert not isinstance(system.drafter, dict)
-        ids = torch.tensor([text.tokens], device=self.target.device)
-        if system.drafter is not None:
-            system.drafter.forget_outputs()
-        settings: dict[str, Any] = {"max_new_tokens": self.new_tokens, "eos_token_id": -1, "temperature": temperature}
-        out = generate(self.target, system.drafter, ids, timings=True, seed=0, **settings)
-        seconds = {stage: part / max(1, len(out.steps)) for stage, part in out.seconds.items()}
-        self.lines.add({"kind": "stages", "decoder": system.name, "temperature": temperature, "seconds": seconds})
 
 
 def rivals(target: Target, assistants: dict[str, str]) -> Iterator[System]:

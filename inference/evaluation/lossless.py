@@ -59,24 +59,6 @@ class Divergence(NamedTuple):
         return self.gap <= 2 * self.difference
 
 
-def identical_shares(
-    target: Target, drafter: Drafter, baseline: Drafter | None, prompts: list[list[int]], new_tokens: int
-) -> dict[str, float]:
-    """Return, per setting, the share of prompts whose text with `drafter` equals that with `baseline` (None: no drafts)."""
-    found = {}
-    for name, settings in SETTINGS.items():
-        same = 0
-        for seed, prompt in enumerate(track(prompts, f"checking {name}", "prompts")):
-            ids = torch.tensor([prompt], device=target.device)
-            texts = [
-                generate(target, one, ids, max_new_tokens=new_tokens, seed=seed, eos_token_id=-1, **settings).new_tokens
-                for one in (baseline, drafter)
-            ]
-            same += texts[0] == texts[1]
-        found[name] = same / len(prompts)
-    return found
-
-
 def divergences(
     target: Target, drafter: Drafter, prompts: list[list[int]], new_tokens: int, temperature: float = 0.0
 ) -> list[Divergence]:

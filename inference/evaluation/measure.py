@@ -1,26 +1,21 @@
-"""Measurements of a drafter with the decoder that users call, on prompts that were not trained on.
+"""Decode many prompts in batches, where no text is timed (benchmark.py times them), and check losslessness.
 
-Speed is measured one prompt at a time, baseline and drafter in turn (speed.py). Losslessness is verified in float32, where
-forwards over one and over many tokens agree to 1e-5. In half precision their rounding differs, and a tie between two tokens
-may be resolved either way (`identical_in_dtype` counts this).
+Losslessness is verified in float32, where forwards over one and over many tokens agree to 1e-5. In half precision their
+rounding differs, and a tie between two tokens may be resolved either way (lossless.py audits this).
 """
 
-import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foredraft.heads.target import Target
-from foredraft.inference.drafters.auto import AutoTree, HeadTree
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.evaluation.progress import Progress, report
-from foredraft.inference.evaluation.speed import foredraft_decoder, time_decoders
-from foredraft.inference.generation import Generation, generate, tokens_per_forward
+from foredraft.inference.generation import Generation, generate
 
 BATCH = 16  # prompts per batch where speed is not measured
 NOT_CHECKED: dict[str, float | None] = {"identical_greedy": None, "identical_sampled": None}
@@ -39,17 +34,21 @@ def run(
     prompts: list[list[int]],
     max_new_tokens: int,
     what: str = "decoding",
+    batch: int = BATCH,
+    seeds: Sequence[int] | None = None,
     **settings: Any,
 ) -> list[Generation]:
-    """Decode the prompts, `BATCH` at a time; prompt i has seed i. what: the activity that the progress bar names."""
+    """Decode the prompts, `batch` at a time. what: the activity that the progress bar names. seeds: of each prompt; prompt i
+    has seed i if there are none."""
+    seeds = range(len(prompts)) if seeds is None else seeds
     generations = []
     with Progress(what, len(prompts) * max_new_tokens, "tokens at most") as progress:
         settings |= {"max_new_tokens": max_new_tokens, "progress": progress.add}
-        for start in range(0, len(prompts), BATCH):
-            batch = prompts[start : start + BATCH]
-            ids, mask = (part.to(target.device) for part in left_pad(batch))
-            seeds = list(range(start, start + len(batch)))
-            generations.append(generate(target, drafter, ids, mask, seed=seeds, **settings))
+        for start in range(0, len(prompts), batch):
+            rows = prompts[start : start + batch]
+            ids, mask = (part.to(target.device) for part in left_pad(rows))
+            some = list(seeds[start : start + batch])
+            generations.append(generate(target, drafter, ids, mask, seed=some, **settings))
     return generations
 
 
@@ -64,11 +63,20 @@ def texts(generations: list[Generation]) -> list[list[int]]:
     return [prompt for generation in generations for prompt in generation.new_tokens]
 
 
-def identical(target: Target, drafter: Drafter, prompts: list[list[int]], **settings: Any) -> float:
-    """Return the share of prompts whose text with drafts equals the baseline, token by token."""
-    baseline = texts(run(target, None, prompts, what="checking losslessness, baseline", **settings))
-    drafted = texts(run(target, drafter, prompts, what="checking losslessness, with drafts", **settings))
-    return sum(a == b for a, b in zip(baseline, drafted, strict=True)) / len(prompts)
+def identical_share(
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    baseline: Drafter | None = None,
+    batch: int = BATCH,
+    **settings: Any,
+) -> float:
+    """Return the share of prompts whose text with `drafter` equals that with `baseline` (None: no drafts), token by token."""
+    both = [
+        texts(run(target, one, prompts, batch=batch, what="checking losslessness", **settings))
+        for one in (baseline, drafter)
+    ]
+    return sum(a == b for a, b in zip(*both, strict=True)) / len(prompts)
 
 
 def check_identical(
@@ -79,10 +87,10 @@ def check_identical(
     exact = float32_target(target)
     if exact is None:
         return NOT_CHECKED
-    prover, limits = load(exact), length_settings(max_new_tokens, ends)
+    drafter, limits = load(exact), length_settings(max_new_tokens, ends)
     return {
-        "identical_greedy": identical(exact, prover, prompts, **limits),
-        "identical_sampled": identical(exact, prover, prompts, temperature=1.0, **limits),
+        "identical_greedy": identical_share(exact, drafter, prompts, **limits),
+        "identical_sampled": identical_share(exact, drafter, prompts, temperature=1.0, **limits),
     }
 
 
@@ -117,62 +125,3 @@ def free_memory(device: torch.device) -> int | None:
 def length_settings(max_new_tokens: int, ends: bool) -> dict[str, Any]:
     """Return settings for texts of `max_new_tokens` tokens; with `ends`, texts stop at their end token."""
     return {"max_new_tokens": max_new_tokens} | ({} if ends else {"eos_token_id": -1})
-
-
-def per_depth(generations: list[Generation], depth: int) -> list[float]:
-    """Return the share of steps that accepted at least d drafts, d = 1 .. depth."""
-    counts = [count for g in generations for step in g.steps for count in step.accepted]
-    return [sum(count >= d for count in counts) / max(1, len(counts)) for d in range(1, depth + 1)]
-
-
-def evaluate(
-    target: Target, drafter: Drafter, prompts: list[list[int]], max_new_tokens: int, timed: int, ends: bool = False
-) -> dict[str, Any]:
-    """Measure the figures of metrics.json, greedy and sampled at temperature 1, in the target's dtype.
-
-    drafter: a fixed tree; the same head with tree=auto is timed, too. Acceptance is measured over all prompts, speed over
-    `timed` of them, one at a time. Prompts with a repetitive greedy continuation are counted separately and excluded from all
-    figures but `acceptance_length_all`. ends: as in `length_settings`.
-    """
-    assert isinstance(drafter, HeadTree)
-    settings = length_settings(max_new_tokens, ends)
-    greedy = run(target, drafter, prompts, what="measuring acceptance", **settings)
-    loops = [distinct(text) < REPETITIVE for text in texts(greedy)]
-    chosen = [prompt for prompt, loop in zip(prompts, loops, strict=True) if not loop] or prompts
-    kept = greedy if not any(loops) or all(loops) else run(target, drafter, chosen, **settings)
-    sampled = run(target, drafter, chosen, temperature=1.0, what="measuring acceptance when sampling", **settings)
-    some = chosen[:: max(1, len(chosen) // timed)][:timed]
-    speeds, auto = [], AutoTree(copy.copy(drafter), target)
-    for temperature in (0.0, 1.0):
-        decoders = {
-            name: foredraft_decoder(target, decoder, max_new_tokens, temperature, ends=ends)
-            for name, decoder in (("baseline", None), ("drafted", drafter), ("auto", auto))
-        }
-        speeds.append(time_decoders(decoders, some, target))
-    rates = [(speed["drafted"].rate(), speed["baseline"].rate(), speed["auto"].rate()) for speed in speeds]
-    both = ("baseline", "drafted")
-    pairs = [pair for speed in speeds for pair in zip(*(speed[name].generations for name in both), strict=True)]
-    stages = generate(target, drafter, torch.tensor([some[0]], device=target.device), timings=True, **settings)
-    steps = max(1, len(stages.steps))
-    return {
-        "acceptance_length": round(tokens_per_forward(kept), 4),
-        "acceptance_length_sampled": round(tokens_per_forward(sampled), 4),
-        "acceptance_length_all": round(tokens_per_forward(greedy), 4),
-        "accepted_per_depth": [round(share, 4) for share in per_depth(kept, drafter.depth)],
-        "tokens_per_second": round(rates[0][0], 2),
-        "baseline_tokens_per_second": round(rates[0][1], 2),
-        "speedup": round(rates[0][0] / rates[0][1], 4),
-        "speedup_sampled": round(rates[1][0] / rates[1][1], 4),
-        "speedup_auto": round(rates[0][2] / rates[0][1], 4),
-        "speedup_auto_sampled": round(rates[1][2] / rates[1][1], 4),
-        "identical_in_dtype": round(sum(a.new_tokens == b.new_tokens for a, b in pairs) / len(pairs), 4),
-        "prompts": len(prompts),
-        "timed_prompts": len(some),
-        "preempted_share": round(
-            median(share for speed in speeds for timing in speed.values() for share in timing.preempted), 4
-        ),
-        "new_tokens": max_new_tokens,
-        "repetitive_prompts": sum(loops),
-        "tree_nodes": max((step.nodes for g in greedy for step in g.steps), default=1),
-        "step_seconds": {stage: round(seconds / steps, 6) for stage, seconds in stages.seconds.items()},
-    }

@@ -29,7 +29,6 @@ COLORS = {f"d{depth}": pair for depth, pair in enumerate(DEPTHS, 1)} | {
     "ink": ("#1a1d23", "#e9ecf1"),
     "muted": ("#636a76", "#98a0ad"),
     "grey": ("#868d99", "#8b93a1"),
-    "good": ("#12784f", "#4fcf98"),
     "bad": ("#b3341f", "#ff8a75"),
 }
 # The stages of a step. The second one, the target's forward, is grey like its tokens: colours show what the head adds.

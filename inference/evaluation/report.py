@@ -1,153 +1,220 @@
-"""The report of a run: a table for the terminal, and report.html. Both omit what the metrics do not contain."""
+"""The report of a benchmark, alone or at the end of a training run: report.html, figures.json, figures.csv, and tables for
+the terminal. All of them omit what was not measured."""
 
+import csv
+import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
-from foredraft.heads.hub.card import TRAINING, aligned, duration, finite, identical, measured, number, percent, rows
+from foredraft.heads.hub.card import MEASURED, TRAINING, aligned, duration, finite, lists, rows
 from foredraft.inference.evaluation import plots
+from foredraft.inference.evaluation.benchmark import MAX_PREEMPTED_SHARE
+from foredraft.inference.evaluation.figures import ALL, LOOPS, Spread
 from foredraft.inference.evaluation.pages import write_page
 from foredraft.inference.evaluation.plots import Bar, Point, Series, depth_color
-from foredraft.inference.text import Detokenizer
+from foredraft.inference.evaluation.results import Results, Sample
 
-
-class Sample(NamedTuple):
-    prompt: str
-    pieces: list[tuple[str, int]]  # text of a token, and its draft depth (0: a bonus token, chosen by the target)
-    title: str = ""
-
-    @classmethod
-    def of(
-        cls,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt: list[int],
-        tokens: list[int],
-        accepted: Iterable[int],
-        emitted: Iterable[int],
-        title: str = "",
-    ) -> "Sample":
-        """Create a sample from the tokens of a text. accepted, emitted: of each step, as `generation.Step` counts them. The
-        first token comes from the prompt's forward."""
-        depths = [0]
-        for drafts, count in zip(accepted, emitted, strict=True):
-            depths += [*range(1, drafts + 1), 0][:count]
-        detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, prompt=prompt)
-        pieces = [(detokenizer.push(token), depth) for token, depth in zip(tokens, depths, strict=False)]
-        return cls(tokenizer.decode(prompt), pieces, title)
-
-    @property
-    def drafted(self) -> int:
-        return sum(depth > 0 for _, depth in self.pieces)
-
-    @property
-    def deepest(self) -> int:
-        return max((depth for _, depth in self.pieces), default=0)
-
-    @property
-    def share(self) -> str:
-        return f" ({percent(self.drafted / len(self.pieces))})" if self.pieces else ""
-
-
-class RunRecord(NamedTuple):
-    title: str  # "eagle3 for scripts/test_model"
-    metrics: dict  # the content of metrics.json
-    history: list[dict]  # {"step", "loss", "acc_1", ..} of the log, {"step", "acceptance_length"} of the evaluations
-    samples: list[Sample]
-    config: str  # the resolved yaml
-
-
-class Tile(NamedTuple):
-    """Describe one number in large type."""
-
-    label: str
-    value: str
-    notes: list[str]
-    kind: str = ""  # good, bad
-
+TIMES = "\u00d7"
+TILES = 5  # measurements in large type
 
 Figure = tuple[str, str, str]  # title, note, chart ("" for an empty one)
+Table = tuple[str, list[str], list[list[str]]]  # title, headings, rows
 
 
-def table(metrics: dict) -> str:
-    """Return the measurements as plain text, in ASCII if possible, so that any terminal can print it."""
-    return aligned(measured(metrics))
+class Report(NamedTuple):
+    """Hold what the page shows."""
+
+    title: str  # "eagle3 for scripts/test_model"
+    metrics: dict  # the content of metrics.json, or the metadata of the results
+    results: Results | None  # None: nothing was decoded
+    samples: list[Sample]
+    history: Sequence[dict] = ()  # the entries of the log, with "step" and "loss", "acc_1" or "acceptance_length"
+    config: str = ""  # the resolved yaml
 
 
-def format_measured(*notes: tuple[str, float | None]) -> list[str]:
-    """Fill in the notes whose number was measured, and omit the others."""
-    return [words.format(value) for words, value in notes if value is not None]
+def write_report(directory: Path, report: Report) -> None:
+    """Write report.html, and figures.json and figures.csv if something was decoded."""
+    metrics, results = report.metrics, report.results
+    where = [str(metrics[key]) for key in ("target", "head", "device", "dtype", "date") if metrics.get(key)]
+    where += [metrics["prompts"]] if isinstance(metrics.get("prompts"), str) else []
+    values: dict[str, Any] = {
+        "title": report.title,
+        "where": " \u00b7 ".join(word for word in where if word not in report.title),
+        "tiles": rows(metrics, MEASURED[:TILES]),
+        "measured": rows(metrics, MEASURED[TILES:]) + lists(metrics),
+        "samples": report.samples,
+        "training": list(training_figures(report.history)),
+        "cost": rows(metrics, TRAINING),
+        "device": metrics.get("device"),
+        "command": metrics.get("command"),
+        "versions": list((metrics.get("versions") or {}).items()),
+        "config": report.config,
+        "warnings": [] if results is None else list(warnings(results)),
+        "decoding": [] if results is None else list(decoding_figures(results)),
+        "tables": [] if results is None else list(tables(results, [ALL])),
+        "categories": [] if results is None else list(tables(results, categories(results))),
+        "stages": [] if results is None else stage_lines(results),
+    }
+    write_page(directory / "report.html", "report.html.jinja", **values)
+    if results is not None:
+        write_figures(directory, results)
 
 
-def headline(metrics: dict) -> Iterator[Tile]:
-    """Yield the few numbers that matter most."""
-    known = {key: found for key in metrics if (found := finite(metrics[key])) is not None}
-    shares = [percent(share) for share in map(finite, metrics.get("held_out_agreement") or ()) if share is not None]
-    if shares:
-        notes = [f"at depth 1; by depth {', '.join(shares)}"]
-        predicted = ("predicts an acceptance length of {:.2f} in chains", known.get("predicted_acceptance_length"))
-        yield Tile("Held-out agreement", shares[0], notes + format_measured(predicted))
-    if (tau := known.get("acceptance_length")) is not None:
-        sampled = format_measured(("{:.2f} when sampling", known.get("acceptance_length_sampled")))
-        yield Tile("Acceptance length", f"{tau:.2f}", ["tokens per target forward", *sampled])
-    if (speedup := known.get("speedup")) is not None:
-        slower = ["slower, not faster"] if speedup < 1 else []
-        yield Tile("Speedup", f"{speedup:.2f}\u00d7", ["over the baseline (autoregressive)", *slower])
-    if (speed := known.get("tokens_per_second")) is not None:
-        baseline = known.get("baseline_tokens_per_second")
-        yield Tile("Tokens per second", number(speed), [] if baseline is None else [f"baseline: {number(baseline)}"])
-    same = {how: known[f"identical_{how}"] for how in ("greedy", "sampled") if f"identical_{how}" in known}
-    if same:
-        worst = min(same.values())  # one "yes" must not hide a "no"
-        value = percent(worst) if 0 < worst < 1 else identical(worst)
-        notes = ["to the baseline in float32", *(f"{how}: {identical(share)}" for how, share in same.items())]
-        yield Tile("Identical output", value, notes, "good" if worst == 1 else "bad")
+def write_figures(directory: Path, results: Results) -> None:
+    """Write figures.json, and figures.csv with a row per drafter, category and temperature; a spread has three columns."""
+    (directory / "figures.json").write_text(json.dumps(results._asdict(), indent=1) + "\n")
+    flat = [dict(flatten_row(row)) for row in results.rows]
+    with (directory / "figures.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in flat for key in row)))
+        writer.writeheader()
+        writer.writerows(flat)
 
 
-def prompt_notes(metrics: dict) -> list[str]:
-    """Return notes on the prompts. Loops overestimate acceptance, so the page shows their number and effect. Speeds of a
-    machine that other programs use are not reliable."""
-    preempted = finite(metrics.get("preempted_share"))
-    shared = [] if preempted is None else [f"Other programs used the core in {percent(preempted)} of the median time."]
-    return shared + format_measured(
-        ("{:.0f} held-out prompts.", finite(metrics.get("prompts"))),
-        ("{:.0f} repetitive ones are counted separately.", finite(metrics.get("repetitive_prompts"))),
-        ("Acceptance length with them: {:.2f}.", finite(metrics.get("acceptance_length_all"))),
-    )
+def flatten_row(row: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in row.items():
+        if isinstance(value, Spread):
+            yield from ((f"{key}_{part}", number) for part, number in value._asdict().items())
+        elif isinstance(value, list):
+            yield key, " ".join(f"{share:.4f}" for share in value)
+        else:
+            yield key, value
 
 
-def series_of(history: list[dict], key: str, scale: float = 1.0) -> list[Point]:
+def terminal(results: Results) -> str:
+    """Return all tables as plain text for a terminal."""
+    parts = []
+    for title, headings, body in tables(results, [ALL, *categories(results)]):
+        widths = [max(map(len, column)) for column in zip(headings, *body)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in [headings, *body]]
+        parts.append("\n".join([title, *lines]).replace(TIMES, "x"))
+    parts.append(aligned(stage_lines(results)))
+    parts += [f"warning: {line}" for line in warnings(results)]
+    return "\n\n".join(parts)
+
+
+# Results of the benchmark
+
+
+def warnings(results: Results) -> Iterator[str]:
+    """Yield the warnings that a reader must not miss."""
+    for name, reason in results.errors.items():
+        yield f"{name} failed and is omitted: {reason}"
+    for name, faults in results.alignment.items():
+        yield from (f"{name}: {fault}" for fault in faults)
+    if (preempted := results.metadata["preempted_share"]) > MAX_PREEMPTED_SHARE:
+        yield (
+            f"other programs used this machine: half of the texts had no core for at least {preempted:.0%} of their time, "
+            "even when timed again. Speeds vary with that, acceptance does not"
+        )
+    for row in results.identity:
+        if row["wrong"]:
+            yield (
+                f"{row['drafter']} changes the text: at temperature {row['temperature']:g}, {row['wrong']} of {row['texts']} "
+                "texts differ from the baseline by more than rounding"
+            )
+
+
+def format_value(value: Any, unit: str = "") -> str:
+    if value is None:
+        return ""
+    if isinstance(value, Spread):
+        digits = 2 if unit else 1
+        ends = "" if value.least == value.most else f" ({value.least:.{digits}f} to {value.most:.{digits}f})"
+        return f"{value.median:.{digits}f}{unit}{ends}"
+    return f"{value:.2f}{unit}" if isinstance(value, float) else str(value)
+
+
+COLUMNS = {  # heading -> key of a row, and unit
+    "drafter": ("drafter", ""),
+    "acceptance length": ("acceptance_length", ""),
+    "chain": ("chain_acceptance_length", ""),
+    "tokens/s": ("tokens_per_second", ""),
+    "speed-up": ("speedup", TIMES),
+}
+
+
+def verdict(results: Results, drafter: str, temperature: float) -> str:
+    for row in results.identity:
+        if (row["drafter"], row["temperature"]) == (drafter, temperature) and row["texts"]:
+            if row["wrong"]:
+                return "changes the text"
+            return "identical" if not row["rounding"] else f"identical up to rounding in {count_texts(row['rounding'])}"
+    return ""
+
+
+def count_texts(texts: int) -> str:
+    return f"{texts} text" if texts == 1 else f"{texts} texts"
+
+
+def tables(results: Results, chosen: Iterable[str]) -> Iterator[Table]:
+    """Yield a table per temperature and chosen category. Columns without a figure are omitted. Whether texts are identical
+    is known only for all categories together."""
+    for temperature in dict.fromkeys(row["temperature"] for row in results.rows):
+        for category in chosen:
+            found = [r for r in results.rows if (r["temperature"], r["category"]) == (temperature, category)]
+            if found:
+                texts, timed = (max(row[key] for row in found) for key in ("texts", "timed_texts"))
+                title = f"Temperature {temperature:g}, {category}: {count_texts(texts)}"
+                title += f", {timed} of them timed" if timed < texts else ""
+                body = [[format_value(row[key], unit) for key, unit in COLUMNS.values()] for row in found]
+                for row, cells in zip(found, body):
+                    cells.append(verdict(results, row["drafter"], temperature) if category == ALL else "")
+                filled = [column for column in zip([*COLUMNS, "text"], *body) if any(column[1:])]
+                headings, *body = map(list, zip(*filled))
+                yield title, headings, body
+
+
+def categories(results: Results) -> list[str]:
+    """Return all categories except the one of all texts, if there are several; loops come last."""
+    names = [name for name in dict.fromkeys(row["category"] for row in results.rows) if name not in (ALL, LOOPS)]
+    return [*(names if len(names) > 1 else []), LOOPS]
+
+
+def decoding_figures(results: Results) -> Iterator[Figure]:
+    for temperature in dict.fromkeys(row["temperature"] for row in results.rows):
+        found = [r for r in results.rows if r["temperature"] == temperature and r["category"] == ALL]
+        title = f"Speedup at temperature {temperature:g}"
+        bars = [
+            Bar(name, speedup.median, "grey" if name in results.rivals else "d1", format_value(speedup, TIMES))
+            for name, speedup in ((row["drafter"], row["speedup"]) for row in found)
+            if speedup is not None
+        ]
+        note = "Over the baseline, prompts included; minimum and maximum of the repeats; other libraries are grey"
+        yield title, note, plots.bar_chart(title, bars)
+        title = f"Acceptance by depth at temperature {temperature:g}"
+        lines = [
+            Series(row["drafter"], [(d, 100 * share) for d, share in enumerate(shares, 1)], depth_color(place))
+            for place, row in enumerate(found, 1)
+            if (shares := row["accepted_per_depth"])
+        ]
+        note = "Share of the steps that accepted at least this number of drafts"
+        yield title, note, plots.line_chart(title, lines, " %", 0, "depth")
+
+
+def stage_lines(results: Results) -> list[tuple[str, str]]:
+    """Return where the time of a step goes, a line per system and temperature."""
+    lines = []
+    for row in results.stages:
+        total = sum(row["seconds"].values())
+        parts = ", ".join(f"{name} {seconds / max(total, 1e-12):.0%}" for name, seconds in row["seconds"].items())
+        lines.append((f"{row['drafter']}, T={row['temperature']:g}", f"{duration(total)}: {parts}"))
+    return lines
+
+
+# History of a training run
+
+
+def series_of(history: Sequence[dict], key: str, scale: float = 1.0) -> list[Point]:
     """Return (step, value) of the entries that have the key. A diverged loss is NaN, which interrupts the line."""
     pairs = [(finite(entry.get("step")), finite(entry[key])) for entry in history if key in entry]
     points = [(step, math.nan if value is None else scale * value) for step, value in pairs if step is not None]
     return sorted(points, key=lambda point: point[0])
 
 
-def decoding_figures(metrics: dict) -> Iterator[Figure]:
-    shares = [finite(share) for share in metrics.get("accepted_per_depth") or ()]
-    bars = [
-        Bar(f"depth {d}", math.nan, "muted", "-")
-        if s is None
-        else Bar(f"depth {d}", s, depth_color(d), f"{100 * s:.1f} %")
-        for d, s in enumerate(shares, 1)
-    ]
-    title, note = "Accepted share per depth", "Share of all steps that accepted at least this number of drafts"
-    yield title, note, plots.bar_chart(title, bars)
-    seconds = {name: finite(part) for name, part in (metrics.get("step_seconds") or {}).items()}
-    known = {name: part for name, part in seconds.items() if part is not None}
-    whole = sum(known.values()) or math.nan
-    parts = [
-        Bar(name, part, plots.PARTS[i % len(plots.PARTS)], f"{duration(part)}, {percent(part / whole)}")
-        for i, (name, part) in enumerate(known.items())
-    ]
-    title, note = "Where a step's time goes", f"One decoding step takes {duration(sum(known.values()))}"
-    yield title, note, plots.bar_chart(title, parts)
-
-
-def training_figures(history: list[dict]) -> Iterator[Figure]:
+def training_figures(history: Sequence[dict]) -> Iterator[Figure]:
     accuracy = (found for entry in history for key in entry if (found := re.fullmatch(r"(?:held_out_)?acc_(\d+)", key)))
     depths = sorted({int(found[1]) for found in accuracy})
     held = [Series(f"depth {d}", series_of(history, f"held_out_acc_{d}", 100), depth_color(d)) for d in depths]
@@ -163,23 +230,3 @@ def training_figures(history: list[dict]) -> Iterator[Figure]:
     tau = [Series("", series_of(history, "acceptance_length"), depth_color(1))]
     note = "On held-out prompts, during training; the baseline is 1"
     yield "Acceptance length", note, plots.line_chart("Acceptance length over steps", tau, floor=1)
-
-
-def write_report(path: Path, run: RunRecord) -> None:
-    metrics = run.metrics
-    about = [str(metrics[key]) for key in ("target", "head", "device", "dtype", "date") if metrics.get(key)]
-    values: dict[str, Any] = {
-        "title": run.title,
-        "where": " \u00b7 ".join(word for word in about if word not in run.title),
-        "tiles": list(headline(metrics)),
-        "notes": prompt_notes(metrics),
-        "decoding": list(decoding_figures(metrics)),
-        "samples": run.samples,
-        "training": list(training_figures(run.history)),
-        "cost": rows(metrics, TRAINING),
-        "device": metrics.get("device"),
-        "command": metrics.get("command"),
-        "versions": list((metrics.get("versions") or {}).items()),
-        "config": run.config,
-    }
-    write_page(path, "report.html.jinja", **values)

@@ -20,7 +20,7 @@ from foredraft.heads import Target, load_head
 from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, ParallelHead
 from foredraft.heads.target.resolve_path import resolve_path
 from foredraft.inference.drafters import drafter_for
-from foredraft.inference.evaluation.measure import per_depth, run
+from foredraft.inference.evaluation.measure import run
 from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, SMOLLM2, call, chat_prompts, train_heads
 from tests.support import ROOT
 
@@ -72,7 +72,9 @@ def chain(head: DraftHead, target: Target, rows: list[list[int]], depth: int) ->
     else:
         drafter = drafter_for(head, target, width=1, depth=depth, nodes=depth + 1, min_probability=0)
     out = run(target, drafter, rows, max_new_tokens=NEW_TOKENS, eos_token_id=-1)
-    return [row for generation in out for row in generation.new_tokens], per_depth(out, depth)
+    accepted = [count for generation in out for step in generation.steps for count in step.accepted]
+    shares = [sum(count >= d for count in accepted) / len(accepted) for d in range(1, depth + 1)]
+    return [row for generation in out for row in generation.new_tokens], shares
 
 
 @pytest.mark.parametrize(

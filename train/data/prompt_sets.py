@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.columns import system
-from foredraft.train.data.corpus import with_start
+from foredraft.train.data.corpus import Corpus, has_chats, prompts, with_start
 from foredraft.train.data.layouts import Message, SkippedRow, has_system, turns
 from foredraft.train.data.sources import Row, Source, read
 
@@ -123,6 +123,24 @@ def tokenize(
             yield Prompt(one.category, ids[-most:], True, max(0, len(ids) - most))
             if number < len(one.turns):
                 messages.append(form.message(answer(ids[-most:]), ids))
+
+
+def held_out(tokenizer: PreTrainedTokenizerBase, data: Corpus, count: int, length: int) -> list[Prompt]:
+    """Return about `count` held-out prompts, equally many of each data set of a mix. A set without a prompt that fits is left
+    out; raise ValueError if no set has one. length: see `corpus.prompts`."""
+    sets = data.test_sets or {"held_out": data.test}
+    found: list[Prompt] = []
+    reason: ValueError | None = None
+    for name, held in sets.items():
+        try:
+            texts = prompts(tokenizer, held, -(-count // len(sets)), length)
+        except ValueError as error:
+            reason = error
+            continue
+        found += [Prompt(name, row, has_chats(held)) for row in texts]
+    if not found and reason is not None:
+        raise reason
+    return found
 
 
 def summary(prompts: list[Prompt]) -> str:

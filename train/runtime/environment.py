@@ -19,16 +19,23 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
 
 
-def facts_of_run(head: DraftHead, target: Target) -> dict[str, Any]:
+def facts_of_measurement(target: Target) -> dict[str, Any]:
+    """Return the conditions of a measurement, which a reader needs to compare numbers."""
     return {
-        "head": head.kind,
         "target": target.name,
-        **({} if target.gguf is None else {"gguf": target.gguf}),
-        "parameters": sum(parameter.numel() for parameter in head.parameters()),
-        "peak_memory_bytes": peak_memory(target.device),
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "versions": versions(),
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def facts_of_run(head: DraftHead, target: Target) -> dict[str, Any]:
+    return {
+        "head": head.kind,
+        **({} if target.gguf is None else {"gguf": target.gguf}),
+        "parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "peak_memory_bytes": peak_memory(target.device),
+        **facts_of_measurement(target),
     }
