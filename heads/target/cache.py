@@ -60,10 +60,10 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     """Return zeros. On a CPU their pages take no memory until they are written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    size = math.prod(shape) * dtype.itemsize
-    buffer = np.zeros(size + ALIGNMENT, np.uint8)
+    count = math.prod(shape)
+    buffer = np.zeros(count * dtype.itemsize + ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % ALIGNMENT
-    return torch.from_numpy(buffer[start : start + size]).view(dtype).view(*shape)
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).view(*shape)
 
 
 class CacheLayer(CacheLayerMixin):

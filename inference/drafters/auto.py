@@ -79,7 +79,8 @@ class AutoTree(Drafter):
         self.plan, self.depth = plan, plan.levels
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.choose_for(Case.of(batch, sampling))
+        if self.case is None:  # later, only `select_sequences` determines the batch
+            self.choose_for(Case.of(batch, sampling))
         self.memory.save()
         self.pending = PendingAccepted()
         self.inner.begin(batch, capacity, sampling)
