@@ -31,7 +31,8 @@ def main(cfg: DictConfig) -> None:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer: {str(error).splitlines()[0]}") from error
-    writes = needs_target(cfg.data) and cfg.data.path is None  # the target generates the missing text
+    # Whether the target, or a server, writes the missing text.
+    writes = needs_target(cfg.data) and (cfg.data.path is None or cfg.data.endpoint is not None)
     data: Corpus = (
         load_corpus(cfg.data, instantiate(cfg.target)) if writes else instantiate(cfg.data, tokenizer=tokenizer)
     )

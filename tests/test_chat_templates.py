@@ -20,10 +20,10 @@ from foredraft.inference.serve.protocol import ChatRequest
 from foredraft.scripts.preview import runs
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.encoding import Encoder
-from foredraft.train.data.generation_clients import Server
 from foredraft.train.data.layouts import SkippedRow, split_reasoning
-from foredraft.train.data.regeneration import AnsweredRow, GenerationSettings, questions
+from foredraft.train.data.regeneration import GenerationSettings, Regeneration, questions
 from foredraft.train.data.sources import Row, Source
+from foredraft.train.data.writing import Server
 from tests.support.chats import MODELS, form_of
 from tests.support.written_chats import CONVERSATIONS, PLAIN, PROMPTS, TOOL, WROTE, wrote
 
@@ -96,14 +96,13 @@ class VLLM:
         return ChatCompletion.model_validate({"choices": [choice], **more})
 
     def regenerated(self, row: dict) -> dict:
-        server = Server("http://127.0.0.1:9", "m", 1.0, 0, GenerationSettings(0.0, None, 99, 0), {})
+        server = Server("http://127.0.0.1:9", "m", 1.0, 0)
         server.client = self
         (request,) = questions(
             SimpleNamespace(rows=lambda: [Row("", row)], conversation=Source("x").conversation, messages=None), {}
         )
-        answered = AnsweredRow()
-        asyncio.run(server.converse(request, answered))
-        return json.loads(json.dumps(answered.row))
+        answers = Regeneration(GenerationSettings(0.0, None, 99, 0))
+        return json.loads(json.dumps(asyncio.run(answers.answer(request, server.ask))))
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)

@@ -63,11 +63,13 @@ def test_prompts_start_at_lines_and_have_their_length(target):
     assert all(any(target.tokenizer.decode(row).startswith(line) for line in starts) for row in rows)
 
 
-def test_the_target_writes_its_own_training_text(target, tmp_path):
+def test_the_target_writes_its_own_training_text(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(self_generated, "START", 16)
+    monkeypatch.setattr(self_generated, "NEW", 20)
     text = Document(torch.randint(1, 300, (400,)).tolist(), [True] * 400)
     data = corpus.Corpus(Documents.of([text]), [], [], {"source": "a test"})
-    file = tmp_path / "self_generated.safetensors"
-    written = self_generated.self_generate(target, data, 100, 1, file, begin=16, new=20)
+    file = tmp_path / "self_generated.jsonl"
+    written = self_generated.self_generate(target, data, 100, 1, file)
     assert len(written.train) == 5 and written.card["self_generated_tokens"] >= 5
     greedy = 0
     for document in written.train:
@@ -77,7 +79,7 @@ def test_the_target_writes_its_own_training_text(target, tmp_path):
         greedy += document.tokens[16:] == plain
         assert all(document.loss_mask[16:])
     assert greedy == 3  # every other row, the first one among them
-    again = self_generated.self_generate(target, data, 100, 2, file, begin=16, new=20)
+    again = self_generated.self_generate(target, data, 100, 2, file)
     assert list(again.train) == list(written.train) and again.card == written.card
 
 
@@ -185,11 +187,13 @@ def test_ids_with_holes_are_no_other_targets(target):
 
 def test_the_target_continues_texts_that_begin_with_its_bos(target, with_bos, tmp_path, monkeypatch):
     monkeypatch.setattr(target, "tokenizer", with_bos)
+    monkeypatch.setattr(self_generated, "START", 16)
+    monkeypatch.setattr(self_generated, "NEW", 20)
     text = Document(corpus.tokenize(with_bos, [TEXT])[0].tokens[:40], [True] * 40)  # which starts at 0 and at 16
-    rows = self_generated.write(target, Documents.of([text] * 10), 20 * 20, 0, begin=16, new=20)
+    rows = self_generated.write(target, Documents.of([text] * 10), 20 * 20, 0, tmp_path / "own.jsonl")
     prompts = [row.tokens[: row.loss_mask.index(True)] for row in rows]
     assert len(rows) == 20 and {len(prompt) for prompt in prompts} == {16, 17}
     assert all(prompt.count(with_bos.bos_token_id) == 1 and prompt[0] == with_bos.bos_token_id for prompt in prompts)
-    for prompt, row in zip(prompts[:10], rows):  # of a batch of both lengths, the greedy half comes first
+    for prompt, row in list(zip(prompts, rows, strict=True))[::2]:  # the greedy ones, of a batch of both lengths
         alone = generate(target, None, torch.tensor([prompt]), max_new_tokens=20).new_tokens[0]
         assert row.tokens[len(prompt) :] == alone

@@ -79,7 +79,7 @@ def test_regenerated_in_process_and_trained_on(file: Path, tiny_path: Path, tmp_
     assert "30 rows in regenerated.jsonl" in out
     rows = [json.loads(line) for line in (tmp_path / "regenerated.jsonl").read_text().splitlines()]
     assert {row["number"]: row["messages"][0]["content"] for row in rows} == {i: f"add {i}?" for i in range(30)}
-    facts = {"seed", "settings", "where", "digest", "number"}
+    facts = {"seed", "where", "digest", "number"}
     assert rows[0].keys() - facts == {"finish_reasons", "messages", "tokens", "starts", "written"}
     again = call(regenerate.main, *given, "max_new_tokens=8", "temperature=0.0", "data.max_samples=30").out
     assert "30 rows in" in again and len((tmp_path / "regenerated.jsonl").read_text().splitlines()) == 30

@@ -9,6 +9,7 @@ import torch
 from foredraft.train.data import self_generated
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.row_order import EpochStream
+from foredraft.train.data.written_rows import RowFile
 from tests.support import ROOT
 from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, losses, program, torchrun
 
@@ -33,16 +34,18 @@ def test_each_epoch_reads_its_own_rows():
 
 def test_more_text_goes_on_where_the_last_ended(target, tmp_path: Path, monkeypatch):
     texts = Documents.of([Document(list(range(3, 43)), [True] * 40), Document(list(range(50, 90)), [True] * 40)])
+    monkeypatch.setattr(self_generated, "START", 8)
+    monkeypatch.setattr(self_generated, "NEW", 8)
     given = (target, texts, 16, 0)
     # Five beginnings of 8 tokens in each document: ten, of which two go into a part.
-    parts = [self_generated.write_more(*given, tmp_path / f"{part}.safetensors", part, 8, 8) for part in range(6)]
+    parts = [self_generated.write(*given, tmp_path / f"{part}.jsonl", part) for part in range(6)]
     begins = [tuple(document.tokens[-16:-8]) for part in parts for document in part]
     assert sorted(begins[:10]) == sorted({*begins[:10]})
     assert begins[10:] == begins[:2]
     again = parts[0][0].tokens, parts[5][0].tokens
     assert again[0] != again[1]  # what was continued greedily is sampled then
-    monkeypatch.setattr(self_generated, "write", None)
-    kept = self_generated.write_more(*given, tmp_path / "5.safetensors", 5, 8, 8)
+    monkeypatch.setattr(self_generated, "in_process", None)
+    kept = self_generated.write(*given, tmp_path / "5.jsonl", 5)
     assert list(kept) == list(parts[5])
 
 
@@ -65,8 +68,8 @@ def test_two_processes_read_the_text_that_one_does(tiny_path: Path, folder: Path
     assert len(found[0]) == 9
     torch.testing.assert_close(*found, rtol=1e-3, atol=0)
     for name in ("alone", "together"):
-        files = sorted((tmp_path / name).glob("self_generated*.safetensors"))
-        texts = [tuple(document.tokens) for file in files for document in self_generated.load(file)]
+        files = sorted((tmp_path / name).glob("self_generated*.jsonl"))
+        texts = [tuple(document.tokens) for file in files for document in self_generated.documents(RowFile(file))]
         assert len(files) > 2 and len(set(texts)) == len(texts)
 
 
@@ -74,7 +77,7 @@ SLOW = """import sys, time
 from foredraft.train.data import self_generated
 from foredraft.train.run import main
 write = self_generated.write
-self_generated.write = lambda *given: (time.sleep(45 if len(given) == 7 else 0), write(*given))[1]
+self_generated.write = lambda *given: (time.sleep(45 if len(given) == 6 else 0), write(*given))[1]
 main()
 """
 

@@ -14,9 +14,10 @@ from foredraft.inference import generate
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import finalize, held_out, losses, parity_gate
+from foredraft.train.data import self_generated
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.packing import Packed
-from foredraft.train.data.self_generated import masked
+from foredraft.train.data.written_rows import RowFile
 from foredraft.train.module import DistillationModel
 from tests.support.processes import SMALL, printed
 
@@ -29,7 +30,8 @@ def written(target: Target, count: int, seed: int) -> list[Document]:
     torch.manual_seed(seed)
     prompts = torch.randint(1, 300, (count, 8))
     text = generate(target, None, prompts, max_new_tokens=NEW, eos_token_id=-1).new_tokens
-    return [masked(row + more, len(row)) for row, more in zip(prompts.tolist(), text, strict=True)]
+    pairs = zip(prompts.tolist(), text, strict=True)
+    return [Document(row + more, [False] * len(row) + [True] * len(more)) for row, more in pairs]
 
 
 def row_each(documents: list[Document]) -> Rows:
@@ -137,9 +139,8 @@ def test_self_generated_text_is_measured_on_text_of_the_same_kind(here, tiny_pat
     fast = ["trainer.max_steps=8", "eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]
     ended = here(*given, *fast, "self_generated_tokens=4000", "keep_checkpoints=true")
     assert ended.code == 0, ended.err
-    from foredraft.train.data.self_generated import load
-
-    own, apart = (load(tmp_path / "out" / f"{name}.safetensors") for name in ("self_generated", "held_out"))
+    files = [RowFile(tmp_path / "out" / f"{name}.jsonl") for name in ("self_generated", "held_out")]
+    own, apart = map(self_generated.documents, files)
     assert len(apart) and not {tuple(d.tokens) for d in own} & {tuple(d.tokens) for d in apart}
     assert all(not document.loss_mask[0] and document.loss_mask[-1] for document in apart)
     assert isinstance(apart, Documents)

@@ -2,11 +2,14 @@
 
 import json
 
+import openai
 import pytest
 import torch
 from omegaconf import OmegaConf
+from openai.types import Completion
 
 from foredraft.heads import Target
+from foredraft.heads.checkpoint import fingerprint
 from foredraft.inference.evaluation import progress
 from foredraft.train.data import magpie
 from foredraft.train.data.chat_template import ChatFormat
@@ -16,9 +19,10 @@ from foredraft.train.data.question_filters import QuestionFilter, before_loop, l
 from foredraft.train.data.written_rows import RowFile
 from foredraft.words import CONF
 from tests.support import typed
-from tests.support.bigrams import TALK, save_bigram_chat
+from tests.support.bigrams import save_bigram_chat
 from tests.support.chats import CHATML, MODELS, form_of, tokenizer
 from tests.support.processes import SMALL
+from tests.support.serving import served
 
 SETTINGS = MagpieSettings(max_question=120, max_answer=90, greedy=0.2)
 
@@ -265,8 +269,43 @@ def test_rows_of_another_target_are_refused(chat, target, tmp_path):
         RowFile(file, {"target": {"embedding_digest": "another", "name": "other"}})
 
 
+def test_a_server_writes_what_this_process_would(chat_path, chat, tmp_path):
+    own = {row["number"]: row for row in written(chat, tmp_path / "own.jsonl", 1500)}
+    file, form = tmp_path / "rows.jsonl", ChatFormat(chat.text_tokenizer)
+    facts = [f"target.path={chat_path}", "target.device=cpu", "target.dtype=float32"]
+    with served(tmp_path, *facts) as server:
+        for tokens in (300, 1500):
+            magpie.write(chat, form, SETTINGS, file, tokens, 4, endpoint=f"{server.url}/v1")
+    with RowFile(file, {"target": fingerprint(chat)}) as rows:
+        assert rows.tokens >= 1500 and rows.about["endpoint"] == f"{server.url}/v1"
+        found = {number: row for _, row in rows.read() if (number := row["number"]) in own}
+    likes = {number for both in (own, found) for number, row in both.items() if "earlier" in row.get("dropped", "")}
+    assert len(found) > 10 and all(own[number] == row for number, row in found.items() if number not in likes)
+
+
+def test_a_server_without_token_ids_cannot_write_a_data_set(chat, tmp_path, monkeypatch):
+    async def create(**request):
+        return Completion.model_validate(
+            {"id": "1", "object": "text_completion", "created": 1, "model": "tiny", "choices": [choice]}
+        )
+
+    choice = {"index": 0, "finish_reason": "stop", "text": "How do bees see?"}
+    monkeypatch.setattr(openai.resources.AsyncCompletions, "create", lambda self, **request: create(**request))
+    with pytest.raises(ValueError, match=r"returns no token ids"):
+        magpie.write(
+            chat,
+            ChatFormat(chat.text_tokenizer),
+            SETTINGS,
+            tmp_path / "rows.jsonl",
+            99,
+            4,
+            "http://127.0.0.1:9/v1",
+            "tiny",
+        )
+
+
 def test_settings_that_cannot_be(chat):
-    for wrong in ({"turns": 0}, {"greedy": 2.0}, {"answer_temperature": [1.0, 0.5]}):
+    for wrong in ({"turns": 0}, {"greedy": 2.0}, {"max_answer": 0}):
         with pytest.raises(ValueError, match=r"data\."):
             corpus(chat.text_tokenizer, **wrong)
     names = set(OmegaConf.load(CONF / "data" / "self.yaml")) - {"_target_", "_convert_"}
@@ -286,4 +325,3 @@ def test_a_head_learns_from_nothing_but_its_target(here, chat_path, tmp_path, mo
     assert "the target writes 700 tokens" in ended.err and "rows kept" in ended.out
     again = here(*arguments, *own, *more, "output_dir=other")
     assert again.code == 0 and "the target writes" not in again.err  # shared by runs
-    assert TALK

@@ -5,7 +5,7 @@ import fcntl
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +16,13 @@ import torch
 from openai.types.chat import ChatCompletion
 
 from foredraft.inference import generate
-from foredraft.train.data import generation_clients
+from foredraft.train.data import writing
 from foredraft.train.data.chat_template import ChatFormat
-from foredraft.train.data.generation_clients import Server, in_process, through_server
 from foredraft.train.data.layouts import SkippedRow
-from foredraft.train.data.regeneration import ConversationRequest, GenerationSettings, Output, questions
+from foredraft.train.data.regeneration import GenerationSettings, Questions, Regeneration, questions
 from foredraft.train.data.sources import Row, Source
+from foredraft.train.data.writing import Server, in_process, through_server
+from foredraft.train.data.written_rows import RowFile
 from tests.support.bad_server import WAYS, BadServer
 from tests.support.processes import end, start
 
@@ -43,14 +44,19 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def regenerate(file: Path, output: Path, server: BadServer, timeout: float = 2.0, retries: int = 6) -> None:
-    async def work() -> None:
-        asked = Server(server.endpoint, None, timeout, retries, SAMPLING, {})
-        await asked.start()
-        kept = Output(output, SAMPLING._asdict() | {"model": asked.model})
-        await through_server(asked, kept.remaining(questions(Source(str(file)), {})), 8, kept)
+def opened(output: Path, sampling: GenerationSettings = SAMPLING, **facts: str) -> RowFile:
+    return RowFile(output, {"settings": sampling._asdict() | facts}, "output")
 
-    asyncio.run(work())
+
+def answer(server: Server, asked: Iterable[Questions], output: Path, concurrency: int = 4, **facts: str) -> None:
+    with opened(output, **facts) as rows:
+        left = Regeneration(SAMPLING).remaining(asked, rows)
+        through_server(server, left, rows, concurrency, lambda texts: None)
+
+
+def regenerate(file: Path, output: Path, server: BadServer, timeout: float = 2.0, retries: int = 6) -> None:
+    asked = Server(server.endpoint, None, timeout, retries)
+    answer(asked, questions(Source(str(file)), {}), output, 8, model=asked.model)
 
 
 def check(output: Path) -> None:
@@ -60,12 +66,13 @@ def check(output: Path) -> None:
     assert [row["seed"] for row in rows] == list(range(7, 39))
     for i, row in enumerate(rows[:16]):
         assert [m["content"] for m in row["messages"]] == [f"question {i}", f"1: question {i}"]
-        assert row["finish_reasons"] == ["stop"] and row["settings"]["model"] == "tiny"
+        assert row["finish_reasons"] == ["stop"]
     for i, row in enumerate(rows[16:31]):
         asked = [f"user {i} 1", f"1: user {i} 1", f"user {i} 2", f"3: user {i} 2"]
         assert [m["content"] for m in row["messages"]] == asked
         assert [m["role"] for m in row["messages"]] == ["user", "assistant"] * 2
     assert "too long" in rows[31]["error"] and "messages" not in rows[31]
+    assert json.loads(output.with_suffix(".about.json").read_text())["settings"]["model"] == "tiny"
 
 
 def test_a_bad_server_costs_no_row(file: Path, tmp_path: Path):
@@ -91,17 +98,31 @@ def test_other_settings_other_questions_and_a_changed_file_are_refused(file: Pat
     regenerate(file, output, server)
     lines = output.read_text().splitlines(keepends=True)
     with pytest.raises(ValueError, match=r"other settings \(max_new_tokens 16\)"):
-        Output(output, SAMPLING._replace(max_new_tokens=3)._asdict())
+        opened(output, SAMPLING._replace(max_new_tokens=3))
     with output.open("ab") as other, pytest.raises(ValueError, match=r"being written by (another )?process"):
         fcntl.flock(other, fcntl.LOCK_EX)
-        Output(output, SAMPLING._asdict())
+        opened(output)
     output.write_text("".join([*lines, lines[0]]))
     with pytest.raises(ValueError, match=r"line 33 is row \d+ once more"):
-        Output(output, SAMPLING._asdict())
+        opened(output)
     output.write_text("".join(lines))
     file.write_text(file.read_text().replace("question 3", "question three"))
     with pytest.raises(ValueError, match=r"another question as row 3 than rows.jsonl:4 asks"):
         regenerate(file, output, server)
+
+
+def test_the_output_of_an_earlier_version_is_continued_with_its_settings(file: Path, tmp_path: Path):
+    """Check rows that have the settings themselves, without a file next to them that does."""
+    output, server = tmp_path / "out.jsonl", BadServer(("fine",))
+    regenerate(file, output, server)
+    settings = json.loads((tmp_path / "out.about.json").read_text())
+    (tmp_path / "out.about.json").unlink()
+    rows = [json.loads(line) | settings for line in output.read_text().splitlines()[:5]]
+    output.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=r"other settings \(max_new_tokens 16\)"):
+        opened(output, SAMPLING._replace(max_new_tokens=3))
+    regenerate(file, output, server)
+    assert len(output.read_text().splitlines()) == 32
 
 
 def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
@@ -137,10 +158,10 @@ def test_in_process_rows_do_not_depend_on_the_batch(file: Path, tmp_path: Path, 
     sampling = SAMPLING._replace(temperature=temperature, max_new_tokens=6)
     written = []
     for batch in (3, 32):
-        output = Output(tmp_path / f"{batch}.jsonl", sampling._asdict())
-        in_process(
-            target, form, output.remaining(questions(Source(str(file), max_samples=20), {})), batch, sampling, output
-        )
+        with opened(tmp_path / f"{batch}.jsonl", sampling) as output:
+            asked = questions(Source(str(file), max_samples=20), {})
+            left = Regeneration(sampling, target, form).remaining(asked, output)
+            in_process(target, left, output, batch, lambda texts: None)
         rows = [json.loads(line) for line in (tmp_path / f"{batch}.jsonl").read_text().splitlines()]
         written.append(sorted(rows, key=lambda row: row["number"]))
     assert written[0] == written[1]
@@ -162,7 +183,7 @@ def test_in_process_rows_do_not_depend_on_the_batch(file: Path, tmp_path: Path, 
 
 def stubbed(create: Callable[..., Awaitable[dict]], retries: int = 0) -> Server:
     """Return a server whose answers `create` gives: the question -> the contents of a choice and a response."""
-    server = Server("http://127.0.0.1:9", "tiny", 1.0, retries, SAMPLING, {})
+    server = Server("http://127.0.0.1:9", "tiny", 1.0, retries)
 
     async def answer(messages: list[dict], **request: Any) -> ChatCompletion:
         choice = {"index": 0, "finish_reason": "stop"} | await create(messages[-1]["content"], **request)
@@ -180,10 +201,8 @@ async def closed() -> None:
 
 
 def rows_of(server: Server, questions: list[str], output: Path, concurrency: int = 4) -> list[dict]:
-    asked = [ConversationRequest(n, "", [{"role": "user", "content": text}]) for n, text in enumerate(questions)]
-    kept = Output(output, SAMPLING._asdict())
-    asyncio.run(through_server(server, kept.remaining(asked), concurrency, kept))
-    kept.file.close()
+    asked = [Questions(n, "", [{"role": "user", "content": text}]) for n, text in enumerate(questions)]
+    answer(server, asked, output, concurrency)
     return sorted((json.loads(line) for line in output.read_text().splitlines()), key=lambda row: row["number"])
 
 
@@ -251,7 +270,7 @@ def refusal(kind: type[openai.APIStatusError], status: int, message: str) -> ope
 
 def test_a_server_that_takes_fewer_requests_for_a_while_gets_all_of_them_again(tmp_path: Path, monkeypatch):
     """Try a quota of no request at a time: no refused request is lost."""
-    monkeypatch.setattr(generation_clients, "PAUSE", 0.001)
+    monkeypatch.setattr(writing, "PAUSE", 0.001)
     flying, answered, refused, most = 0, 0, 0, 0
 
     async def create(question: str, **_: Any) -> dict:
@@ -272,7 +291,7 @@ def test_a_server_that_takes_fewer_requests_for_a_while_gets_all_of_them_again(t
 
 
 def test_a_server_that_refuses_everything_ends_the_run(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(generation_clients, "PAUSE", 0.001)
+    monkeypatch.setattr(writing, "PAUSE", 0.001)
 
     async def create(question: str, **_: Any) -> dict:
         raise refusal(openai.RateLimitError, 429, "quota of this month")

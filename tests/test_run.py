@@ -26,6 +26,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from foredraft.heads import Target
 from foredraft.inference import generate, load_drafter
 from foredraft.train.data import self_generated
+from foredraft.train.data.written_rows import RowFile
 from foredraft.train.runtime import callbacks, checkpoints
 from tests.support.processes import SMALL, Ended, complaint, end, printed, program
 from tests.support.tiny import TEXT, VOCAB, tiny_config
@@ -297,7 +298,7 @@ def test_no_more_text_is_written_than_the_run_reads(here, tiny_path: Path, folde
     fast = ["trainer.max_steps=3", "eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]
     ended = here(*given, *fast, "self_generated_tokens=1000000")
     assert ended.code == 0, ended.err
-    rows = self_generated.load(tmp_path / "out/self_generated.safetensors")
+    rows = self_generated.documents(RowFile(tmp_path / "out/self_generated.jsonl"))
     assert len(rows) == -(-768 // 224)  # rows of 224 new tokens at most
     assert re.search(r"^self-generated text: 4 of 4 rows, \d[\d,]* tokens/s$", ended.err, re.M)
     assert [step for step, _, _ in printed(ended.out)] == ["1", "2", "3"]

@@ -79,8 +79,8 @@ def test_a_search_drops_the_slower_ones_and_finishes_the_winner(given: list[str]
     config = (tmp_path / "out/config.yaml").read_text()
     assert "init_from: out/round-2/medusa/head\n" in config  # it goes on from where it was
     assert (tmp_path / "out/report.html").exists() and not list(tmp_path.rglob("checkpoint-*"))
-    texts = {file.resolve() for file in tmp_path.glob("out/**/self_generated.safetensors")}
-    assert texts == {tmp_path / "out/self_generated.safetensors"}  # all learned from one text
+    texts = {file.resolve() for file in tmp_path.glob("out/**/self_generated.jsonl")}
+    assert texts == {tmp_path / "out/self_generated.jsonl"}  # all learned from one text
     again = here(*given, "push_to_hub=org/name")
     assert again.code == 0 and "out holds a finished run; it is kept as out.1" in again.out
     assert (tmp_path / "out.1/round-1/hass/metrics.json").exists()

@@ -1,13 +1,25 @@
 """Text next to a target's weights is used for the very data and weights that it came from, and for nothing else."""
 
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target
 from foredraft.heads.checkpoint import fingerprint
-from foredraft.train.data import corpus, self_generated
+from foredraft.inference.engine import Engine
+from foredraft.train.data import corpus, self_generated, writing
 from foredraft.train.data.documents import Document, Documents
 from tests.support.tiny import tiny_config
+
+
+def save(documents: list[Document], file: Path, **facts: str) -> None:
+    masks = [list(document.loss_mask) for document in documents]
+    values = {"lengths": list(map(len, masks)), "given": [mask.index(True) for mask in masks]}
+    values["tokens"] = [token for document in documents for token in document.tokens]
+    file.parent.mkdir(exist_ok=True)
+    save_file({name: torch.tensor(value, dtype=torch.int16) for name, value in values.items()}, file, metadata=facts)
 
 
 def test_text_beside_the_weights_is_found_for_its_weights_and_data_only(tmp_path):
@@ -19,33 +31,53 @@ def test_text_beside_the_weights_is_found_for_its_weights_and_data_only(tmp_path
         Document([5, 6, *range(20)], [False] * 2 + [True] * 20),
         Document([7, *range(9)], [False] + [True] * 9),
     ]
-    assert self_generated.load_stored(target, "books", 1) is None
+    assert self_generated.stored(target, "books", 1) is None
     facts = {"source": "books", "embedding_digest": fingerprint(target)["embedding_digest"]}
     for name in ("one", "other"):  # the second time not by the weights that lie there
-        self_generated.save(Documents.of(documents), tmp_path / name / self_generated.NAME, torch.int16, **facts)
+        save(documents, tmp_path / name / self_generated.NAME, **facts)
     for tokens, found in ((20, documents[:1]), (21, documents), (29, documents)):
-        assert list(self_generated.load_stored(target, "books", tokens)) == found
-    assert self_generated.load_stored(target, "books", 30) is None
-    assert self_generated.load_stored(target, "letters", 1) is None
-    assert self_generated.load_stored(other, "books", 1) is None
+        assert list(self_generated.stored(target, "books", tokens)) == found
+    assert self_generated.stored(target, "books", 30) is None
+    assert self_generated.stored(target, "letters", 1) is None
+    assert self_generated.stored(other, "books", 1) is None
 
     data = corpus.Corpus(Documents.of([]), [], [], {"source": "books"})
-    own = self_generated.self_generate(target, data, 29, 0, tmp_path / "self_generated.safetensors")
+    own = self_generated.self_generate(target, data, 29, 0, tmp_path / "self_generated.jsonl")
     assert list(own.train) == documents
 
 
 def test_long_beginnings_are_continued_a_few_at_a_time(target, tmp_path, monkeypatch):
     """Limit the batch: padded to the longest, its cache would be a hundred gigabytes."""
     monkeypatch.setattr(self_generated, "POSITIONS", 400)
-    sizes, ask = [], self_generated.generate
+    monkeypatch.setattr(self_generated, "NEW", 8)
+    running = []
 
-    def generate(target, drafter, ids, *args, **settings):
-        sizes.append(ids.shape)
-        return ask(target, drafter, ids, *args, **settings)
+    class Watched(Engine):
+        def step(self):
+            outputs = super().step()
+            running.append([len(one.request.prompt) for one in self.running() if one.finish_reason is None])
+            return outputs
 
-    monkeypatch.setattr(self_generated, "generate", generate)
+    monkeypatch.setattr(writing, "Engine", Watched)
     lengths = [5, 190, 9, 40, 7, 160, 12, 30]
     texts = Documents.of([Document([*range(3, 3 + n), 4], [False] * n + [True]) for n in lengths])
-    written = self_generated.write(target, texts, tokens=8 * 8, seed=0, begin=32, new=8)
+    written = self_generated.write(target, texts, 8 * 8, 0, tmp_path / "own.jsonl")
     assert sorted(len(row.tokens) - sum(row.loss_mask) for row in written) == sorted(lengths)
-    assert all(rows == 1 or rows * (length + 8) <= 400 for rows, length in sizes) and max(rows for rows, _ in sizes) > 1
+    assert all(len(sizes) == 1 or len(sizes) * (max(sizes) + 8) <= 400 for sizes in running if sizes)
+    assert max(map(len, running)) > 1
+
+
+def test_a_killed_run_writes_the_rows_that_are_missing(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(self_generated, "START", 8)
+    monkeypatch.setattr(self_generated, "NEW", 8)
+    texts = Documents.of([Document(list(range(3, 83)), [True] * 80)])
+    whole = self_generated.write(target, texts, 10 * 8, 0, tmp_path / "whole.jsonl")
+    lines = (tmp_path / "whole.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "killed.about.json").write_text((tmp_path / "whole.about.json").read_text())
+    (tmp_path / "killed.jsonl").write_text("".join(lines[:4]) + lines[4][:-9])
+    again = self_generated.write(target, texts, 10 * 8, 0, tmp_path / "killed.jsonl")
+    assert list(again) == list(whole) and len(whole) == 10
+    assert (tmp_path / "killed.jsonl").read_text().startswith("".join(lines[:4]))
+    save(list(whole)[:4], tmp_path / "old.safetensors")  # as an earlier version kept the text of a run
+    assert list(self_generated.write(target, texts, 10 * 8, 0, tmp_path / "old.jsonl")) == list(whole)[:4]
+    assert not (tmp_path / "old.jsonl").exists()

@@ -16,6 +16,7 @@ from foredraft.heads import Target
 from foredraft.inference import generate, load_drafter
 from foredraft.train.data import self_generated
 from foredraft.train.data.row_order import EpochStream
+from foredraft.train.data.written_rows import RowFile
 from foredraft.train.runtime import strategy
 from tests.support import ROOT, nightly_but
 from tests.support.processes import ONE, SMALL_EAGLE3, STEPS, TWO, children, end, losses, program, torchrun, until
@@ -136,7 +137,7 @@ def test_features_are_stored_by_all_processes(alone: Path, together: Path):
 
 
 def test_a_target_in_pieces_writes_its_own_text(together: Path):
-    written = self_generated.load(together / "ddp-512" / "self_generated.safetensors")
+    written = self_generated.documents(RowFile(together / "ddp-512" / "self_generated.jsonl"))
     assert len(written) == 3 and all(any(document.loss_mask) for document in written)  # rows of 224 new tokens at most
     assert len(losses(together / "ddp-512")) == 4
 

@@ -8,6 +8,7 @@ One batch on its way:  train/data/row_order.py (rows) -> train/module.py (target
 import contextlib
 import math
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -38,12 +39,11 @@ from foredraft.train.checks import (
     check_saving,
     check_settings,
 )
-from foredraft.train.data import data_card
+from foredraft.train.data import data_card, self_generated
 from foredraft.train.data.corpus import Corpus, Packed, count_tokens, has_chats, has_prompts, prompts
 from foredraft.train.data.documents import Documents
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.row_order import EpochStream
-from foredraft.train.data.self_generated import self_generate, write_more
 from foredraft.train.finalize import finalize
 from foredraft.train.hidden_states.ends import load_target
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
@@ -208,8 +208,8 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
 
 def fresh_rows(cfg: DictConfig, target: Target, texts: Documents, directory: Path, part: int) -> Packed:
     """Return rows for epoch `part` (from 1 on) of text that the target writes now, with as many tokens as the first text."""
-    file = directory / f"self_generated.{part}.safetensors"
-    written = write_more(target, texts, written_tokens(cfg), cfg.data_seed, file, part)
+    file = directory / f"self_generated.{part}.jsonl"
+    written = self_generated.write(target, texts, written_tokens(cfg), cfg.data_seed, file, part)
     return Packed(written, cfg.max_length, cfg.data_seed + part, cfg.packing)
 
 
@@ -232,18 +232,19 @@ def with_self_generated_text(
         return data, held
 
     def write(corpus: Corpus, count: int, seed: int, name: str) -> Corpus:
-        file = directory / name
-        if target.is_collective and not distributed.broadcast(file.exists()):
-            # All must run the target together for it to write: each has all of the text, and one keeps it for a resumed run.
-            with tempfile.TemporaryDirectory() as scratch:
-                kept = file if distributed.rank() == 0 else Path(scratch) / file.name
-                return self_generate(target, corpus, count, seed, kept)
-        with distributed.main_process_first():
-            return self_generate(target, corpus, count, seed, file)
+        if not target.is_collective:
+            with distributed.main_process_first():
+                return self_generated.self_generate(target, corpus, count, seed, directory / name)
+        # All must run the target together for it to write: the others write into copies of the first process's file.
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = directory if distributed.rank() == 0 else Path(scratch)
+            for file in directory.glob(f"{Path(name).stem}.*") if distributed.rank() else ():
+                shutil.copy(file, folder)
+            return self_generated.self_generate(target, corpus, count, seed, folder / name)
 
     source = data._replace(train=held, card={"source": f"{data.card['source']}, held out"})
-    written = write(source, held_out.tokens(tokens), cfg.data_seed + 1, "held_out.safetensors")
-    return write(data, tokens, cfg.data_seed, "self_generated.safetensors"), written.train
+    written = write(source, held_out.tokens(tokens), cfg.data_seed + 1, "held_out.jsonl")
+    return write(data, tokens, cfg.data_seed, "self_generated.jsonl"), written.train
 
 
 def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTrainer:

@@ -110,7 +110,8 @@ class Encoder:
             if said not in self.tokenizer.decode(tokens[edges[-2] :]):
                 raise SkippedRow("tokens of another target")
             return found, messages
-        return found, [{"role": "user", "content": self.tokenizer.decode(tokens[a:b])} for a, b in row["asked"]]
+        asked = row.get("asked", [[0, row["written"][0][0]]])
+        return found, [{"role": "user", "content": self.tokenizer.decode(tokens[a:b])} for a, b in asked]
 
     def check(self) -> None:
         """Raise ValueError if there is no row, and for a template that fits none of the first ones, or by which nothing

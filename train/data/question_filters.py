@@ -43,23 +43,20 @@ class QuestionFilter:
     def reason(self, question: str, tokens: Sequence[int], special: bool, ended: bool) -> str | None:
         """Return why a question is rejected, None if it is kept. special: whether it contains marks of the template. ended:
         whether the target ended it."""
-        if not ended:
-            return "question without an end"
-        if special:
-            return "question with marks of the template"
-        if len(question) < SHORTEST:
-            return "question too short"
-        if loops(tokens):
-            return "question that repeats itself"
-        plain = sum(sign.isalpha() or sign.isspace() for sign in question) / len(question)
-        if plain < LETTERS:
-            return "question with few letters"
         name, share = main_script(question)
-        if share < ONE_SCRIPT or self.script not in (None, name):
-            return "question in several scripts" if share < ONE_SCRIPT else f"question not in {self.script}"
-        if question[-1] in ":,;-([":
-            return "question that ends badly"
-        return "question like an earlier one" if self.is_duplicate(question) else None
+        plain = sum(sign.isalpha() or sign.isspace() for sign in question)
+        rules = {
+            "question without an end": not ended,
+            "question with marks of the template": special,
+            "question too short": len(question) < SHORTEST,
+            "question that repeats itself": loops(tokens),
+            "question with few letters": plain < LETTERS * len(question),
+            "question in several scripts": share < ONE_SCRIPT,
+            f"question not in {self.script}": self.script not in (None, name),
+            "question that ends badly": question.endswith(tuple(":,;-([")),
+            "question like an earlier one": self.is_duplicate(question),
+        }
+        return next((reason for reason, broken in rules.items() if broken), None)
 
 
 def shingles(text: str) -> set[int]:

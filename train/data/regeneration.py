@@ -1,33 +1,32 @@
 """Let the target answer the questions of a set of conversations, turn by turn; no row is lost or doubled.
 
-A head drafts what its target writes: the questions stay, every answer is the target's own, from any server that speaks
-OpenAI's protocol or from the engine in this process (train/data/generation_clients.py).
-
-The output is one line of JSON per conversation, in the order they finish, written by one append. After a kill the lines
-that are there are checked against source and settings, half a line at the end is cut, and the rest follows.
+A head drafts what its target writes: the questions stay, every answer is the target's own, from a server or from the engine
+in this process (writing.py). Each conversation is one row of the output (written_rows.py), in the order they finish:
 
     {"number": 0, "messages": [..], "finish_reasons": ["stop"], "tokens": [..], "starts": [0], "written": [[40, 211]], ..}
     {"number": 1, "error": "status 400: ..", ..}
 
 The ids are what the target was given and what it wrote, reasoning, channels and tool calls too; training reads them
-unchanged (train/data/written_rows.py). Without ids, from an engine that returns none, it reads the messages. A row with an
-`error` has the answers that came before it.
+unchanged. Without ids, from an engine that returns none, it reads the messages. A row with an `error` has the answers that
+came before it.
 """
 
 import hashlib
 import itertools
 import json
-import os
-import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
-from foredraft.inference.evaluation.progress import Progress
+from foredraft.heads.target import Target
+from foredraft.inference.request import Request
+from foredraft.inference.sampling import SamplingParams
+from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.columns import declared
 from foredraft.train.data.layouts import Message, SkippedRow
 from foredraft.train.data.sources import Source
-from foredraft.train.runtime.locks import hold
+from foredraft.train.data.writing import Ask, Chat, Conversation, Reply
+from foredraft.train.data.written_rows import Row, RowFile
 
 
 class GenerationSettings(NamedTuple):
@@ -37,8 +36,10 @@ class GenerationSettings(NamedTuple):
     seed: int  # row n of the source is answered with seed + n
 
 
-class ConversationRequest(NamedTuple):
-    number: int  # counted from 0 over the conversations with a question
+class Questions(NamedTuple):
+    """Hold a conversation without its answers. number: counted from 0 over the conversations with a question."""
+
+    number: int
     where: str
     turns: list[Message]  # all but the answers, up to a tool's result: the target's own call may be another
     tools: list[dict] | None = None
@@ -49,60 +50,8 @@ class ConversationRequest(NamedTuple):
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class Reply(NamedTuple):
-    message: Message
-    finish_reason: str
-    prompt: list[int] | None  # the ids that it answers, and its own, where the engine tells them
-    tokens: list[int] | None
-
-    @property
-    def goes_on(self) -> bool:
-        """Return whether another turn can follow: not after reasoning that was cut off, nor a tool's call."""
-        return bool(self.message["content"]) and "tool_calls" not in self.message
-
-
-class AnsweredRow:
-    """Hold a conversation while it is answered."""
-
-    def __init__(self) -> None:
-        self.messages: list[Message] = []
-        self.reasons: list[str] = []
-        self.tokens: list[int] = []
-        self.starts: list[int] = []
-        self.written: list[list[int]] = []
-        self.error: str | None = None
-
-    def take(self, reply: Reply) -> None:
-        if not reply.message["content"] and "tool_calls" not in reply.message:
-            self.error = f"an answer without content (finish_reason {reply.finish_reason})"
-            if not reply.tokens and "reasoning_content" not in reply.message:
-                return
-        self.messages.append(reply.message)
-        self.reasons.append(reply.finish_reason)
-        if reply.tokens and reply.prompt:
-            # A template may show earlier answers otherwise than they were written: then this one is a separate document.
-            before = self.tokens[self.starts[-1] :] if self.starts else []
-            if not before or reply.prompt[: len(before)] != before:
-                self.starts.append(len(self.tokens))
-                before = []
-            self.tokens += reply.prompt[len(before) :]
-            self.written.append([len(self.tokens), len(self.tokens) + len(reply.tokens)])
-            self.tokens += reply.tokens
-
-    @property
-    def row(self) -> dict[str, Any]:
-        found: dict[str, Any] = {} if self.error is None else {"error": self.error}
-        if self.reasons:
-            while self.messages[-1]["role"] != "assistant":
-                self.messages.pop()
-            found |= {"messages": self.messages, "finish_reasons": self.reasons}
-        if self.reasons and len(self.written) == len(self.reasons):
-            found |= {"tokens": self.tokens, "starts": self.starts, "written": self.written}
-        return found
-
-
-def questions(source: Source, dropped: dict[str, int]) -> Iterator[ConversationRequest]:
-    """Yield every conversation's turns without the answers. Rows without a question are counted in `dropped`."""
+def questions(source: Source, dropped: dict[str, int]) -> Iterator[Questions]:
+    """Yield every conversation without its answers. Rows without a question are counted in `dropped`."""
     number = 0
     for row in source.rows():
         try:
@@ -114,73 +63,74 @@ def questions(source: Source, dropped: dict[str, int]) -> Iterator[ConversationR
                 turns.pop()  # nothing answers them
             if not turns:
                 raise SkippedRow("no question in it")
-            tools = declared(row.value, source.messages)
+            yield Questions(number, row.where, turns, declared(row.value, source.messages))
+            number += 1
         except SkippedRow as reason:
             dropped[str(reason)] = dropped.get(str(reason), 0) + 1
-            continue
-        yield ConversationRequest(number, row.where, turns, tools)
-        number += 1
 
 
-class Output:
-    """Write the file of answered rows, locked against a second writer. `done`: the digests of its rows, by their numbers."""
+class Regeneration(NamedTuple):
+    """Answer conversations: by a server, or by a `target` with its chat format in this process."""
 
-    def __init__(self, file: Path, settings: dict[str, Any], total: int | None = None):
-        """Open the file. total: number of rows of the finished file, for the progress bar."""
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.settings = file, settings
-        self.lock = hold(file, "output")
-        self.file = file.open("ab+", buffering=0)
-        self.done: dict[int, str] = {}
-        self.since, end = time.monotonic(), 0
-        self.file.seek(0)
-        for line in iter(self.file.readline, b""):
-            if not line.endswith(b"\n"):
-                break  # the kill came within this line
-            self.check(line)
-            end += len(line)
-        self.file.truncate(end)
-        self.progress = Progress("answering", total, "rows", done=len(self.done))
+    settings: GenerationSettings
+    target: Target | None = None
+    form: ChatFormat | None = None
 
-    def check(self, line: bytes) -> None:
-        where = f"output={self.path}, line {len(self.done) + 1}"
+    def remaining(self, conversations: Iterable[Questions], rows: RowFile) -> Iterator[Conversation]:
+        """Yield the conversations that have no row. Raise ValueError if a row has other questions than its conversation."""
+        for asked in conversations:
+            if asked.number not in rows.done:
+                yield partial(self.answer, asked)
+            elif asked.digest != rows.done[asked.number]:
+                where = f"{rows.key}={rows.path} has another question as row {asked.number}"
+                raise ValueError(f"{where} than {asked.where} asks")
+
+    async def answer(self, asked: Questions, ask: Ask) -> Row:
+        """Answer each of the user's turns, as far as it goes, and return the row."""
+        messages: list[Message] = []
+        row: Row = {"number": asked.number, "where": asked.where, "digest": asked.digest}
+        row |= {"seed": self.settings.seed + asked.number, "messages": messages, "finish_reasons": []}
+        row |= {"tokens": [], "starts": [], "written": []}
         try:
-            row = json.loads(line)
-            number, digest, settings = row["number"], row["digest"], row["settings"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{where} is not what regeneration writes ({error})") from None
-        if number in self.done:
-            raise ValueError(f"{where} is row {number} once more: the file was changed")
-        different = [
-            f"{name} {settings.get(name)}" for name in self.settings if settings.get(name) != self.settings[name]
-        ]
-        if different:
-            raise ValueError(
-                f"output={self.path} was written with other settings ({', '.join(different)}): give "
-                "the same, or another output"
-            )
-        self.done[number] = digest
+            for turn in asked.turns:
+                messages.append(turn)
+                if turn["role"] == "user":
+                    reply = await ask(self.request(asked, messages))
+                    message = self.form.message(reply.tokens, reply.prompt) if self.form else reply.message
+                    take(row, message, reply)
+                    if not message["content"] or "tool_calls" in message:
+                        break  # no turn can follow reasoning that was cut off, or a tool's call
+        except SkippedRow as error:
+            row["error"] = str(error)
+        while messages and messages[-1]["role"] != "assistant":
+            messages.pop()
+        if len(row["written"]) < len(row["finish_reasons"]):  # the server returned no ids
+            row |= {"tokens": [], "starts": [], "written": []}
+        return {name: value for name, value in row.items() if value != []}
 
-    def remaining(self, rows: Iterable[ConversationRequest]) -> Iterator[ConversationRequest]:
-        """Yield the rows that are not done. Raise ValueError if the done ones were other rows."""
-        for row in rows:
-            if row.number not in self.done:
-                yield row
-            elif row.digest != self.done[row.number]:
-                raise ValueError(f"output={self.path} has another question as row {row.number} than {row.where} asks")
+    def request(self, asked: Questions, messages: list[Message]) -> Request:
+        """Return the request of the next answer. Raise SkippedRow if the template refuses the messages."""
+        params = SamplingParams(temperature=self.settings.temperature, top_p=self.settings.top_p)
+        most, seed = self.settings.max_new_tokens, self.settings.seed + asked.number
+        if self.target is None or self.form is None:
+            return Chat([], params, most, seed, messages=messages, tools=asked.tools)
+        ends = frozenset(self.target.eos_token_ids)
+        return Request(self.form.prompt(messages, asked.tools), params, most, seed, ends)
 
-    def add(self, row: ConversationRequest, answered: dict[str, Any]) -> None:
-        facts = {
-            "number": row.number,
-            "where": row.where,
-            "digest": row.digest,
-            "seed": self.settings["seed"] + row.number,
-        }
-        line = json.dumps(answered | facts | {"settings": self.settings}, ensure_ascii=False).encode() + b"\n"
-        if self.file.write(line) != len(line):
-            raise OSError(28, "no space left on device", str(self.path))
-        self.done[row.number] = row.digest
-        if time.monotonic() - self.since >= 10:
-            os.fsync(self.file.fileno())
-            self.since = time.monotonic()
-        self.progress.add()
+
+def take(row: Row, message: Message, reply: Reply) -> None:
+    """Add an answer to a row."""
+    if not message["content"] and "tool_calls" not in message:
+        row["error"] = f"an answer without content (finish_reason {reply.finish_reason})"
+        if not reply.tokens and "reasoning_content" not in message:
+            return
+    row["messages"].append(message)
+    row["finish_reasons"].append(reply.finish_reason)
+    if reply.tokens and reply.prompt:
+        # A template may show earlier answers otherwise than they were written: then this one is a separate document.
+        before = row["tokens"][row["starts"][-1] :] if row["starts"] else []
+        if not before or reply.prompt[: len(before)] != before:
+            row["starts"].append(len(row["tokens"]))
+            before = []
+        row["tokens"] += [*reply.prompt[len(before) :], *reply.tokens]
+        row["written"].append([len(row["tokens"]) - len(reply.tokens), len(row["tokens"])])

@@ -142,6 +142,7 @@ def files(path: str) -> list[Path]:
     root = Path(path)
     if root.is_dir():
         found = sorted(file for file in root.rglob("*") if file.suffix in (".jsonl", ".json", ".parquet"))
+        found = [file for file in found if not file.name.endswith(".about.json")]  # written_rows.py
         if not found:
             raise ValueError(f"data.path={path} contains no .jsonl, .json or .parquet file (raw text: data=text)")
         return found

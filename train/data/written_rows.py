@@ -1,45 +1,52 @@
-"""Rows of token ids that a target wrote, one line of JSON each, in a file that only grows. Encoder (encoding.py) reads it.
+"""Rows that a target wrote, one line of JSON each, in a file that only grows. Encoder (encoding.py) reads it.
 
-    {"number": 7, "tokens": [..], "written": [[40, 211], ..], "asked": [[24, 33], ..], "temperatures": [..]}
-    {"number": 8, "dropped": "question without an end", "tokens": [..], "temperatures": [..]}
+    {"number": 7, "tokens": [..], "written": [[40, 211], ..], "asked": [[24, 33], ..], ..}
+    {"number": 8, "dropped": "question without an end", "tokens": [..], ..}
 
-`written` are the stretches in the loss, the target's answers; `asked` its questions. Rows of regeneration, which have
-`messages`, may have `starts`: where in `tokens` each of several documents starts. FILE.about.json says who wrote it and
-how. A file that was cut off within a line is read up to there, and continued.
+`written` are the stretches in the loss, the target's answers; `asked` its questions. `starts`, if given, is where each of
+several documents starts in `tokens`. Rows of regeneration also have `messages`. FILE.about.json says who wrote the rows and
+how. A writer locks the file, cuts a line that a kill left unfinished, and writes the numbers that are missing.
 """
 
 import json
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from foredraft.train.runtime.locks import hold
+
+Row = dict[str, Any]
 
 
 class RowFile:
-    """Append rows to a file of one writer at a time. `numbers`: of the rows in it. `questions`: ids of each kept one.
-    `lines`: for each line, tokens in the loss up to its end."""
+    """Read a file of rows, or append to it. done: the digest of each row, or None, by its number. lines: for each line,
+    the tokens in the loss up to its end."""
 
-    def __init__(self, file: Path, about: dict[str, Any] | None = None):
-        """Open the file. about: who writes, checked against the file's own entry. Raise ValueError for another target's
-        rows."""
-        self.path = file
-        self.numbers: set[int] = set()
-        self.questions: list[list[int]] = []
+    def __init__(self, path: Path, about: dict[str, Any] | None = None, key: str = "data.path", wait: bool = False):
+        """Open the file. about: the writer, None to only read. Its `target` and `settings` must be those of the rows in the
+        file. key: the setting that named the file. wait: until another process has written it, instead of an error."""
+        self.path, self.key, self.writer = path, key, None
+        self.done: dict[int, str | None] = {}
         self.lines: list[int] = []
         self.dropped = Counter[str]()
-        end = 0
         if about is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.writer = hold(path, key, wait)
             self.check_about(about)
-        if file.is_file():
-            with file.open("rb") as opened:
-                for line in opened:
-                    if not line.endswith(b"\n"):
-                        break  # the kill came within this line
-                    self.take(json.loads(line))
-                    end += len(line)
-        if about is not None:
-            self.file = file.open("ab", buffering=0)
-            self.file.truncate(end)
+        end = 0
+        for line, row in self.read():
+            self.take(row)
+            end += len(line)
+        if self.writer is not None:
+            self.writer.truncate(end)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Return what FILE.about.json says. Earlier versions put the settings of regeneration into each row instead."""
+        note = self.path.with_suffix(".about.json")
+        return json.loads(note.read_text()) if note.is_file() else next((row for _, row in self.read()), {})
 
     @property
     def tokens(self) -> int:
@@ -48,36 +55,58 @@ class RowFile:
 
     @property
     def kept(self) -> int:
-        return len(self.numbers) - self.dropped.total()
+        return len(self.done) - self.dropped.total()
 
     def check_about(self, about: dict[str, Any]) -> None:
-        note = self.path.with_suffix(".about.json")
-        if note.is_file():
-            ours, theirs = about["target"], json.loads(note.read_text())["target"]
-            if ours["embedding_digest"] != theirs["embedding_digest"]:
-                raise ValueError(
-                    f"{self.path} was written by {theirs['name']}, not by {ours['name']}: give another file"
-                )
-        else:
-            note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(json.dumps(about, indent=1) + "\n")
+        """Raise ValueError if the rows in the file have another writer. Note the writer of the first ones."""
+        if not self.path.stat().st_size:
+            self.path.with_suffix(".about.json").write_text(json.dumps(about, indent=1) + "\n")
+            return
+        ours, theirs = about.get("target"), self.about.get("target")
+        if ours and theirs and ours["embedding_digest"] != theirs["embedding_digest"]:
+            raise ValueError(f"{self.path} was written by {theirs['name']}, not by {ours['name']}: give another file")
+        settings, found = about.get("settings", {}), self.about.get("settings", {})
+        different = [f"{name} {found.get(name)}" for name, value in settings.items() if found.get(name) != value]
+        if different:
+            raise ValueError(
+                f"{self.key}={self.path} was written with other settings ({', '.join(different)}): give the same, or another "
+                f"{self.key}"
+            )
 
-    def take(self, row: dict[str, Any]) -> None:
-        counted = 0
-        self.numbers.add(row["number"])
-        if "dropped" in row:
-            self.dropped[row["dropped"]] += 1
-        else:
-            self.questions += [row["tokens"][start:end] for start, end in row["asked"]]
-            counted = sum(end - start for start, end in row["written"])
-        self.lines.append(self.tokens + counted)
+    def read(self) -> Iterator[tuple[bytes, Row]]:
+        """Yield each line and its row, without a last line that a kill left unfinished."""
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as lines:
+            for count, line in enumerate(lines, start=1):
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    row = json.loads(line)
+                    _ = row["number"]
+                except (ValueError, KeyError, TypeError):
+                    raise ValueError(f"{self.key}={self.path}, line {count} is not a row that a target wrote") from None
+                yield line, row
 
-    def append(self, row: dict[str, Any]) -> None:
-        line = json.dumps(row).encode() + b"\n"
-        if self.file.write(line) != len(line):
-            raise OSError(28, "no space left on device", str(self.path))
+    def take(self, row: Row) -> None:
+        number = row["number"]
+        if number in self.done and self.writer is not None:
+            where = f"{self.key}={self.path}, line {len(self.lines) + 1}"
+            raise ValueError(f"{where} is row {number} once more: the file was changed")
+        self.done[number] = row.get("digest")
+        self.dropped.update([row["dropped"]] if "dropped" in row else [])
+        self.lines.append(self.tokens + sum(end - start for start, end in row.get("written", [])))
+
+    def append(self, row: Row) -> None:
+        assert self.writer is not None
+        self.writer.write(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+        self.writer.flush()
         self.take(row)
 
-    def close(self) -> None:
-        os.fsync(self.file.fileno())
-        self.file.close()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.writer is not None:
+            os.fsync(self.writer.fileno())
+            self.writer.close()

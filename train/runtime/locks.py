@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import IO, Any
 from weakref import WeakSet
 
+from foredraft.inference.evaluation.progress import report
+
 FILE = ".lock"  # in a directory
 held = WeakSet[Any]()
 
 
-def hold(path: Path, name: str) -> IO[bytes]:
+def hold(path: Path, name: str, wait: bool = False) -> IO[bytes]:
     """Lock a file, which is created, or the file `.lock` of a directory until the result is closed. However this process
     ends, the kernel unlocks it then. What this process holds already (a search that evaluates its heads) is not locked again.
-    name: the setting that gave the path. Raises ValueError if another process holds it."""
+    name: the setting that gave the path. Raise ValueError if another process holds it, or wait for it."""
     file = (path / FILE if path.is_dir() else path).open("ab")
     same = os.fstat(file.fileno())
     if any(not one.closed and os.path.samestat(os.fstat(one.fileno()), same) for one in held):
@@ -23,6 +25,11 @@ def hold(path: Path, name: str) -> IO[bytes]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
+            if wait:
+                report(f"another process writes {path}: waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+                held.add(file)
+                return file
             raise ValueError(
                 f"{name}={path} is being written by {holder(file)}: wait until that has ended, or give another {name}"
             ) from None
