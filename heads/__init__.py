@@ -2,6 +2,6 @@
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import load_head, save_head
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 __all__ = ["DraftHead", "Target", "load_head", "save_head"]

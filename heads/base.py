@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from foredraft.heads import llama_config, vocab
-from foredraft.heads.target import Target
-from foredraft.heads.target.cache import KVCache
+from foredraft.heads.caches.kv_cache import KVCache
+from foredraft.heads.target_model import Target
 
 
 class PackedBatch(NamedTuple):
@@ -97,7 +97,7 @@ class DraftHead(nn.Module, ABC):
     cache_layers: int = 0  # decoder layers whose keys and values of the text are cached
     format: ClassVar[str] = "foredraft's own"  # file format, for messages
     disk_prefixes: ClassVar[dict[str, str]] = {}  # prefixes of weight names here -> on disk, if they differ
-    layers: list[int]  # ids of the aux hidden states, numbered as in heads/target/model.py
+    layers: list[int]  # ids of the aux hidden states, numbered as in heads/target_model/model.py
     depth: int  # deepest draft that it was trained for
     depth_key: ClassVar[str] = "ttt_steps"  # the parameter of `for_target` that sets it
     config: LlamaConfig | None = None  # of its decoder layers, if it has any

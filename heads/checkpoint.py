@@ -17,8 +17,8 @@ from foredraft.heads import formats
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.files import ADAPTER_CONFIG, CONFIG, FILE, PICKLED, SAFE, read_config
 from foredraft.heads.hub.client import find, weights_sha256
-from foredraft.heads.target import Target
-from foredraft.heads.target.files import weight_map
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.files import weight_map
 
 WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from foredraft.heads import llama_config
+from foredraft.heads.attention.block_attention import Blocks, attend_blocks, intra_block_mask
 from foredraft.heads.base import BlockHead, PackedBatch
-from foredraft.heads.block_attention import Blocks, attend_blocks, intra_block_mask
+from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.eagle3 import check_layers
 from foredraft.heads.layers import DecoderLayer, NormedAttention, RMSNorm, Rotary, ScaledLinear
-from foredraft.heads.target import Target
-from foredraft.heads.target.cache import KVCache
+from foredraft.heads.target_model import Target
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foredraft.heads import lora
 from foredraft.heads.base import PackedBatch, RecurrentHead
-from foredraft.heads.target import Target
-from foredraft.heads.target.cache import KVCache
-from foredraft.heads.target.ends import refuse
-from foredraft.heads.target.sharding import full_tensor
+from foredraft.heads.caches.kv_cache import KVCache
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.ends import refuse
+from foredraft.heads.target_model.sharding import full_tensor
 
 # The logit of a token that is not in the small model's vocabulary; finite, so that differences of logits are finite.
 MASKED_LOGIT = -1e4

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from foredraft.heads import llama_config
+from foredraft.heads.attention.step_attention import at_start, attend_steps
 from foredraft.heads.base import PackedBatch, shift_right
+from foredraft.heads.eagle import LayerHead
 from foredraft.heads.latent_attention import LatentAttention
-from foredraft.heads.layer_head import LayerHead
 from foredraft.heads.layers import (
     Attention,
     DecoderLayer,
@@ -33,8 +34,7 @@ from foredraft.heads.layers import (
     ScaledLinear,
     split_fused_projection,
 )
-from foredraft.heads.step_attention import at_start, attend_steps
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")  # settings, here and on disk
 

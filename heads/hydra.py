@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 
 from foredraft.heads import llama_config
+from foredraft.heads.attention.step_attention import attend_steps
 from foredraft.heads.base import PackedBatch, RecurrentHead, shift_right
+from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.layers import DecoderLayer, ResidualBlock, RMSNorm, Rotary
-from foredraft.heads.step_attention import attend_steps
-from foredraft.heads.target import Target
-from foredraft.heads.target.cache import KVCache
+from foredraft.heads.target_model import Target
 
 
 class WideBlock(nn.Module):

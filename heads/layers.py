@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from foredraft.heads.target.attention import attend
-from foredraft.heads.target.cache import KVCache
+from foredraft.heads.attention.masked import attend
+from foredraft.heads.caches.kv_cache import KVCache
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from foredraft.heads.base import PackedBatch, ParallelHead, shift_right
 from foredraft.heads.layers import ResidualBlock
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 
 class MedusaHead(ParallelHead):

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from foredraft.heads import llama_config
-from foredraft.heads.layer_head import HiddenStateHead
+from foredraft.heads.eagle import HiddenStateHead
 from foredraft.heads.layers import DecoderLayer, NormedAttention, RMSNorm, Rotary
-from foredraft.heads.target import Target
-from foredraft.heads.target.files import checkpoint_file, stored_tensors, weight_map
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.files import checkpoint_file, stored_tensors, weight_map
 
 PREFIX = "mtp."  # of its weights in a target's files
 # Names of the same modules in other targets.

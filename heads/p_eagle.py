@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from foredraft.heads import llama_config
+from foredraft.heads.attention.block_attention import Blocks, attend_blocks, intra_block_mask
+from foredraft.heads.attention.step_attention import attend_steps
 from foredraft.heads.base import BlockHead, PackedBatch
-from foredraft.heads.block_attention import Blocks, attend_blocks, intra_block_mask
+from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.dflash import check_mask_token
 from foredraft.heads.eagle3 import MidLayer, check_layers, default_aux_layer_ids
 from foredraft.heads.layers import Attention, DecoderLayer, RMSNorm, Rotary, ScaledLinear
-from foredraft.heads.step_attention import attend_steps
-from foredraft.heads.target import Target
-from foredraft.heads.target.cache import KVCache
+from foredraft.heads.target_model import Target
 
 
 class PEagleHead(BlockHead):

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from foredraft.heads.target.device import synchronize
+from foredraft.heads.caches.device import synchronize
 
 
 class Clock:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.generation import generate
 

@@ -7,7 +7,7 @@
 
 A step is one forward of the target: either over the prompts of new requests, or over a tree of drafts after the text of every
 sequence. If both are due, they alternate. The texts are in slots (inference/slots.py). On a GPU the stages of a decoding step
-are captured as CUDA graphs (heads/target/cuda_graphs.py), which is transparent to this module.
+are captured as CUDA graphs (heads/caches/cuda_graphs.py), which is transparent to this module.
 """
 
 import time
@@ -19,9 +19,9 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from foredraft.heads.target import Target, TargetCache, TargetOutput
-from foredraft.heads.target.cache import bucket
-from foredraft.heads.target.cuda_graphs import CudaGraphs, power_of_two
+from foredraft.heads.caches.cuda_graphs import CudaGraphs, power_of_two
+from foredraft.heads.caches.kv_cache import bucket
+from foredraft.heads.target_model import Target, TargetCache, TargetOutput
 from foredraft.inference.clock import Clock
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter
 from foredraft.inference.drafters.chain import as_supported

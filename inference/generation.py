@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from foredraft.heads.target import Target
-from foredraft.heads.target.sharding import all_equal
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.sharding import all_equal
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.engine import Engine
 from foredraft.inference.request import Request, budget

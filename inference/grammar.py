@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.heads.target import Target
-from foredraft.heads.target.device import HostCopy, upload
+from foredraft.heads.caches.device import HostCopy, upload
+from foredraft.heads.target_model import Target
 
 MAX_SIZE = 2**16  # characters of a schema or grammar
 COMPILE_SECONDS = 5  # of CPU time

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.grammar import GrammarState
 from foredraft.inference.sampling import SamplingParams
 from foredraft.inference.text import Detokenizer

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foredraft.heads.target.cuda_graphs import power_of_two
+from foredraft.heads.caches.cuda_graphs import power_of_two
 from foredraft.inference.grammar import Grammar
 
 MULTIPLIERS_32 = (0x7FEB352D, 0x846CA68B)  # of a 32-bit finalizer (Wellons, Prospecting for Hash Functions, 2018)

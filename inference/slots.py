@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.heads.target import Target, TargetCache, TargetOutput
-from foredraft.heads.target.cache import KVCache, to_device
-from foredraft.heads.target.cuda_graphs import CudaGraphs, power_of_two
+from foredraft.heads.caches.cuda_graphs import CudaGraphs, power_of_two
+from foredraft.heads.caches.kv_cache import KVCache, to_device
+from foredraft.heads.target_model import Target, TargetCache, TargetOutput
 from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, scatter, select, select_layers
 from foredraft.inference.request import Request, SequenceState, StoppingCriteria
 from foredraft.inference.sampling import Sampling, SamplingParams

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.heads.target.cuda_graphs import CudaGraphs
-from foredraft.heads.target.device import HostCopy
+from foredraft.heads.caches.cuda_graphs import CudaGraphs
+from foredraft.heads.caches.device import HostCopy
 from foredraft.inference.grammar import GrammarState, allowed_tokens, mask_forbidden
 from foredraft.inference.request import SequenceState
 from foredraft.inference.sampling import TOP_P_CANDIDATES, Noise, Sampling

@@ -95,7 +95,7 @@ def programs() -> str:
 
 def fields(model: str, base: str = "") -> str:
     """Return the fields of a request of the server, without those of another."""
-    protocol = importlib.import_module("foredraft.inference.serve.protocol")
+    protocol = importlib.import_module("foredraft.inference.serve.openai.protocol")
     inherited = getattr(protocol, base).model_fields if base else {}
     found = {name: field for name, field in getattr(protocol, model).model_fields.items() if name not in inherited}
     lines = [

@@ -66,9 +66,10 @@ def torch_paths() -> Iterator[tuple[str, str]]:
     try:
         import torch
 
-        from foredraft.heads import flex, packing
-        from foredraft.heads.target.device import device_name
-        from foredraft.heads.target.loading import has_bfloat16_products
+        from foredraft.heads.attention import flex
+        from foredraft.heads.caches.device import device_name
+        from foredraft.heads.target_model import packing
+        from foredraft.heads.target_model.loading import has_bfloat16_products
     except Exception as error:  # a broken installation is what this command is for
         yield "import", f"failed: {type(error).__name__}: {error}"
         return

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from safetensors.torch import save_file
 
 from foredraft.cli import entry
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.evaluation.progress import Progress
 from foredraft.inference.serve.address import check_address
 from foredraft.train.hidden_states.probe import final_norm, read_states

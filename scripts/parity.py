@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from foredraft.cli import entry
 from foredraft.heads import hub
-from foredraft.heads.target.resolve_path import gguf_of
+from foredraft.heads.target_model.resolve_path import gguf_of
 from foredraft.inference.serve.other_engines import has_llamacpp
 from foredraft.train import gguf_gate, publish
 

@@ -11,10 +11,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from foredraft.cli import entry
-from foredraft.heads.target import loading
-from foredraft.heads.target.loading import resolve_dtype
-from foredraft.heads.target.resolve_path import gguf_of, resolve_path
-from foredraft.heads.target.sharding import COLLECTIVE
+from foredraft.heads.target_model import loading
+from foredraft.heads.target_model.loading import resolve_dtype
+from foredraft.heads.target_model.resolve_path import gguf_of, resolve_path
+from foredraft.heads.target_model.sharding import COLLECTIVE
 from foredraft.train.runtime.memory_plan import BITS, SHARDS, memory_per_gpu, strategy_of, study
 
 KEYS = {"hidden_states=server": "hidden_states.load_full_target=false"}  # the key of a plan that a choice changes

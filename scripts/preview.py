@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from foredraft.cli import entry
-from foredraft.heads.target.resolve_path import resolve_path
+from foredraft.heads.target_model.resolve_path import resolve_path
 from foredraft.inference.evaluation.pages import write_page
 from foredraft.inference.text import Detokenizer
 from foredraft.train.data import data_card

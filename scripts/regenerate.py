@@ -15,9 +15,9 @@ from foredraft.cli import entry
 from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.train.data.chat_template import ChatFormat, switched
 from foredraft.train.data.conversations import source_of
-from foredraft.train.data.regeneration import GenerationSettings, Regeneration, questions
-from foredraft.train.data.writing import Server, in_process, through_server
-from foredraft.train.data.written_rows import RowFile
+from foredraft.train.writing.regeneration import GenerationSettings, Regeneration, questions
+from foredraft.train.writing.writers import Server, in_process, through_server
+from foredraft.train.writing.written_rows import RowFile
 
 
 @entry("regenerate")

@@ -15,9 +15,10 @@ import transformers as hf
 from torch import Tensor
 
 from foredraft.heads import Target
+from foredraft.heads.attention import packed_mask
 from foredraft.heads.base import PackedBatch
-from foredraft.heads.target import packed_mask, sliding_cache
-from foredraft.heads.target.cache import KVCache
+from foredraft.heads.caches import sliding_cache
+from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.inference import generate
 from foredraft.inference.drafters.base import Accepted, Drafter
 from foredraft.inference.drafters.ngram import NgramDrafter

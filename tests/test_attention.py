@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
-from foredraft.heads.target import attention, masks
-from foredraft.heads.target.attention import attend, equal_parts
+from foredraft.heads.attention import masked as attention
+from foredraft.heads.attention import masks
+from foredraft.heads.attention.masked import attend, equal_parts
 from foredraft.inference import generate
 from tests.support.batches import prompt
 from tests.support.drafters import Random

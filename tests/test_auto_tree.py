@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads import Target
-from foredraft.heads.target import cuda_graphs
+from foredraft.heads.caches import cuda_graphs
 from foredraft.inference import Engine, Request, generate
 from foredraft.inference.drafters import AutoTree, DraftModel, SuffixDrafter, Switch, remembered
 from foredraft.inference.drafters.auto import plans_of

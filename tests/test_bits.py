@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foredraft import Engine, Request, SamplingParams, Target
-from foredraft.heads.target.cache import KEY_BLOCK
+from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.inference.drafters import Drafter, NgramDrafter, SuffixDrafter, drafter_for, load_drafter
 from tests.support import ROOT
 from tests.support.decoding import prompt

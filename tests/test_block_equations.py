@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.heads import Target, block_attention, save_head
+from foredraft.heads import Target, save_head
+from foredraft.heads.attention import block_attention
 from foredraft.heads.base import BlockHead, PackedBatch
 from foredraft.train import parity_gate
 from tests.support.batches import PROMPT

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from foredraft.heads import block_attention
+from foredraft.heads.attention import block_attention
 from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.heads.dflash import DFlashHead, mask_token, spread_layers
 from foredraft.heads.dspark import DSparkHead

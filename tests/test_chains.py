@@ -11,11 +11,11 @@ from torch import Tensor
 
 from foredraft.heads import Target
 from foredraft.heads.base import PackedBatch
+from foredraft.heads.caches import recurrent_ops
+from foredraft.heads.caches.stacked_cache import StackedCache
+from foredraft.heads.caches.state_cache import MAX_UNCOMMITTED, StateCache, can_crop, fork
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.target import recurrent_ops
-from foredraft.heads.target.stacked_cache import StackedCache
-from foredraft.heads.target.state_cache import MAX_UNCOMMITTED, StateCache, can_crop, fork
 from foredraft.inference import Engine, Request, generate
 from foredraft.inference.drafters import (
     AutoTree,

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 from openai.types.chat import ChatCompletion
 
-from foredraft.inference.serve.prompts import PromptEncoder
-from foredraft.inference.serve.protocol import ChatRequest
+from foredraft.inference.serve.openai.prompts import PromptEncoder
+from foredraft.inference.serve.openai.protocol import ChatRequest
 from foredraft.scripts.preview import runs
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.layouts import SkippedRow, split_reasoning
-from foredraft.train.data.regeneration import GenerationSettings, Regeneration, questions
 from foredraft.train.data.sources import Row, Source
-from foredraft.train.data.writing import Server
+from foredraft.train.writing.regeneration import GenerationSettings, Regeneration, questions
+from foredraft.train.writing.writers import Server
 from tests.support.chats import MODELS, form_of
 from tests.support.written_chats import CONVERSATIONS, PLAIN, PROMPTS, TOOL, WROTE, wrote
 

@@ -518,8 +518,8 @@ def test_env_has_a_line_for_every_topic(monkeypatch: pytest.MonkeyPatch, capsys:
     there = metadata.version
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("foredraft.heads.target.loading.has_bfloat16_products", lambda device: False)
-    monkeypatch.setattr("foredraft.heads.packing.is_faster", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr("foredraft.heads.target_model.loading.has_bfloat16_products", lambda device: False)
+    monkeypatch.setattr("foredraft.heads.target_model.packing.is_faster", lambda dtype: dtype == torch.float32)
     monkeypatch.setattr(sys, "argv", ["foredraft", "env"])
     foredraft.main()
     said = dict(re.split(r": +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foredraft.heads import Target
-from foredraft.heads.target import cuda_graphs
+from foredraft.heads.caches import cuda_graphs
 from foredraft.inference import Engine, Request, SamplingParams, generate
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.verify import Validity, to_host
@@ -111,7 +111,7 @@ def serve_requests(engine: Engine, count: int, longest: int, rng: random.Random)
 def test_joins_and_leaves_for_long_capture_few_steps(target, name, monkeypatch):
     """Check that only few numbers of slots, of columns and of settings ever occur."""
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Repeated)
-    monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 16)
+    monkeypatch.setattr("foredraft.heads.caches.kv_cache.MIN_BUCKET", 16)
     target, before = again(target), cuda_graphs.CudaGraphs.num_captured
     engine = Engine(target, drafters(target).get(name), max_num_seqs=4)
     serve_requests(engine, 60, 20, random.Random(0))
@@ -168,7 +168,7 @@ def test_top_p_that_needs_more_tokens_than_it_considers_is_verified_again(target
 def test_drafts_are_those_of_running_it_kernel_by_kernel(target, name, monkeypatch):
     """Check greedy, sampled, sampled otherwise, a text that outgrows its columns, and a smaller tree; with an oracle's
     help, since none of such a head's drafts is accepted."""
-    monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 64)
+    monkeypatch.setattr("foredraft.heads.caches.kv_cache.MIN_BUCKET", 64)
     rows = torch.cat([prompt(21), prompt(21, seed=1)])
 
     def proposed(target: Target) -> list:
@@ -207,7 +207,7 @@ def test_every_architecture(family, attention, monkeypatch):
     plain = generate(target, None, ids, **facts).new_tokens
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
     monkeypatch.setattr(
-        "foredraft.heads.target.sliding_cache.SLACK", 0
+        "foredraft.heads.caches.sliding_cache.SLACK", 0
     )  # texts are longer than what sliding layers keep
     with warnings.catch_warnings(record=True) as message:
         warnings.simplefilter("always")

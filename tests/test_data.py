@@ -12,12 +12,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from foredraft.inference import generate
-from foredraft.train.data import corpus, self_generated, stdlib
+from foredraft.train.data import corpus, stdlib
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.layouts import SkippedRow
 from foredraft.train.data.loading import drop_unknown_tokens, load_corpus
 from foredraft.train.data.sources import Row, Source
+from foredraft.train.writing import self_generated
 from tests.support.tiny import TEXT
 
 

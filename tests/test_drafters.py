@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_leaves
 
 from foredraft.heads import Target
 from foredraft.heads.base import RecurrentHead
+from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hydra import HydraHead
 from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.target.cache import KVCache
 from foredraft.inference import Engine, Request, generate, load_drafter
 from foredraft.inference.drafters import (
     AdaptiveLength,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foredraft.heads import Target
-from foredraft.heads.target import ends
+from foredraft.heads.target_model import ends
 from foredraft.train.hidden_states.probe import final_norm
 from tests.support.architectures import FAMILIES, VOCAB, pair
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, losses

@@ -5,7 +5,7 @@ import torch
 from transformers import GenerationConfig
 
 from foredraft.heads import Target
-from foredraft.heads.target import cuda_graphs
+from foredraft.heads.caches import cuda_graphs
 from foredraft.inference import Engine, Request, SamplingParams, generate
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.inference.sampling import Sampling
@@ -57,7 +57,7 @@ def test_a_long_prompt_joins_a_long_text(target, name):
 @pytest.mark.parametrize("name", ["plain", "suffix", "lookahead", "eagle3", "medusa", "eagle3 auto", "union", "dflash"])
 def test_slots_are_replaced_by_more_and_larger_ones(target, alone, name, captured, monkeypatch):
     """Let requests come one by one, so that neither the number of slots nor their size is known. They change rarely."""
-    monkeypatch.setattr("foredraft.heads.target.cache.MIN_BUCKET", 8)
+    monkeypatch.setattr("foredraft.heads.caches.kv_cache.MIN_BUCKET", 8)
     if captured:
         monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
         target = Target(target.model, target.tokenizer, target.name)  # without the cache that another engine gave back

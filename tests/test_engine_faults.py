@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from foredraft.heads import Target
+from foredraft.heads.caches import cuda_graphs
 from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.target import cuda_graphs
 from foredraft.inference import Engine, Request, SamplingParams, target_sampler
 from foredraft.inference.drafters import Drafter, DraftModel, DynamicTree, NgramDrafter
 from foredraft.inference.request import StoppingCriteria

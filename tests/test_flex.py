@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from foredraft.heads import block_attention, flex, step_attention
+from foredraft.heads.attention import block_attention, flex, step_attention
+from foredraft.heads.attention.flex import NO_KEY
+from foredraft.heads.attention.packed_mask import PackedMask, attend_packed
 from foredraft.heads.base import PackedBatch
-from foredraft.heads.flex import NO_KEY
-from foredraft.heads.target.packed_mask import PackedMask, attend_packed
 from tests.support.batches import batch
 
 # (lengths of the documents) of each row

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from foredraft.train.data import self_generated
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.row_order import EpochStream
-from foredraft.train.data.written_rows import RowFile
+from foredraft.train.writing import self_generated
+from foredraft.train.writing.written_rows import RowFile
 from tests.support import ROOT
 from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, losses, program, torchrun
 

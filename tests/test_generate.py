@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
+from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.target.cache import KEY_BLOCK
 from foredraft.inference import generate
 from foredraft.inference.drafters import DynamicTree, NgramDrafter
 from tests.support.batches import prompt

@@ -17,11 +17,11 @@ from foredraft.heads import Target, save_head
 from foredraft.heads.checkpoint import read_config
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hub.card import model_card
-from foredraft.heads.target import gguf, packages
-from foredraft.heads.target.gguf_attention import check_rope, set_attention
-from foredraft.heads.target.gguf_tokenizer import GPT2, SPLITTINGS, build_tokenizer, end_tokens
-from foredraft.heads.target.loading import load_tokenizer
-from foredraft.heads.target.resolve_path import resolve_path
+from foredraft.heads.target_model import gguf, packages
+from foredraft.heads.target_model.gguf_attention import check_rope, set_attention
+from foredraft.heads.target_model.gguf_tokenizer import GPT2, SPLITTINGS, build_tokenizer, end_tokens
+from foredraft.heads.target_model.loading import load_tokenizer
+from foredraft.heads.target_model.resolve_path import resolve_path
 from foredraft.train import publish
 from tests.support.gguf_targets import tokenizer_metadata, write_gguf
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.train import losses
 from foredraft.train.gradients import PartialGradients
 from foredraft.train.module import DistillationModel

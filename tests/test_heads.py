@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from foredraft.heads import Target, eagle3, hydra, layer_head, llama_config, load_head, save_head, vocab
-from foredraft.heads import step_attention as steps
+from foredraft.heads import Target, eagle, eagle3, hydra, llama_config, load_head, save_head, vocab
+from foredraft.heads.attention import step_attention as steps
 from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.train import parity_gate
@@ -179,7 +179,7 @@ FAULTS = {
     "training steps that look at text they have not got": ("eagle3", 2, steps, "text_by_document", one_more),
     "a prefix layer that reads other text": ("hydra_pp", 1, steps, "attend_text", everything),
 }
-MOVES = {"eagle3": eagle3, "hass": layer_head, "hydra": hydra, "hydra_pp": hydra}
+MOVES = {"eagle3": eagle3, "hass": eagle, "hydra": hydra, "hydra_pp": hydra}
 for moved, module in MOVES.items():
     FAULTS[f"hidden states that are not moved, {moved}"] = moved, 2, module, "shift_right", lambda _: lambda x, steps: x
 
@@ -276,8 +276,8 @@ def plainly(q, parts, mask):
 @pytest.mark.parametrize("by_document", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_step_attention_and_its_gradients(count, by_document, monkeypatch):
-    monkeypatch.setattr("foredraft.heads.step_attention.BLOCK", 7)
-    monkeypatch.setattr("foredraft.heads.step_attention.by_document", lambda q: by_document)
+    monkeypatch.setattr("foredraft.heads.attention.step_attention.BLOCK", 7)
+    monkeypatch.setattr("foredraft.heads.attention.step_attention.by_document", lambda q: by_document)
     torch.manual_seed(0)
     length, rows = 25, (batch(15, 10), batch(4, 1, 20))
     q = torch.randn(2, 6, length, 4, dtype=torch.float64)
@@ -300,8 +300,8 @@ def test_step_attention_and_its_gradients(count, by_document, monkeypatch):
 @pytest.mark.parametrize("by_document", [True, False])
 @pytest.mark.parametrize("count", [1, 3])
 def test_step_attention_keeps_neither_scores_nor_masks(count, by_document, monkeypatch):
-    monkeypatch.setattr("foredraft.heads.step_attention.BLOCK", 25)
-    monkeypatch.setattr("foredraft.heads.step_attention.by_document", lambda q: by_document)
+    monkeypatch.setattr("foredraft.heads.attention.step_attention.BLOCK", 25)
+    monkeypatch.setattr("foredraft.heads.attention.step_attention.by_document", lambda q: by_document)
     length = 300
     x = torch.randn(1, 1, length, 8, requires_grad=True)
     with LiveBytes([x]) as live:

@@ -14,11 +14,11 @@ from foredraft.inference import generate
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import finalize, held_out, losses, parity_gate
-from foredraft.train.data import self_generated
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.packing import Packed
-from foredraft.train.data.written_rows import RowFile
 from foredraft.train.module import DistillationModel
+from foredraft.train.writing import self_generated
+from foredraft.train.writing.written_rows import RowFile
 from tests.support.processes import SMALL, printed
 
 NEW, DEPTH = 24, 3

@@ -12,10 +12,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target
+from foredraft.heads.attention.packed_mask import PackedMask
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.target.capabilities import Capabilities
-from foredraft.heads.target.packed_mask import PackedMask
+from foredraft.heads.target_model.capabilities import Capabilities
 from foredraft.train import losses
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states import offline, online, storage

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from foredraft.heads.base import PackedBatch
-from foredraft.heads.target import Target
-from foredraft.heads.target.images import open_image
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.images import open_image
 from foredraft.train.data.conversations import corpus
 from foredraft.train.data.corpus import Corpus
 from foredraft.train.data.layouts import SkippedRow, turns

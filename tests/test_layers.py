@@ -7,10 +7,10 @@ from torch import Tensor
 from transformers import DeepseekV3Config, LlamaConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
+from foredraft.heads.attention.masked import attend
 from foredraft.heads.latent_attention import LatentAttention
 from foredraft.heads.layers import MLP, RMSNorm, Rotary, ScaledLinear, split_fused_projection
 from foredraft.heads.llama_config import LATENT, LayerConfig
-from foredraft.heads.target.attention import attend
 from tests.support.live_bytes import LiveBytes
 
 WIDTH, INNER, ROWS = 16, 48, 10

@@ -11,12 +11,12 @@ from openai.types import Completion
 from foredraft.heads import Target
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.inference.evaluation import progress
-from foredraft.train.data import magpie
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.data_card import summary
-from foredraft.train.data.magpie import MagpieSettings, TurnPrefixes, corpus
-from foredraft.train.data.question_filters import QuestionFilter, before_loop, loops
-from foredraft.train.data.written_rows import RowFile
+from foredraft.train.writing import magpie
+from foredraft.train.writing.magpie import MagpieSettings, TurnPrefixes, corpus
+from foredraft.train.writing.question_filters import QuestionFilter, before_loop, loops
+from foredraft.train.writing.written_rows import RowFile
 from foredraft.words import CONF
 from tests.support import typed
 from tests.support.bigrams import save_bigram_chat

@@ -1,4 +1,4 @@
-"""Packed linear layers (heads/packing.py): the same products, gradients, state and text, for targets and heads."""
+"""Packed linear layers: the same products, gradients, state and text, for targets and heads."""
 
 import copy
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from foredraft.heads import Target, packing, save_head
-from foredraft.heads.packing import PackedLinear, join, pack
+from foredraft.heads import Target, save_head
+from foredraft.heads.target_model import packing
+from foredraft.heads.target_model.packing import PackedLinear, join, pack
 from foredraft.inference import generate, load_drafter
 from tests.support.head_factory import make_head
 

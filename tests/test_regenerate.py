@@ -16,13 +16,13 @@ import torch
 from openai.types.chat import ChatCompletion
 
 from foredraft.inference import generate
-from foredraft.train.data import writing
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.layouts import SkippedRow
-from foredraft.train.data.regeneration import GenerationSettings, Questions, Regeneration, questions
 from foredraft.train.data.sources import Row, Source
-from foredraft.train.data.writing import Server, in_process, through_server
-from foredraft.train.data.written_rows import RowFile
+from foredraft.train.writing import writers as writing
+from foredraft.train.writing.regeneration import GenerationSettings, Questions, Regeneration, questions
+from foredraft.train.writing.writers import Server, in_process, through_server
+from foredraft.train.writing.written_rows import RowFile
 from tests.support.bad_server import WAYS, BadServer
 from tests.support.processes import end, start
 

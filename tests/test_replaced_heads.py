@@ -8,7 +8,7 @@ import torch
 
 from foredraft.heads import load_head, save_head
 from foredraft.heads.base import DraftHead
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from tests.support.head_factory import make_head
 
 

@@ -9,8 +9,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from foredraft.inference.serve.prompts import PromptEncoder
-from foredraft.inference.serve.protocol import ChatRequest
+from foredraft.inference.serve.openai.prompts import PromptEncoder
+from foredraft.inference.serve.openai.protocol import ChatRequest
 from foredraft.scripts.preview import runs
 from foredraft.train.data.columns import declared
 from foredraft.train.data.encoding import Encoder

@@ -25,9 +25,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from foredraft.heads import Target
 from foredraft.inference import generate, load_drafter
-from foredraft.train.data import self_generated
-from foredraft.train.data.written_rows import RowFile
 from foredraft.train.runtime import callbacks, checkpoints
+from foredraft.train.writing import self_generated
+from foredraft.train.writing.written_rows import RowFile
 from tests.support.processes import SMALL, Ended, complaint, end, printed, program
 from tests.support.tiny import TEXT, VOCAB, tiny_config
 

@@ -9,8 +9,10 @@ from transformers import LlamaForCausalLM
 from foredraft.heads import Target
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.inference.engine import Engine
-from foredraft.train.data import corpus, self_generated, writing
+from foredraft.train.data import corpus
 from foredraft.train.data.documents import Document, Documents
+from foredraft.train.writing import self_generated
+from foredraft.train.writing import writers as writing
 from tests.support.tiny import tiny_config
 
 

@@ -13,7 +13,7 @@ from foredraft.heads import Target
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.inference.serve import limits, service
 from foredraft.inference.serve.app import create_app
-from foredraft.inference.serve.prompts import PromptEncoder
+from foredraft.inference.serve.openai.prompts import PromptEncoder
 from foredraft.inference.serve.worker import Worker
 
 ECHO = {"prompt": ["def add", "return"], "max_tokens": 1, "echo": True, "logprobs": 1}

@@ -9,9 +9,9 @@ from tokenizers import AddedToken
 
 from foredraft.heads import Target
 from foredraft.inference.serve.limits import Refused
-from foredraft.inference.serve.prompts import PromptEncoder
-from foredraft.inference.serve.protocol import ChatRequest
-from foredraft.inference.serve.reasoning import HarmonyReader, ThinkReader, new_reasoning_reader
+from foredraft.inference.serve.openai.prompts import PromptEncoder
+from foredraft.inference.serve.openai.protocol import ChatRequest
+from foredraft.inference.serve.openai.reasoning import HarmonyReader, ThinkReader, new_reasoning_reader
 from tests.support import ROOT
 
 TEMPLATES = ROOT / "tests" / "support" / "chat_templates"

@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
-from foredraft.inference.serve.responses_protocol import ResponsesRequest
+from foredraft.inference.serve.openai.responses_protocol import ResponsesRequest
 from tests.support.serving import Served, served
 
 # It shows all of a conversation; the prompt opens the reasoning if it is asked for.

@@ -12,12 +12,12 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
 
-from foredraft.heads.target.messages import normalize_messages, rendered, template_needs
+from foredraft.heads.target_model.messages import normalize_messages, rendered, template_needs
 from foredraft.inference import Request
 from foredraft.inference.grammar import Grammars
-from foredraft.inference.serve.choice import Choice, Piece
-from foredraft.inference.serve.protocol import ChatRequest, Tool
-from foredraft.inference.serve.tool_formats import (
+from foredraft.inference.serve.openai.choice import Choice, Piece
+from foredraft.inference.serve.openai.protocol import ChatRequest, Tool
+from foredraft.inference.serve.openai.tool_formats import (
     BARE,
     DEEPSEEK_V3,
     DEEPSEEK_V3_1,
@@ -35,8 +35,8 @@ from foredraft.inference.serve.tool_formats import (
     ToolFormat,
     format_of,
 )
-from foredraft.inference.serve.tool_rules import call_rules
-from foredraft.inference.serve.tools import ToolReader, answer_grammar
+from foredraft.inference.serve.openai.tool_rules import call_rules
+from foredraft.inference.serve.openai.tools import ToolReader, answer_grammar
 from foredraft.inference.slots import RequestOutput
 from tests.support import ROOT
 from tests.support.chats import tokenizer

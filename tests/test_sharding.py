@@ -11,9 +11,9 @@ from torch._subclasses import FakeTensorMode
 from transformers import GptOssForCausalLM, LlamaForCausalLM
 
 from foredraft.heads import Target
-from foredraft.heads.target import sharding
-from foredraft.heads.target.cache import KEY_BLOCK, KVCache
-from foredraft.heads.target.sharding import COLLECTIVE, arguments
+from foredraft.heads.caches.kv_cache import KEY_BLOCK, KVCache
+from foredraft.heads.target_model import sharding
+from foredraft.heads.target_model.sharding import COLLECTIVE, arguments
 from foredraft.inference import generate
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.inference.serve.worker import Worker

@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 
 from foredraft.heads import Target
-from foredraft.heads.target import sliding_cache
+from foredraft.heads.caches import sliding_cache
 from foredraft.inference import Engine, Request
 from foredraft.inference.serve.worker import Worker
 from tests.support.architectures import SIZES, WINDOW, pair
@@ -25,7 +25,7 @@ def text(length: int, seed: int) -> list[int]:
 
 def test_a_long_text_keeps_a_window_of_sliding_layers(monkeypatch):
     """Decode eight windows, in chunks, and then trees, and compare with what transformers writes."""
-    monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
+    monkeypatch.setattr("foredraft.heads.caches.kv_cache.KEY_BLOCK", 1)
     config = hf.Gemma3TextConfig(**SIZES | {"num_hidden_layers": 6, "head_dim": 8}, sliding_window=64)
     assert config.layer_types.count("sliding_attention") == 5
     plain = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -48,7 +48,7 @@ def test_a_long_text_keeps_a_window_of_sliding_layers(monkeypatch):
 def narrow(monkeypatch):
     """Make sliding layers keep no more than they need."""
     monkeypatch.setattr(sliding_cache, "SLACK", 0)
-    monkeypatch.setattr("foredraft.heads.target.cache.KEY_BLOCK", 1)
+    monkeypatch.setattr("foredraft.heads.caches.kv_cache.KEY_BLOCK", 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -10,11 +10,11 @@ import torch
 from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target
-from foredraft.heads.target.gguf_tokenizer import SPLITTINGS, build_tokenizer
-from foredraft.heads.target.resolve_path import gguf_of
+from foredraft.heads.target_model.gguf_tokenizer import SPLITTINGS, build_tokenizer
+from foredraft.heads.target_model.resolve_path import gguf_of
 from foredraft.inference import generate, load_drafter
-from foredraft.train.data import magpie
 from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.writing import magpie
 from tests.support import ROOT
 from tests.support.gguf_targets import tokenizer_metadata, write_gguf
 from tests.support.tiny import tiny_config

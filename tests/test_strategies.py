@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from foredraft.heads import Target
 from foredraft.inference import generate, load_drafter
-from foredraft.train.data import self_generated
 from foredraft.train.data.row_order import EpochStream
-from foredraft.train.data.written_rows import RowFile
 from foredraft.train.runtime import strategy
+from foredraft.train.writing import self_generated
+from foredraft.train.writing.written_rows import RowFile
 from tests.support import ROOT, nightly_but
 from tests.support.processes import ONE, SMALL_EAGLE3, STEPS, TWO, children, end, losses, program, torchrun, until
 from tests.support.tiny import TEXT

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.target import loading
-from foredraft.heads.target import model as model_module
-from foredraft.heads.target.loading import read_config
-from foredraft.heads.target.sharding import replicated_params
+from foredraft.heads.target_model import loading
+from foredraft.heads.target_model import model as model_module
+from foredraft.heads.target_model.loading import read_config
+from foredraft.heads.target_model.sharding import replicated_params
 from foredraft.inference import drafter_for, generate
 from foredraft.inference.drafters import NgramDrafter
 from tests.support.architectures import FAMILIES
@@ -108,7 +108,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_missed_where_text_is_read(tmp_path
         raise error
 
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
-    monkeypatch.setattr("foredraft.heads.target.loading.AutoTokenizer.from_pretrained", fail)
+    monkeypatch.setattr("foredraft.heads.target_model.loading.AutoTokenizer.from_pretrained", fail)
     target = Target.from_pretrained(tmp_path, device="cpu")
     with pytest.raises(ValueError, match=rf"has no tokenizer \({error}\), which text needs"):
         target.text_tokenizer  # noqa: B018

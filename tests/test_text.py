@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foredraft.inference.evaluation.results import Sample
 from foredraft.inference.serve.echo import Echo
-from foredraft.inference.serve.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
+from foredraft.inference.serve.openai.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
 from foredraft.inference.slots import RequestOutput
 from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt, token_texts_of
 from foredraft.scripts.chat import AnswerWriter, Marks

@@ -14,7 +14,7 @@ from foredraft.heads.checkpoint import save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hydra import HydraHead
 from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.train import checks, parity_gate
 from foredraft.train.data.packing import Document
 from foredraft.train.optimizer import Float32Muon, MuonAdamW, muon

@@ -13,8 +13,8 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from transformers.utils import ModelOutput
 
 from foredraft.heads import Target
-from foredraft.heads.target.capabilities import cache_name
-from foredraft.heads.target.state_cache import can_crop
+from foredraft.heads.caches.state_cache import can_crop
+from foredraft.heads.target_model.capabilities import cache_name
 from foredraft.inference import generate
 from tests.support import hybrids
 from tests.support.drafters import Oracle

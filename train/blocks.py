@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, draft_loss_mask
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.sampling import GOLDEN, mix, shift, wrap
 from foredraft.train.gradients import PartialGradients
 from foredraft.train.losses import Prediction, to_float32

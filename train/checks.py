@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import published_dtype, save_head
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.train import parity_gate
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts

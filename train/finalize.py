@@ -20,7 +20,7 @@ from foredraft.heads import lora
 from foredraft.heads.base import DraftHead, PackedBatch, ParallelHead
 from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub.card import aligned, measured, model_card
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import AutoTree, load_drafter
 from foredraft.inference.drafters.auto import HeadTree
 from foredraft.inference.evaluation import results as benchmark_results

@@ -25,7 +25,7 @@ import torch
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.checkpoint import load_head
 from foredraft.heads.formats.gguf.tensors import package
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import run, texts
 from foredraft.inference.serve.other_engines import find_llamacpp, llamacpp_command

@@ -15,7 +15,7 @@ from typing import Any
 
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.dflash import DFlashHead
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import Drafter, load_drafter, tree_of
 from foredraft.inference.engine import Engine
 from foredraft.inference.request import Request

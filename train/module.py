@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.train.gradients import PartialGradients
 from foredraft.train.hidden_states.online import forward_target, several_documents
 from foredraft.train.hidden_states.storage import sparse, unpack

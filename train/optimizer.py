@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foredraft.heads.target.loading import has_bfloat16_products
+from foredraft.heads.target_model.loading import has_bfloat16_products
 
 
 class Float32Muon(torch.optim.Muon):

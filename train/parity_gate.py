@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, RecurrentHead
 from foredraft.heads.checkpoint import load_head
-from foredraft.heads.packing import PackedLinear
-from foredraft.heads.target import Target
-from foredraft.heads.target.sharding import full_tensor
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.packing import PackedLinear
+from foredraft.heads.target_model.sharding import full_tensor
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.sampling import Sampling, SamplingParams

@@ -15,7 +15,7 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import load_head, read_config
 from foredraft.heads.formats.engines import engines
 from foredraft.heads.hub.card import model_card
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import load_drafter
 from foredraft.inference.evaluation.measure import run, texts
 from foredraft.inference.generation import tokens_per_forward

@@ -26,7 +26,7 @@ from transformers import PrinterCallback, TrainerCallback, TrainerState, set_see
 from foredraft.cli import entry
 from foredraft.heads import hub, lora
 from foredraft.heads.base import BlockHead, DraftHead
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import length_settings
 from foredraft.inference.evaluation.measure import run as decode
@@ -39,7 +39,7 @@ from foredraft.train.checks import (
     check_saving,
     check_settings,
 )
-from foredraft.train.data import data_card, self_generated
+from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Packed, count_tokens, has_chats, has_prompts, prompts
 from foredraft.train.data.documents import Documents
 from foredraft.train.data.loading import load_corpus
@@ -52,6 +52,7 @@ from foredraft.train.runtime.memory import disable_malloc_trim, explain_out_of_m
 from foredraft.train.runtime.run_state import CHECKPOINTS, done_before, open_directory, rows_per_step, unlock
 from foredraft.train.start import init_from
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments, arguments
+from foredraft.train.writing import self_generated
 
 
 class Prepared(NamedTuple):

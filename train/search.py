@@ -22,7 +22,7 @@ from transformers import set_seed
 
 from foredraft.cli import user_message
 from foredraft.config import check
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.train.data.corpus import Corpus
 from foredraft.train.finalize import finalize
 from foredraft.train.run import load, prepare, start_process, train, with_self_generated_text
@@ -167,7 +167,7 @@ def measured_speed(run: DictConfig, target: Target, data: Corpus, text: Path) ->
     directory = Path(run.output_dir)
     if not done_before(run):
         directory.mkdir(parents=True, exist_ok=True)
-        for file in text.glob("*.safetensors"):
+        for file in (*text.glob("self_generated.*"), *text.glob("held_out.*")):
             if not (directory / file.name).exists():
                 (directory / file.name).symlink_to(file.resolve())
         set_seed(run.seed)

@@ -5,7 +5,7 @@ import torch
 from foredraft.heads.base import DraftHead, RecurrentHead
 from foredraft.heads.checkpoint import read_head
 from foredraft.heads.eagle import EagleHead
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 
 def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:

@@ -28,8 +28,8 @@ from foredraft.heads import lora
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.hub.client import HEAD
-from foredraft.heads.target import Target
-from foredraft.heads.target.loading import has_bfloat16_products
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.loading import has_bfloat16_products
 from foredraft.train import optimizer
 from foredraft.train.data.packing import collate
 from foredraft.train.module import DistillationModel

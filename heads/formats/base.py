@@ -16,8 +16,8 @@ from torch import Tensor
 
 from foredraft.heads import vocab
 from foredraft.heads.base import DraftHead
-from foredraft.heads.target import Target
-from foredraft.heads.target.sharding import full_tensor
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.sharding import full_tensor
 
 LARGEST_DEPTH = 512  # of drafts, and of positions in a block: a config with more is damaged
 

@@ -16,7 +16,7 @@ from foredraft.heads.domino import DominoHead
 from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_copy
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.heads.xpress import XPressHead
 
 # Architectures, and whether the anchor drafts in files that do not specify it.

@@ -13,7 +13,7 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.formats.base import Format, HeadFiles, check_settings, drop_embeddings
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 ARCHITECTURES = {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
 EMBEDDINGS = "embed_tokens.weight"

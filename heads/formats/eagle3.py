@@ -12,7 +12,7 @@ from foredraft.heads.eagle3 import FLAGS, Eagle3Head
 from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_embeddings
 from foredraft.heads.formats.layer_ids import IDS, for_sglang, resolve_layer_ids
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 ARCHITECTURES = {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "CosyVoice3Eagle3LlamaForCausalLM"}
 ARCHITECTURES |= {"Eagle3Qwen3ForCausalLM"}  # has norms on queries and keys

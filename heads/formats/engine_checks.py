@@ -6,8 +6,8 @@ from foredraft.heads.dflash2 import DFlash2Head
 from foredraft.heads.eagle3 import FLAGS, Eagle3Head
 from foredraft.heads.formats.eagle3 import AUX
 from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
-from foredraft.heads.target import Target
-from foredraft.heads.target.files import weight_map
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.files import weight_map
 
 
 def require(fits: bool, sentence: str) -> None:

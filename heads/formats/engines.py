@@ -26,8 +26,8 @@ from foredraft.heads.hydra import HydraHead
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.mtp import PREFIX, MTPHead
 from foredraft.heads.p_eagle import PEagleHead
-from foredraft.heads.target import Target
-from foredraft.heads.target.files import weight_map
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.files import weight_map
 from foredraft.heads.xpress import XPressHead
 
 VLLM = """vllm serve {target} --speculative-config '{{"method": "{method}", "model": "{head}", \

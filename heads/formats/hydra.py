@@ -9,7 +9,7 @@ from foredraft.heads import llama_config
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles, check_settings
 from foredraft.heads.hydra import HydraHead
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 PREFIX = "prefix_embeding_layer."
 

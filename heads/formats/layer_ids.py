@@ -9,7 +9,7 @@ always as hidden states if the target is a GPT-OSS (its #32334).
 """
 
 from foredraft.heads.formats.base import HeadFiles
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 

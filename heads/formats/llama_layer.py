@@ -4,7 +4,7 @@ from typing import Any
 
 from foredraft.heads import llama_config
 from foredraft.heads.formats.base import HeadFiles, check_one_layer, check_settings
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 # The only values that our decoder layer supports.
 LAYER = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}

@@ -8,7 +8,7 @@ from torch import Tensor
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles, check_settings
 from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 
 def medusa_config(files: HeadFiles, target: Target, depth: int, blocks: int) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.mtp import PREFIX, MTPHead, has_weights, norm_offset
-from foredraft.heads.target import Target
-from foredraft.heads.target.files import INDEX, checkpoint_file, weight_map
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.files import INDEX, checkpoint_file, weight_map
 
 LAYER = f"{PREFIX}layers.0.self_attn."
 COPIED = (".json", ".jinja", ".model", ".txt")

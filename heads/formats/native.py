@@ -5,7 +5,7 @@ from typing import Any, Self
 import foredraft.heads.draft_model  # noqa: F401 -- configs name its class, and only imported modules can be named
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 
 class NativeFormat(Format):

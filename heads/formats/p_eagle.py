@@ -12,7 +12,7 @@ from foredraft.heads.formats.eagle3 import Eagle3Format
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.formats.speculators import speculative_tokens, speculators_settings
 from foredraft.heads.p_eagle import PEagleHead
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 ARCHITECTURES = {"PeagleLlamaForCausalLM", "PEagleDraftModel"}
 TOKEN = ("pard_token", "ptd_token_id", "mask_token_id")  # names of one setting

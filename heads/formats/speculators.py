@@ -15,7 +15,7 @@ from foredraft.heads.formats.eagle3 import Eagle3Format, has_qk_norms
 from foredraft.heads.formats.layer_ids import IDS
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.p_eagle import PEagleHead
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 ARCHITECTURES = {"Eagle3Speculator", "Eagle3DraftModel"}
 EMBEDDINGS = "embed_tokens.weight"

@@ -10,7 +10,7 @@ from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.formats.base import HeadFiles, check_settings
 from foredraft.heads.formats.dflash import DFlashFormat, layer_ids, markov_settings
 from foredraft.heads.formats.speculators import speculators_config
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.heads.xpress import XPressHead
 
 IDS = "aux_hidden_state_layer_ids"

@@ -8,8 +8,8 @@ import torch
 from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
 from foredraft.heads.checkpoint import find, load_head, read_config
 from foredraft.heads.draft_model import DraftModelHead
-from foredraft.heads.packing import pack
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.packing import pack
 from foredraft.inference.drafters import memory
 from foredraft.inference.drafters.adaptive import AdaptiveLength
 from foredraft.inference.drafters.auto import AutoTree, HeadTree

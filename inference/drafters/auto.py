@@ -18,8 +18,8 @@ from math import log2
 import torch
 from torch import Tensor
 
-from foredraft.heads.target import Target
-from foredraft.heads.target.device import synchronize
+from foredraft.heads.caches.device import synchronize
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Accepted, Drafter, PendingAccepted, bonus_only
 from foredraft.inference.drafters.block import BlockTree
 from foredraft.inference.drafters.cached_tree import CachedTree

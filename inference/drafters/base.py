@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foredraft.heads.target.cache import to_device
+from foredraft.heads.caches.kv_cache import to_device
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, chain, from_parents
 
@@ -35,7 +35,7 @@ class Accepted(NamedTuple):
 
 
 class Drafter(ABC):
-    layers: Sequence[int] = ()  # the target's hidden states that it needs, numbered as in heads/target/model.py
+    layers: Sequence[int] = ()  # the target's hidden states that it needs, numbered as in heads/target_model/model.py
     depth: int  # maximum number of levels of its next tree
     nodes: int  # maximum number of nodes of all its trees, including the bonus token
     branches: bool = True  # whether its trees may be more than chains

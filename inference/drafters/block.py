@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.base import BlockHead
-from foredraft.heads.target import Target
-from foredraft.heads.target.cache import KVCache, to_device
+from foredraft.heads.caches.kv_cache import KVCache, to_device
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.cached_tree import MIN_PROBABILITY, WIDTH, CachedTree, check_width
 from foredraft.inference.tree import TokenTree

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.base import BlockHead, RecurrentHead
-from foredraft.heads.target import Target
-from foredraft.heads.target.cache import KVCache
+from foredraft.heads.caches.kv_cache import KVCache
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Accepted, Drafter, pad_accepted
 from foredraft.inference.sampling import Sampling, temper
 from foredraft.inference.tree import TokenTree, from_parents

@@ -1,11 +1,11 @@
-"""One branch of each tree, for targets that support only chains (heads/target/state_cache.py)."""
+"""One branch of each tree, for targets that support only chains (heads/caches/state_cache.py)."""
 
 import warnings
 
 import torch
 from torch import Tensor
 
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, Wrapper
 from foredraft.inference.tree import TokenTree, chain
 

@@ -6,9 +6,9 @@ It drafts the same tree as a recurrent head. The model replaces the head and has
 import torch
 from torch import Tensor
 
+from foredraft.heads.caches.kv_cache import KVCache, to_device
 from foredraft.heads.draft_model import DraftModelHead, check_vocabulary
-from foredraft.heads.target import Target
-from foredraft.heads.target.cache import KVCache, to_device
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.cached_tree import MIN_PROBABILITY, check_width
 from foredraft.inference.drafters.dynamic import DynamicTree

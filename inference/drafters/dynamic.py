@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.base import RecurrentHead
-from foredraft.heads.target import Target
-from foredraft.heads.target.cache import KVCache
+from foredraft.heads.caches.kv_cache import KVCache
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.cached_tree import MIN_PROBABILITY, WIDTH, CachedTree, check_width
 
 

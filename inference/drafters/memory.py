@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from foredraft.heads.cache_directory import cache_directory
-from foredraft.heads.target import Target
-from foredraft.heads.target.device import device_name
+from foredraft.heads.caches.device import device_name
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.cache_directory import cache_directory
 from foredraft.inference.drafters.costs import Costs, Plan
 from foredraft.inference.sampling import Sampling
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.base import ParallelHead
-from foredraft.heads.target import Target
-from foredraft.heads.target.cuda_graphs import CudaGraphs
+from foredraft.heads.caches.cuda_graphs import CudaGraphs
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Accepted, Drafter, newest
 from foredraft.inference.drafters.cached_tree import check_width
 from foredraft.inference.sampling import Sampling, temper

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
 from foredraft.inference.generation import generate
 from foredraft.inference.tree import TokenTree

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.evaluation.measure import BATCH, REPETITIVE, distinct, length_settings, run
 from foredraft.inference.evaluation.progress import report, track

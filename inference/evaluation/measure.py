@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.inference.generation import Generation, generate

@@ -2,8 +2,8 @@
 
 import torch
 
-from foredraft.heads.target import Target
-from foredraft.heads.target.loading import model_class, read_config, resolve_dtype
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.loading import model_class, read_config, resolve_dtype
 
 
 def shaped_target(path: str, dtype: str = "bfloat16", device: str | None = None, seed: int = 0) -> Target:

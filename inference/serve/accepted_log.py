@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from foredraft.inference.serve.completion import Answer
+from foredraft.inference.serve.openai.completion import Answer
 
 
 class AcceptedLog:

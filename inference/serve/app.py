@@ -21,9 +21,9 @@ from starlette.routing import Route
 from foredraft.inference.serve.accepted_log import AcceptedLog
 from foredraft.inference.serve.followed_head import FollowedHead
 from foredraft.inference.serve.limits import Gate, Refused, error_response
-from foredraft.inference.serve.protocol import ChatRequest, CompletionRequest
-from foredraft.inference.serve.responses import ResponsesAnswer
-from foredraft.inference.serve.responses_protocol import ResponsesRequest
+from foredraft.inference.serve.openai.protocol import ChatRequest, CompletionRequest
+from foredraft.inference.serve.openai.responses import ResponsesAnswer
+from foredraft.inference.serve.openai.responses_protocol import ResponsesRequest
 from foredraft.inference.serve.service import INTERNAL_ERROR, Service
 from foredraft.inference.serve.worker import Failed, QueueFull, Worker
 

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from foredraft.heads.target import Target
-from foredraft.heads.target.cache import KVCache
-from foredraft.heads.target.cuda_graphs import power_of_two
-from foredraft.heads.target.stacked_cache import StackedCache
+from foredraft.heads.caches.cuda_graphs import power_of_two
+from foredraft.heads.caches.kv_cache import KVCache
+from foredraft.heads.caches.stacked_cache import StackedCache
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, select_layers
 from foredraft.inference.sampling import Sampling, SamplingParams
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.heads.target import Target
-from foredraft.inference.serve.logprobs import TokenLogprob
+from foredraft.heads.target_model import Target
+from foredraft.inference.serve.openai.logprobs import TokenLogprob
 from foredraft.inference.text import Detokenizer
 
 CHUNK = 256  # number of positions whose logits are in memory at a time

@@ -5,7 +5,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from foredraft.inference.serve.completion import Answer
+from foredraft.inference.serve.openai.completion import Answer
 from foredraft.inference.serve.worker import Worker
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)

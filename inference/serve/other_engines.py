@@ -19,7 +19,7 @@ from typing import Any
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import read_head, write_head
 from foredraft.heads.formats.engines import LLAMACPP_TARGET, Export, llamacpp, vllm
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 API_KEYS = {"vllm": "VLLM_API_KEY", "llamacpp": "LLAMA_API_KEY"}  # environment variables that the servers read
 

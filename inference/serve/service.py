@@ -16,14 +16,14 @@ from starlette.types import Receive, Scope, Send
 
 from foredraft import inference as decoding
 from foredraft.inference.grammar import Grammar, Grammars
-from foredraft.inference.serve import tools
 from foredraft.inference.serve.accepted_log import AcceptedLog
-from foredraft.inference.serve.completion import Answer
 from foredraft.inference.serve.echo import Echo, Scored, score
 from foredraft.inference.serve.limits import Refused
 from foredraft.inference.serve.metrics import Metrics
-from foredraft.inference.serve.prompts import PromptEncoder
-from foredraft.inference.serve.protocol import ChatRequest, CommonRequest, CompletionRequest
+from foredraft.inference.serve.openai import tools
+from foredraft.inference.serve.openai.completion import Answer
+from foredraft.inference.serve.openai.prompts import PromptEncoder
+from foredraft.inference.serve.openai.protocol import ChatRequest, CommonRequest, CompletionRequest
 from foredraft.inference.serve.worker import TIMED_OUT, Failed, Worker
 
 log = logging.getLogger("foredraft.serve")

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import Drafter
 from foredraft.inference.engine import Engine, RequestOutput
 from foredraft.inference.request import Request

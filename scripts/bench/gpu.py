@@ -26,7 +26,7 @@ import foredraft.inference.target_sampler
 from foredraft.cli import entry
 from foredraft.heads import Target
 from foredraft.heads.base import RecurrentHead
-from foredraft.heads.target import cuda_graphs
+from foredraft.heads.caches import cuda_graphs
 from foredraft.inference import Request, drafter_for, generate
 from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
 from foredraft.inference.evaluation.random_target import shaped_target

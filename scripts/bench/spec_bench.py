@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 
 from foredraft import Target
 from foredraft.cli import entry
-from foredraft.heads.target.device import device_name
+from foredraft.heads.caches.device import device_name
 from foredraft.inference.evaluation.benchmark import Lines
 from foredraft.scripts.bench import systems
 from foredraft.scripts.bench.matched import first_turns

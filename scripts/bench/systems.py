@@ -17,7 +17,7 @@ import torch
 from omegaconf import DictConfig
 
 from foredraft import Target, generate, load_drafter
-from foredraft.heads.target.resolve_path import resolve_path
+from foredraft.heads.target_model.resolve_path import resolve_path
 from foredraft.inference.drafters import Drafter
 from foredraft.inference.evaluation.measure import left_pad
 from foredraft.words import ROOT

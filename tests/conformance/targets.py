@@ -14,7 +14,7 @@ from foredraft.heads.checkpoint import write_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.target.loading import model_class, read_config
+from foredraft.heads.target_model.loading import model_class, read_config
 from foredraft.inference import drafter_for, generate
 from foredraft.inference.evaluation.measure import left_pad
 from foredraft.train.losses import kl_div

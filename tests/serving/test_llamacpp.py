@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.mtp import MTPHead
-from foredraft.heads.target.resolve_path import gguf_of, resolve_path
+from foredraft.heads.target_model.resolve_path import gguf_of, resolve_path
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import run, texts
 from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, PROMPTS, QUIET, SMOLLM2, call, chat_prompts, train_heads

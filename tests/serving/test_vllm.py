@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from foredraft.heads import Target, load_head
 from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, ParallelHead
-from foredraft.heads.target.resolve_path import resolve_path
+from foredraft.heads.target_model.resolve_path import resolve_path
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import run
 from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, SMOLLM2, call, chat_prompts, train_heads

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from foredraft.heads import Target
-from foredraft.heads.target.capabilities import Capabilities
-from foredraft.heads.target.sharding import COLLECTIVE
+from foredraft.heads.target_model.capabilities import Capabilities
+from foredraft.heads.target_model.sharding import COLLECTIVE
 from foredraft.train.hidden_states import online
 from tests.support.batches import batch
 

@@ -8,8 +8,8 @@ from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target
 from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.target.ends import in_layer
-from foredraft.heads.target.files import INDEX
+from foredraft.heads.target_model.ends import in_layer
+from foredraft.heads.target_model.files import INDEX
 from foredraft.inference.drafters import DynamicTree
 from tests.support.tiny import tiny_config
 

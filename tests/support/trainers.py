@@ -6,7 +6,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.train.data.packing import Document, Packed
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.losses import kl_div

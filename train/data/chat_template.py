@@ -15,8 +15,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from foredraft.heads.target.images import ImageReader
-from foredraft.heads.target.messages import as_parts, normalize_messages
+from foredraft.heads.target_model.images import ImageReader
+from foredraft.heads.target_model.messages import as_parts, normalize_messages
 from foredraft.inference.text import answer_context, continuation
 from foredraft.train.data.answer_spans import OPENED, STAND_IN, Span, TurnEnd, common, learned, turn_end
 from foredraft.train.data.corpus import Document

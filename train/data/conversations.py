@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.heads.target.images import ImageReader
+from foredraft.heads.target_model.images import ImageReader
 from foredraft.train.data.corpus import Corpus
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.encoding import Encoder, encode

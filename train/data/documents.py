@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from foredraft.heads.target.images import ImageReader
+from foredraft.heads.target_model.images import ImageReader
 
 BLOCK = 1 << 22  # tokens that are looked at together
 # Tokens read out of mapped files before their pages are given back: all that were ever touched would count as this process's
@@ -25,7 +25,7 @@ REJECTED = 2  # the flag of a token of the loss where a draft was rejected (trai
 class Document(NamedTuple):
     tokens: list[int]
     loss_mask: Sequence[int]  # is this token the target's to write? All of raw text is
-    images: Sequence[str] = ()  # where its images are (heads.target.images.open_image), in their order
+    images: Sequence[str] = ()  # where its images are (heads.target_model.images.open_image), in their order
 
 
 class MappedFile:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.heads.target.images import ImageReader
+from foredraft.heads.target_model.images import ImageReader
 from foredraft.inference.evaluation.progress import Progress
 from foredraft.train.data.chat_template import ChatFormat, template_file
 from foredraft.train.data.columns import declared, has_images
@@ -31,7 +31,7 @@ CODE = (
     "sources",
     "columns",
     "layouts",
-    "../../heads/target/messages",
+    "../../heads/target_model/messages",
     "chat_template",
     "answer_spans",
     "corpus",
@@ -93,7 +93,7 @@ class Encoder:
         return message | {"content": found}
 
     def as_written(self, row: dict[str, Any]) -> tuple[list[Document], Any]:
-        """Return the documents of a row as train/data/written_rows.py describes it."""
+        """Return the documents of a row as train/writing/written_rows.py describes it."""
         if "dropped" in row:
             raise SkippedRow(row["dropped"])
         tokens = row["tokens"]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.train.data.documents import Documents
 
 

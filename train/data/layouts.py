@@ -4,7 +4,7 @@ A conversation is a list of {"role", "content"} with roles system, user, assista
 `reasoning_content` (its reasoning), `tool_calls` (OpenAI's, with arguments as an object) and `finish_reason`. It is found in
 ShareGPT's, UltraChat's and OpenAI's layouts, and in pairs of a prompt and a response. For a target that takes images, a turn
 with images has a list of parts as its content, {"type": "text", "text"} and {"type": "image", "image"}, where `image` is a
-place as heads.target.images.open_image takes it.
+place as heads.target_model.images.open_image takes it.
 """
 
 import base64

@@ -7,13 +7,13 @@ import numpy as np
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.train.data.conversations import HeldOut
 from foredraft.train.data.corpus import Corpus, Held, tokenize
 from foredraft.train.data.documents import Documents
 from foredraft.train.data.known_tokens import Vocabulary, highest_id
 
-WRITES = "foredraft.train.data.magpie.corpus"  # lets the target write what is not there yet
+WRITES = "foredraft.train.writing.magpie.corpus"  # lets the target write what is not there yet
 READS_IMAGES = "foredraft.train.data.conversations.corpus"
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from foredraft.heads.target.images import ImageReader
+from foredraft.heads.target_model.images import ImageReader
 from foredraft.train.data.documents import Document as Document
 from foredraft.train.data.documents import Documents
 

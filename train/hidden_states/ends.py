@@ -5,7 +5,7 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 from foredraft.train.hidden_states import offline, server
 
 

@@ -32,8 +32,8 @@ from torch.utils.data import Dataset
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.hub.card import size
 from foredraft.heads.llama_config import probe_tokens
-from foredraft.heads.target import Target
-from foredraft.heads.target.ends import drop_layers, refuse
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.ends import drop_layers, refuse
 from foredraft.inference.evaluation.progress import Progress
 from foredraft.train.data.packing import Packed, collate
 from foredraft.train.hidden_states.online import forward_target

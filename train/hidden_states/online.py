@@ -5,10 +5,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from foredraft.heads.base import PackedBatch
-from foredraft.heads.target import Target
-from foredraft.heads.target.documents import forward_documents
-from foredraft.heads.target.images import reads_images
-from foredraft.heads.target.sharding import gather_rows
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.documents import forward_documents
+from foredraft.heads.target_model.images import reads_images
+from foredraft.heads.target_model.sharding import gather_rows
 from foredraft.train.data.packing import Packed
 
 

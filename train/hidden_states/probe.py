@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from foredraft.heads.target import Target
-from foredraft.heads.target.documents import spans
-from foredraft.heads.target.ends import HINT_FULL_TARGET, end_modules
-from foredraft.heads.target.sharding import full_tensor
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.documents import spans
+from foredraft.heads.target_model.ends import HINT_FULL_TARGET, end_modules
+from foredraft.heads.target_model.sharding import full_tensor
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states.engine import EngineError
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from foredraft.heads.target import Target
-from foredraft.heads.target.documents import spans
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.documents import spans
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states.engine import Client
 from foredraft.train.hidden_states.probe import (

@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from foredraft.heads.base import DraftHead
-from foredraft.heads.target import Target
-from foredraft.heads.target.device import device_name
+from foredraft.heads.caches.device import device_name
+from foredraft.heads.target_model import Target
 from foredraft.train.runtime.memory import peak_memory
 
 

@@ -31,7 +31,7 @@ from foredraft.heads.formats.gguf.tensors import (
 )
 from foredraft.heads.formats.gguf.vocabulary import add_vocabulary
 from foredraft.heads.mtp import MTPHead
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 Head = Eagle3Head | DFlashHead | MTPHead
 

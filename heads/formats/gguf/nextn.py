@@ -14,8 +14,8 @@ from foredraft.heads.formats.gguf.layout import GGUFFormat, Head
 from foredraft.heads.formats.gguf.tensors import BLOCK, NEXTN, NEXTN_NAMES, from_nextn
 from foredraft.heads.formats.mtp import MTPFormat, shift_norms
 from foredraft.heads.mtp import norm_offset
-from foredraft.heads.target import Target
-from foredraft.heads.target.files import weight_map
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.files import weight_map
 
 COPIES = {
     "lm_head.weight": "output.weight",

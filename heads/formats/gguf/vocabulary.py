@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.heads.formats.gguf.tensors import package
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 PREFIX = "tokenizer."
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.heads.base import PackedBatch, ParallelHead, shift_right
-from foredraft.heads.target import Target
+from foredraft.heads.target_model import Target
 
 
 class ToyHead(ParallelHead):

@@ -1,0 +1,158 @@
+"""Scaled dot-product attention with a mask, without copies of the keys and values.
+
+With a mask, transformers' `sdpa` repeats every key/value head for its group of query heads: a copy of the whole context per
+layer and step. Folding the group into the query rows gives the same numbers without copies:
+
+    query (batch, groups * kv_heads, rows, dim) -> (batch, kv_heads, groups * rows, dim)
+
+On a CPU the rows of a single text are then split so that its threads get equal work. The function is registered under its own
+name in transformers' interface for attention, so no modeling file changes.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from foredraft.heads.attention.packed_mask import PackedMask, attend_packed, attend_part
+from foredraft.heads.attention.sinks import PADDING, with_sinks
+
+NAME = "foredraft"
+# Arguments of a model's attention beyond dot products; calls with them go to transformers' own function.
+EXTRAS = ("softcap", "position_bias", "output_attentions")
+FEWEST_ROWS = 4  # of queries: a CPU uses other kernels for fewer, which round differently
+GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by group size and presence of sinks
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0, scale: float | None = None
+) -> Tensor:
+    """Return attention (batch, heads, rows, value dim) of query (batch, heads, rows, dim) over key and value (batch,
+    kv_heads, keys, dim). mask: (batch, 1 or heads, rows, keys), or grouped by `group_heads`; None for causal attention with
+    as many keys as rows."""
+    batch, heads, rows, dim = query.shape
+    kv_heads, keys = key.shape[1:3]
+    groups = heads // kv_heads
+    if mask is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=groups > 1
+        )
+    if groups > 1:
+        query = query.reshape(batch, kv_heads, groups * rows, dim)
+        mask = group_heads(mask, groups) if mask.shape[2] == rows else mask
+    grouped = query.shape[2]
+    if grouped < FEWEST_ROWS and query.device.type == "cpu":
+        missing = (0, 0, 0, FEWEST_ROWS - grouped)
+        query, mask = F.pad(query, missing), F.pad(mask, missing)
+    parts = equal_parts(query) if batch == 1 else 1
+    if parts > 1:  # the parts become a batch over the same keys
+        query = query.view(kv_heads, parts, -1, dim).transpose(0, 1)
+        mask = mask.view(mask.shape[1], parts, -1, keys).transpose(0, 1)
+        key, value = key.expand(parts, -1, -1, -1), value.expand(parts, -1, -1, -1)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+    out = out.transpose(0, 1) if parts > 1 else out[:, :, :grouped]
+    return out.reshape(batch, heads, rows, -1)
+
+
+@contextlib.contextmanager
+def recomputed(makers: Sequence[Callable[[], Tensor]]) -> Iterator[list[Tensor]]:
+    """Yield the tensors of these functions. If autograd would keep one of them, or a view of it, it calls the function
+    again in the backward pass. Otherwise the masks of all parts of a sequence, or copies of their keys, would together be
+    as large as length x length."""
+    tensors = [make() for make in makers]
+    makers_by_storage = {tensor.untyped_storage()._cdata: make for tensor, make in zip(tensors, makers, strict=True)}
+
+    def pack(saved: Tensor) -> Any:
+        make = makers_by_storage.get(saved.untyped_storage()._cdata)
+        return saved if make is None else (make, saved.size(), saved.stride(), saved.storage_offset())
+
+    def unpack(packed: Any) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed[0]().as_strided(*packed[1:])
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield tensors
+
+
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what a mask (bool) adds to scores. Attention would compute this in every layer and keep it for gradients. It
+    is finite, so that a row without visible keys does not become NaN."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def group_heads(mask: Tensor, groups: int) -> Tensor:
+    """Reshape a mask (batch, 1 or heads, rows, keys) to (batch, 1 or kv_heads, groups * rows, keys)."""
+    mask = mask.expand(-1, groups, -1, -1) if mask.shape[1] == 1 else mask
+    return mask.unflatten(1, (-1, groups)).flatten(2, 3)
+
+
+def equal_parts(query: Tensor) -> int:
+    """Return the number of parts of a grouped query (1, kv_heads, rows, dim) that gives the threads of a CPU equal work:
+    its kernel schedules blocks of 32 rows, and two threads take as long for three blocks as for four."""
+    if query.device.type != "cpu":
+        return 1
+    kv_heads, rows = query.shape[1:3]
+    threads = torch.get_num_threads()
+    parts = threads // math.gcd(kv_heads, threads)
+    return parts if rows % parts == 0 and rows // parts >= 8 else 1
+
+
+def grouped_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """Implement transformers' attention interface. `query`: (batch, heads, rows, dim). Returns (batch, rows, heads, dim)."""
+    sinks = kwargs.get("s_aux")
+    if (attention_mask is None and sinks is None) or any(kwargs.get(name) is not None for name in EXTRAS):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
+        )
+    if isinstance(attention_mask, PackedMask):
+        return attend_packed(query, key, value, attention_mask, scaling, sinks).transpose(1, 2).contiguous(), None
+    if attention_mask is None:
+        return attend_part(query, key, value, None, scaling, sinks).transpose(1, 2).contiguous(), None
+    groups = query.shape[1] // key.shape[1]
+    if sinks is not None:
+        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        query, key, value = with_sinks(query, key, value, sinks, scaling)
+    if groups > 1 or sinks is not None:  # all layers of a forward share one mask
+        grouped, kind = GROUPED.setdefault(attention_mask, {}), (groups, sinks is None)
+        if kind not in grouped:
+            seen = attention_mask.dtype == torch.bool
+            mask = attention_mask if sinks is None else F.pad(attention_mask, (1, 0), value=float(seen))
+            grouped[kind] = group_heads(mask, groups) if groups > 1 else mask
+        attention_mask = grouped[kind]
+    out = attend(query, key, value, attention_mask, dropout, scaling)
+    return (out if sinks is None else out[..., :-PADDING]).transpose(1, 2).contiguous(), None
+
+
+def take_masks(model: PreTrainedModel) -> None:
+    """Let a model's attention accept any mask. Raises ValueError if its implementation only supports causal masks."""
+    named = model.config._attn_implementation
+    # transformers uses eager attention for these, since its sdpa does not support sinks.
+    has_sinks = not model._supports_sdpa and any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    if named == "sdpa" or (named == "eager" and has_sinks and model._supports_attention_backend):
+        model.set_attn_implementation(NAME)
+    elif named not in (NAME, "eager"):
+        raise ValueError(
+            f"attn_implementation={named} does not support the mask of a draft tree: load the target with "
+            "attn_implementation=sdpa"
+        )
+
+
+AttentionInterface.register(NAME, grouped_sdpa)
+AttentionMaskInterface.register(NAME, sdpa_mask)

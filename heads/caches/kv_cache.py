@@ -1,0 +1,370 @@
+"""A preallocated key/value cache with a length per slot, into which unmodified transformers models write.
+
+Slots are allocated once. A forward computes some of them, its `rows` (`KVCache.use`). Columns of a slot:
+`slot_lengths[slot]` entries of computed text, then those of the newest forward, then nothing.
+
+    slot 0   [ t t t t t t t | n n n . . . . . ]      t computed text, n the newest forward (a tree, or text)
+    slot 1   [ t t t t | n n n . . . . . . . . ]      . never written, or stale: masked
+
+`commit` moves the accepted entries of the newest forward after the text, and lengthens the slots. Rejected entries need no
+clearing: the next forward overwrites or masks them. Layers of one shape and device share a few blocks of memory, so
+accepting a path is one gather and one scatter for many layers, and its cost does not depend on the context.
+
+It is part of `heads` because autoregressive heads draft with such caches too.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from foredraft.heads.attention.masks import Masks
+from foredraft.heads.caches.cuda_graphs import CudaGraphs, power_of_two
+from foredraft.heads.caches.device import upload
+
+MIN_BUCKET = 256  # smallest number of columns that a forward of fixed shapes sees
+BLOCKS = 4  # shared by layers of one shape: each is smaller than the memory that a system grants at a time
+# On a CPU a forward after a text sees a multiple of this many columns. Attention processes keys in blocks of this size, so
+# all its products have one shape, and a row has the same bits regardless of its batch. A smaller last block would be
+# summed in another order.
+KEY_BLOCK = 512
+ALIGNMENT = 64  # bytes, of memory on a CPU
+
+
+def bucket(entries: int) -> int:
+    """Return at least this many columns, rounded to a power of two so that there are few graphs."""
+    return max(MIN_BUCKET, power_of_two(entries))
+
+
+def key_block(device: torch.device) -> int:
+    return KEY_BLOCK if device.type == "cpu" else 1
+
+
+def whole_blocks(entries: int, block: int) -> int:
+    """Return the smallest multiple of `block` that is at least `entries`."""
+    return -(-entries // block) * block
+
+
+def to_device(numbers: Any, device: torch.device) -> Tensor:
+    """Upload integers of the host, in lists of lists, as int64, without waiting for the work that runs on the device."""
+    return upload(torch.tensor(numbers, dtype=torch.int64), device)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On a CPU their pages take no memory until they are written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    count = math.prod(shape)
+    buffer = np.zeros(count * dtype.itemsize + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).view(*shape)
+
+
+class CacheLayer(CacheLayerMixin):
+    """Give one layer access to its part of a KVCache."""
+
+    def __init__(self, cache: "KVCache", index: int):
+        super().__init__()
+        self.cache, self.index = cache, index
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = self.cache.block(self.index, key_states, value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write (batch, heads, new, dim) after each slot's text. Return all columns in use, including the new ones."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        cache, new = self.cache, key_states.shape[2]
+        if cache.uniform_lengths and cache.span is not None and cache.kv_bucket is None:
+            first = cache.lengths[0] + cache.num_uncommitted
+            self.keys[cache.span, :, first : first + new] = key_states
+            self.values[cache.span, :, first : first + new] = value_states
+        else:
+            # With sharding=layers, some layers are on another device than the cache's indices.
+            slots, columns = (index.to(self.keys.device) for index in (cache.slots, cache.columns(new)))
+            self.keys[slots, :, columns] = key_states.transpose(1, 2)
+            self.values[slots, :, columns] = value_states.transpose(1, 2)
+        width = cache.width(new)
+        cache.used = max(cache.used, width)
+        return cache.of_rows(self.keys, width), cache.of_rows(self.values, width)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cache.width(query_length), 0
+
+    def get_seq_length(self) -> int:
+        return max(self.cache.lengths)
+
+    def get_max_length(self) -> int:
+        return self.cache.capacity
+
+
+class KVCache(Cache):
+    """Hold `capacity` entries in each of `num_slots` slots of `layers` layers. Forwards compute the `batch` slots `rows`.
+
+    slot_lengths: computed tokens per slot, on the host, so that no step has to ask the device for them.
+    lengths: the same, only of the rows.
+    num_uncommitted: entries after them that the next forward must not overwrite: a head drafts level by level.
+    new_counts: (batch, 1) int64, the real entries of a forward of prompts; None in other forwards.
+    seq_lens: (batch, 1) int64, the lengths on the device.
+    span: the rows as a slice if they are neighbors, else None.
+    used: the columns that any forward has seen. On a CPU, those after them take no memory.
+    kv_bucket: None if forwards see the columns up to the longest slot's newest entry. If they are to be captured
+    (cuda_graphs.py), they see this number of columns, and only `seq_lens` determines where the text ends.
+    """
+
+    sliding: Any = None  # the settings of a SlidingCache
+    new_counts: Tensor | None
+
+    def __init__(
+        self,
+        layers: int,
+        num_slots: int,
+        capacity: int,
+        device: torch.device | str,
+        capture: bool = False,
+        one_device: bool = True,
+    ):
+        """Describe the cache, whose memory is allocated by its first forward. capture: should forwards be captured, if the
+        device supports it? one_device: False if the layers are on several devices. Then each layer has its own memory, or
+        every device would reserve that of all layers."""
+        super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
+        self.slides = [False] * layers  # which layers only keep the newest entries (sliding_cache.py)
+        self.device, self.capture, self.one_device = torch.device(device), capture, one_device
+        self.key_block = key_block(self.device)
+        self.blocks: dict[tuple, Tensor] = {}
+        self.kv_bucket: int | None = None
+        self.num_slots, self.capacity = num_slots, capacity
+        self.graphs = CudaGraphs(self.device, self.capture)
+        self.all_slots = torch.arange(num_slots, device=self.device)[:, None]
+        self.all_seq_lens = torch.zeros(num_slots, 1, dtype=torch.int64, device=self.device)  # captured graphs read it
+        self.slot_lengths, self.used = [0] * num_slots, 0
+        self.rows: list[int] = []
+        self.use(range(num_slots))
+
+    def columns_in(self, key: tuple) -> int:
+        """Return the columns of each slot in the block of this key. Those beyond `capacity` are never written, so on a CPU
+        they take no memory."""
+        return whole_blocks(self.capacity, self.key_block)
+
+    def columns_of(self, key: tuple, entries: Tensor) -> Tensor:
+        """Return the columns of these entries of a text in the block of this key."""
+        return entries
+
+    def use(self, rows: Sequence[int]) -> None:
+        """Let forwards compute these slots, in this order. Captured ones compute the first slots."""
+        if list(rows) == self.rows:
+            return
+        self.rows, self.batch, first = list(rows), len(rows), rows[0]
+        self.span = slice(first, first + len(rows)) if self.rows == [*range(first, first + len(rows))] else None
+        self.slots = to_device(self.rows, self.device)[:, None] if self.span is None else self.all_slots[self.span]
+        self.kv_bucket = None
+        self.set_lengths([self.slot_lengths[slot] for slot in rows])
+
+    def of_rows(self, states: Tensor, width: int) -> Tensor:
+        """Return the first `width` columns of the rows of keys or values (num_slots, heads, columns, dim)."""
+        if self.span is not None:
+            return states[self.span, :, :width]
+        return states[:, :, :width].index_select(0, self.slots[:, 0].to(states.device))
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` entries of a slot."""
+        self.slot_lengths[slot], self.rows = length, []
+
+    def swap(self, one: int, other: int) -> None:
+        """Swap the contents of two slots."""
+        lengths = self.slot_lengths
+        longest = max(lengths[one], lengths[other])
+        for block in self.blocks.values():
+            states = block[:, :, one, :, :longest].clone()
+            block[:, :, one, :, :longest] = block[:, :, other, :, :longest]
+            block[:, :, other, :, :longest] = states
+        lengths[one], lengths[other] = lengths[other], lengths[one]
+        self.rows = []
+
+    def copy(self, source: int, slot: int, length: int) -> None:
+        """Copy the first `length` entries of a slot to another one."""
+        for key, block in self.blocks.items():
+            columns = slice(self.columns_in(key) if key[0] else length)  # entries in a ring are in another order
+            block[:, :, slot, :, columns] = block[:, :, source, :, columns]
+        self.truncate(slot, length)
+
+    def can_rewind(self, length: int, earlier: int) -> bool:
+        """Return whether a slot of `length` entries can be truncated to an `earlier` length."""
+        return True
+
+    def erase(self, slot: int) -> None:
+        """Overwrite all entries of a slot."""
+        for key, block in self.blocks.items():
+            block[:, :, slot, :, : self.columns_in(key) if key[0] else self.used] = 0
+
+    def erase_uncommitted(self, slot: int) -> None:
+        """Overwrite the entries after a slot's text."""
+        for block in self.blocks.values():
+            block[:, :, slot, :, self.slot_lengths[slot] : self.used] = 0
+
+    def clear(self) -> None:
+        """Forget all text. Captured graphs stay."""
+        self.slot_lengths, self.rows = [0] * self.num_slots, []
+        self.use(range(self.num_slots))
+
+    def set_lengths(self, lengths: list[int], seq_lens: Tensor | None = None) -> None:
+        """Set the lengths of all rows. seq_lens: the same (batch, 1) if the device has them, otherwise they are
+        uploaded."""
+        self.lengths, self.num_uncommitted, self.new_counts = lengths, 0, None
+        for slot, length in zip(self.rows, lengths, strict=True):
+            self.slot_lengths[slot] = length
+        self.newest_columns: tuple[tuple[int, int], Tensor] | None = None
+        self.uniform_lengths = min(lengths) == max(lengths)
+        self.seq_lens = to_device(lengths, self.device)[:, None] if seq_lens is None else seq_lens
+        if self.graphs.active and self.span is not None and self.span.start == 0:
+            # Captured graphs read them from one address.
+            self.seq_lens = self.all_seq_lens[self.span].copy_(self.seq_lens)
+
+    def rewind(self) -> None:
+        """Return to the state of the last `set_lengths`: a captured function starts with this."""
+        self.num_uncommitted = 0
+        if self.kv_bucket is not None:
+            self.seq_lens = self.all_seq_lens[: self.batch]
+
+    def extend(self, lengths: list[int], counts: Tensor) -> None:
+        """Lengthen slots to `lengths`, by counts (batch, 1). In captured functions this lasts only until the next
+        `set_lengths`, since it must happen on the device and must not change what another replay starts from."""
+        seq_lens = self.seq_lens + counts
+        if self.kv_bucket is None:
+            self.set_lengths(lengths, seq_lens)
+        else:
+            self.seq_lens = seq_lens
+
+    def set_bucket(self, room: int) -> None:
+        """Prepare a captured forward of at most `room` entries."""
+        if self.graphs.active:
+            entries = max(self.lengths) + room
+            assert entries <= self.capacity, f"{entries} entries in a cache of {self.capacity}"
+            self.kv_bucket = min(self.capacity, bucket(entries))
+
+    def width(self, new: int) -> int:
+        """Return the columns that a forward of `new` entries sees: whole key blocks after a text. In an empty cache these
+        are just the new entries, since no mask hides what follows them (see `causal_mask`)."""
+        if self.kv_bucket is not None:
+            return self.kv_bucket
+        width = min(max(self.lengths) + self.num_uncommitted + new, self.capacity)
+        return width if self.is_empty else whole_blocks(width, self.key_block)
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(self.lengths) and self.num_uncommitted == 0
+
+    def columns(self, new: int) -> Tensor:
+        """Return (batch, new) int64, the columns of each row's newest entries. Every layer calls this; captured graphs
+        compute it at each replay. Padding of a row that has less text than others may follow the last column."""
+        key = self.num_uncommitted, new
+        if self.newest_columns is None or self.newest_columns[0] != key or self.kv_bucket is not None:
+            first, after = self.num_uncommitted, self.num_uncommitted + new
+            columns = self.seq_lens + torch.arange(first, after, device=self.device)
+            self.newest_columns = key, columns.clamp(max=self.capacity - 1) if self.kv_bucket is None else columns
+        return self.newest_columns[1]
+
+    def key_positions(self, positions: Tensor) -> Tensor:
+        """Return the positions (batch, width) of all columns that a forward of new entries at positions (batch, new)
+        sees."""
+        new = positions.shape[1]
+        columns = torch.arange(self.width(new), device=self.device).repeat(len(positions), 1)
+        return columns.scatter(1, self.columns(new), positions)
+
+    def block(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return this layer's keys and values, views of the block that layers of its shape share."""
+        same = keys.shape[1:2] == values.shape[1:2] and keys.shape[3] == values.shape[3]
+        shapes = [(keys, None)] if same else [(keys, "keys"), (values, "values")]
+        views = []
+        slides = self.slides[layer]
+        alike, before = self.slides.count(slides), self.slides[:layer].count(slides)
+        per_block = -(-alike // BLOCKS) if self.one_device else 1
+        number, place = divmod(before, per_block)
+        for states, name in shapes:
+            key = (slides, states.shape[1], states.shape[3], states.dtype, states.device, name, number)
+            if key not in self.blocks:
+                # A model that mixes shapes reserves its later layers twice.
+                count = min(per_block, alike - number * per_block)
+                size = (count, 2 if same else 1, self.num_slots, states.shape[1], self.columns_in(key), states.shape[3])
+                self.blocks[key] = zeros(size, states.dtype, states.device)
+            views += list(self.blocks[key][place])
+        return views[0], views[1]
+
+    def mask(self, among: Tensor) -> Tensor:
+        """Return what a forward of new entries sees, (batch, new, width) bool: all computed text of its slot, and of the
+        uncommitted and new entries those in `among` (batch or 1, new, num_uncommitted + new).
+
+            text        new
+            1 1 1 . .   1 . .      what entry 0 sees (a bonus token)
+            1 1 1 . .   1 1 .      its child
+            1 1 1 . .   1 . 1      another
+        """
+        new, following = among.shape[-2:]
+        among = among.expand(self.batch, -1, -1)
+        if self.uniform_lengths and self.kv_bucket is None:
+            seen = torch.cat([among.new_ones(self.batch, new, self.lengths[0]), among], -1)
+            return pad(seen, (0, self.width(new) - seen.shape[-1]))
+        offset = torch.arange(self.width(new), device=self.device) - self.seq_lens  # (batch, width)
+        inside = (offset >= 0) & (offset < following)
+        seen = among.gather(2, offset.clamp(0, following - 1)[:, None, :].expand(-1, new, -1))
+        return (offset < 0)[:, None, :] | (inside[:, None, :] & seen)
+
+    def attention_mask(self, masks: Masks, mask: Tensor, dtype: torch.dtype, positions: Tensor) -> Any:
+        """Convert a mask by `masks` for positions (batch, new)."""
+        keys = None if masks.window is None else self.key_positions(positions)
+        return masks(mask, dtype, positions, keys, self.cached_entries(positions.shape[1]))
+
+    def cached_entries(self, new: int) -> Tensor | None:
+        """Return (batch, n) int64: the entries in the columns that a forward of new entries sees in sliding layers,
+        negative if a column is empty; None if these layers see what all layers see."""
+        return None
+
+    def causal_mask(self, new: int) -> Tensor | None:
+        """Return the mask (batch, new, width) bool of a forward of `new` consecutive tokens. None if nothing is cached:
+        causal attention is equivalent, and the mask of a long prompt would be its length squared."""
+        if self.is_empty and self.kv_bucket is None:
+            return None
+        return self.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril())
+
+    def commit(self, path: list[list[int]], padded_path: Tensor | None = None, counts: Tensor | None = None) -> None:
+        """Keep entries `path[slot]` (ascending) of the newest forward, in this order, after the slot's text. padded_path:
+        the same on the device, (batch, n) int64, with arbitrary padding; counts: (batch, 1) int64, lengths of the paths.
+        Both are uploaded if they are omitted."""
+        longest = max(map(len, path))
+        if padded_path is None:
+            padded_path = to_device([nodes + [0] * (longest - len(nodes)) for nodes in path], self.device)
+        if counts is None:
+            counts = to_device([[len(nodes)] for nodes in path], self.device)
+        if self.kv_bucket is not None:
+            self.graphs("commit", self.move_entries, padded_path)
+        elif any(nodes[-1] != len(nodes) - 1 for nodes in path if nodes):  # otherwise they are already in place
+            self.move_entries(padded_path[:, :longest])
+        lengths = [length + len(nodes) for length, nodes in zip(self.lengths, path, strict=True)]
+        self.set_lengths(lengths, self.seq_lens + counts)
+
+    def move_entries(self, path: Tensor) -> None:
+        """Move entries (batch, n) of the newest forward after the text."""
+        source, target, new = self.seq_lens + path, self.columns(path.shape[1]), path.shape[1]
+        for key, block in self.blocks.items():
+            slides = key[0]
+            if self.batch == 1 and self.kv_bucket is None and not slides:
+                first = self.lengths[0]  # a slice costs less than an index
+                block = block[:, :, self.span]
+                block[..., first : first + new, :] = block.index_select(4, source[0].to(block.device))
+            else:
+                new_columns, old_columns, slots = (
+                    index.to(block.device)
+                    for index in (self.columns_of(key, target), self.columns_of(key, source), self.slots)
+                )
+                block[:, :, slots, :, new_columns] = block[:, :, slots, :, old_columns]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self.lengths)

@@ -1,6 +1,0 @@
-"""The frozen language model: loading, forwards over a tree, its cache, and CUDA graphs."""
-
-from foredraft.heads.target.model import Target, TargetCache
-from foredraft.heads.target.output import TargetOutput
-
-__all__ = ["Target", "TargetCache", "TargetOutput"]

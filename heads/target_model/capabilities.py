@@ -1,0 +1,316 @@
+"""Decide what the forwards of a target can do: from its config and classes, or measured by a few forwards at first use. Names
+of models do not tell."""
+
+import inspect
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+
+from foredraft.heads.attention import masked as attention
+from foredraft.heads.caches import cuda_graphs
+from foredraft.heads.caches.stacked_cache import StackedCache, stacks
+from foredraft.heads.caches.state_cache import StateCache
+
+if TYPE_CHECKING:
+    from foredraft.heads.target_model.model import Target
+
+# The layer types, as transformers names them, that only keep keys and values and whose masks we can make.
+BRANCHING = {"full_attention", "sliding_attention"}
+# Names of the cache argument. transformers 5.24 renamed the next two to the first; models with their own code keep them.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
+# Number of tokens, and the largest difference of logits relative to the largest logit. In half precision only large errors
+# can be distinguished from rounding.
+PROBE, TOLERANCE = 12, {torch.float32: 1e-4}
+
+
+class Capabilities:
+    """Record what the forwards of a target can do. What must be measured is measured at first use.
+
+    why: the reason why one forward cannot verify the branches of a tree; None if it can.
+    depends_on_batch: does a sequence's output depend on the other sequences of a forward?
+    rope_boundary: longer texts are rotated by other angles from the start (longrope); None without such a length.
+    sparse_indexer: does attention only use the keys that an indexer scores highest?"""
+
+    def __init__(self, target: "Target"):
+        self.target = target
+        self.why: str | None = why_no_trees(target.model, target.context)
+        self.depends_on_batch = False
+        self.rope_boundary: int | None = longrope_boundary(target.config, target.context)
+        self.sparse_indexer: bool = uses_sparse_indexer(target.config)
+
+    def refuse_batches(self) -> None:
+        """Note that a forward quantizes the activations of all its tokens together."""
+        self.depends_on_batch = True
+        self.why = (
+            f"{self.target.name} quantizes the activations of a forward together, so drafts would change its text"
+        )
+
+    @property
+    def verify(self) -> Literal["tree", "chain", "plain"]:
+        """Return what one forward verifies: a tree with our mask, a chain, or a single token."""
+        return "tree" if self.trees else "chain" if self.chains else "plain"
+
+    @property
+    def trees(self) -> bool:
+        return self.why is None
+
+    @cached_property
+    def caching(self) -> bool:
+        """Return whether the target can continue from a cache. Otherwise it writes as transformers' own generate does."""
+        return self.trees or (why_no_drafts(self.target.model) is None and measure_caching(self.target))
+
+    @cached_property
+    def chains(self) -> bool:
+        """Return whether one forward of several tokens after a text equals one forward of each."""
+        return self.trees or (self.caching and not self.depends_on_batch and measure_chains(self.target))
+
+    @cached_property
+    def state(self) -> Cache | None:
+        """Return a cache of the model, if chains after texts of several lengths can be verified in a `StackedCache` of the
+        same kind, whose states can be rolled back to any token of a chain; None otherwise, and for trees."""
+        return None if self.trees or not self.chains else stackable_state(self.target)
+
+    @property
+    def batched(self) -> bool:
+        """Return whether one forward decodes texts of several lengths."""
+        return self.trees or self.state is not None
+
+    @property
+    def chunks(self) -> bool:
+        """Return whether a prompt may be prefilled in parts."""
+        return self.trees or (self.rope_boundary is None and self.chains)
+
+    @cached_property
+    def one_device(self) -> bool:
+        return len({parameter.device for parameter in self.target.model.parameters()}) == 1
+
+    @property
+    def cuda_graphs(self) -> bool:
+        """Return whether forwards may be captured (cuda_graphs.py). A graph covers one process and one device."""
+        return self.target.sharding is None and self.one_device
+
+    @property
+    def captures(self) -> bool:
+        """Return whether decoding steps are captured."""
+        return self.trees and cuda_graphs.captures(self.target.device, self.cuda_graphs)
+
+    @property
+    def packed_rows(self) -> bool:
+        """Return whether a forward may take sequences of several documents (packed_mask.py). Another attention
+        implementation, and layers on several devices, would need masks of length x length."""
+        ours = self.target.model.config._attn_implementation == attention.NAME
+        return self.trees and self.one_device and ours
+
+    @cached_property
+    def prefers_chains(self) -> bool:
+        """Return whether drafts are chains by default: in half precision, where the logits of a chain equal the baseline's in
+        every bit and those of a tree do not. A node of a tree lies in another column of the cache than its token does after
+        it is accepted, so attention sums its keys in another order, which may decide a near-tie."""
+        is_half = self.target.dtype in (torch.bfloat16, torch.float16)
+        return self.trees and is_half and self.target.device.type == "cpu" and is_batch_invariant(self.target)
+
+
+def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return a config's settings. Those with another name in its family (GPT-2's n_embd, MPT's d_model) also have their
+    usual name, which `to_dict` omits."""
+    settings = config.to_dict()
+    return {usual: settings[name] for usual, name in config.attribute_map.items() if name in settings} | settings
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Raise ValueError for models that do not write text, or whose text would change with the tokens that follow it."""
+    config = model.config.get_text_config()
+    # `is_decoder` is not sufficient (GPT-NeoX's is False too), and a decoder may come with an image encoder.
+    causal = {getattr(part, "is_causal", None) for part in model.modules()} - {None}
+    if getattr(config, "is_decoder", None) is False and causal == {False}:
+        raise ValueError(
+            f"model_type {config.model_type} is an encoder, whose tokens attend to later ones: a draft would "
+            "change the text before it; choose a decoder (or set is_decoder=True in its config, if it was trained as one)"
+        )
+    # Gemma 4 has "vision": only among the tokens of an image, and here there are none.
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        raise ValueError(
+            f"model_type {config.model_type} has use_bidirectional_attention: a draft would change the text before it; "
+            "choose a target without it"
+        )
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"model_type {config.model_type} does not write tokens: choose a text model")
+
+
+def why_no_drafts(model: PreTrainedModel) -> str | None:
+    """Return the reason why each token is found by the steps of transformers' own generate; None if the model can continue
+    from a cache."""
+    config = model.config.get_text_config()
+    if getattr(config, "causal", None) is False or "target_mapping" in inspect.signature(model.forward).parameters:
+        return f"model_type {config.model_type} writes a token in the place of a mask, so drafts are not possible"
+    if not has_cache(config):
+        return f"model_type {config.model_type} has no num_hidden_layers, so transformers cannot make a cache for it"
+    parameters = inspect.signature(model.forward).parameters
+    past_names = [name for name in parameters if name.startswith("past_") and name not in CACHE_NAMES]
+    if past_names:  # Reformer's buckets
+        return f"model_type {config.model_type} keeps {past_names[0]}, from which only transformers' own steps can continue"
+    return None
+
+
+def cache_name(model: PreTrainedModel) -> str | None:
+    """Return the name of the cache argument of the model's forward, or None without one (OpenAI's first GPT)."""
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), None)
+
+
+def has_cache(config: PreTrainedConfig) -> bool:
+    """Return whether transformers can make a cache for it. It cannot for BLT, which nests several transformers."""
+    return getattr(config, "num_hidden_layers", None) is not None
+
+
+def why_no_trees(model: PreTrainedModel, context: int | None) -> str | None:
+    """Return the reason why one forward cannot verify the branches of a tree; None if it can. Without this check such a
+    model would run and give wrong logits. context: largest number of tokens of a text."""
+    config = model.config.get_text_config()
+    if why := why_no_drafts(model):
+        return why
+    # GPT-Neo calls them attention_layers, and cuts its local ones by column instead of position.
+    types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ()
+    kinds = sorted(set(types) - BRANCHING)
+    if kinds or model._is_stateful:  # some recurrent models (RWKV, xLSTM) have no layer types
+        return f"model_type {config.model_type} has {', '.join(kinds) or 'recurrent'} layers, in which drafts cannot branch"
+    if (getattr(config, "n_recurrent_loops", None) or 1) > 1:  # Dory
+        return (
+            f"model_type {config.model_type} runs its layers several times and keeps the keys of each time, so drafts "
+            "cannot branch"
+        )
+    if getattr(config, "alibi", None):
+        return f"model_type {config.model_type} has alibi, which uses the columns of keys, so drafts cannot branch"
+    boundary = longrope_boundary(config, context)
+    if boundary is not None:
+        return (
+            f"model_type {config.model_type} has longrope, which rotates a text longer than {boundary} differently from its "
+            f"start on, so drafts cannot branch unless texts stay shorter (target.context={boundary})"
+        )
+    takes = {"position_ids": "position_ids" in inspect.signature(model.forward).parameters, "cache": cache_name(model)}
+    missing = [name for name, present in takes.items() if not present]
+    if missing:
+        return f"model_type {config.model_type} does not take {' and '.join(missing)}, so drafts cannot branch"
+    return None
+
+
+def longrope_boundary(config: PreTrainedConfig, context: int | None) -> int | None:
+    """Return the length beyond which longrope uses its other factors; None for other ropes and for shorter contexts."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    boundary = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    return None if boundary is None or (context is not None and context <= boundary) else boundary
+
+
+def uses_sparse_indexer(config: PreTrainedConfig) -> bool:
+    """Return whether attention only uses the keys that an indexer scores highest (DeepSeek-V3.2, GLM-5, MiniMax-M3). The
+    rounding of a score depends on the number of tokens in a forward, so at a near-tie the choice does too."""
+    names = ("index_topk", "index_topk_blocks", "indexer_budget")
+    return any(getattr(config, name, None) is not None for name in names)
+
+
+@torch.no_grad()
+def is_batch_variant(model: PreTrainedModel) -> bool:
+    """Return whether the output for a text of a quantized model depends on other texts in the forward, because one scale
+    covers the activations of the whole forward. Measured on a few random tokens, in forwards of one shape and so with the
+    same kernels."""
+    if getattr(model.config, "quantization_config", None) is None:
+        return False
+    embedding, generator = model.get_input_embeddings(), torch.Generator().manual_seed(0)
+    tokens = torch.randint(embedding.num_embeddings, (4, 8), generator=generator).to(embedding.weight.device)
+    alone, mixed = (model(input_ids=rows).logits[0].float() for rows in (tokens[:1].expand(4, -1), tokens))
+    # Experts process their part of all rows in one product, whose kernel depends on its size.
+    rounding = 0.02 if any("experts" in name for name, _ in model.named_modules()) else 1e-5
+    return bool((alone - mixed).abs().max() > rounding * alone.abs().max())
+
+
+@torch.no_grad()
+def measure_caching(target: "Target") -> bool:
+    """Return whether the target can process a single token after those in its cache."""
+    tokens = torch.arange(3, device=target.device)[None]
+    _, state = target.forward_from(tokens[:, :2], 0, None)
+    try:
+        target.forward_from(tokens[:, 2:] if state is not None else tokens, 0 if state is None else 2, state)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # each model has its own message (CPM-Ant needs all of the text again)
+        return False
+    return True
+
+
+@torch.inference_mode()
+def is_batch_invariant(target: "Target") -> bool:
+    """Return whether a token's logits have the same bits regardless of other tokens of its sequence, or other sequences, in
+    the forward. Products of few and of many rows are different kernels, which need not sum in the same order."""
+    tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(2)).to(target.device)
+    length, rows = PROBE // 2, []
+    for batch, new in ((1, 2), (1, 5), (4, 1), (4, 6)):
+        cache, text = target.new_cache(batch, PROBE), tokens.expand(batch, -1)
+        target.prefill(text[:, :length], [length] * batch, cache)
+        cache.set_lengths([length] * batch)
+        nodes = torch.arange(new)[None]
+        mask = cache.mask(nodes[..., None] >= nodes[:, None])
+        drafts = text[:, length : length + new]
+        rows.append(target.forward_tree(drafts, cache.seq_lens + nodes, mask, cache).logits[0, 0])
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
+@torch.no_grad()
+def measure_chains(target: "Target") -> bool:
+    """Measure `Capabilities.chains` on a few random tokens."""
+    tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(0)).to(target.device)
+    text, nodes = tokens[:, : PROBE // 2], PROBE // 2
+    together, one_by_one = (StateCache(1, target.device) for _ in range(2))
+    for cache in (together, one_by_one):
+        cache.prefill(target, text, [text.shape[1]])
+    try:
+        at_once, single = together.forward_chains(target, tokens[:, nodes:]).logits, []
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # some only process one token at a time with a cache, each with its own message (ProphetNet)
+        return False
+    for number in range(nodes, PROBE):
+        single.append(one_by_one.forward_chains(target, tokens[:, number : number + 1]).logits)
+        one_by_one.commit([[0]])
+    return allclose(at_once, torch.cat(single, 1))
+
+
+@torch.no_grad()
+def stackable_state(target: "Target") -> Cache | None:
+    """Return a cache of the model, if texts may lie in a StackedCache of the same kind."""
+    try:
+        _, state = target.forward_from(torch.zeros(1, 1, dtype=torch.int64, device=target.device), 0, None)
+        return (
+            state
+            if stacks(state, target) and measure_stacked(target, StackedCache(state, 3, PROBE, target.device))
+            else None
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # states of unsupported shapes, or a model that fails on a text of one token (RecurrentGemma)
+        return None
+
+
+def measure_stacked(target: "Target", cache: StackedCache) -> bool:
+    """Measure `Capabilities.state` in an empty cache of three texts."""
+    tokens = torch.randint(target.vocab_size, (3, PROBE), generator=torch.Generator().manual_seed(1)).to(target.device)
+    nodes = torch.arange(3, device=target.device)[None]
+    target.prefill(tokens[:, :6], [6, 3, 5], cache)
+    cache.set_lengths([6, 3, 5])
+    for counts in ([1, 3, 2], [2, 3, 1], [1, 1, 1]):
+        rows = [(row[None], length) for row, length in zip(tokens, cache.lengths, strict=True)]
+        drafts = torch.cat([row[:, length : length + 3] for row, length in rows])
+        mask = cache.mask(nodes[..., None] >= nodes[:, None])
+        logits = target.forward_tree(drafts, cache.seq_lens + nodes, mask, cache).logits
+        expected = [target.forward_from(row[:, : length + 3], 0, None)[0].logits[:, -3:] for row, length in rows]
+        if not cache.can_roll_back or not allclose(logits, torch.cat(expected)):
+            return False
+        cache.commit([list(range(count)) for count in counts])
+    return True
+
+
+def allclose(ours: Tensor, theirs: Tensor) -> bool:
+    difference = (ours - theirs).abs().max() / theirs.abs().max()
+    return bool(difference < TOLERANCE.get(theirs.dtype, 0.1))

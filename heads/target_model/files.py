@@ -1,0 +1,46 @@
+"""Read what transformers does not load from the checkpoint of a target."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from huggingface_hub import try_to_load_from_cache
+from safetensors import safe_open
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from foredraft.heads.target_model.model import Target
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def checkpoint_file(target: "Target", name: str) -> Path | None:
+    """Return a file of the target's checkpoint, in its directory or the Hub's cache."""
+    if Path(target.checkpoint).is_dir():
+        return Path(target.checkpoint) / name if (Path(target.checkpoint) / name).is_file() else None
+    if target.checkpoint.count("/") != 1:
+        return None
+    cached = try_to_load_from_cache(target.checkpoint, name, revision=target.model.config._commit_hash)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def weight_map(target: "Target") -> dict[str, Path]:
+    """Return the file of every stored tensor by name; empty without a checkpoint in safetensors."""
+    index, single = (checkpoint_file(target, name) for name in (INDEX, WEIGHTS))
+    if index is not None:
+        parts: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return {name: index.parent / part for name, part in parts.items()}
+    if single is None:
+        return {}
+    with safe_open(single, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), single)
+
+
+def stored_tensors(target: "Target", prefix: str) -> dict[str, Tensor]:
+    """Return the checkpoint's tensors whose names start with `prefix`, which is removed."""
+    tensors: dict[str, Tensor] = {}
+    for name, path in weight_map(target).items():
+        if name.startswith(prefix) and path.is_file():
+            with safe_open(path, framework="pt") as opened:
+                tensors[name.removeprefix(prefix)] = opened.get_tensor(name)
+    return tensors

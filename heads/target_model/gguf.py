@@ -1,0 +1,203 @@
+"""Targets from GGUF files: dequantized once into a directory in transformers' format, in the cache.
+
+    converted(FILE, dtype) -> cache/gguf/<digest of the file>-<dtype>/{config.json, model.safetensors, tokenizer.json, ...}
+
+transformers reads the tensors. This module handles or refuses what it ignores: how the tokenizer splits words, rope scaling,
+end tokens, and tensors without a place in the model.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers.utils import logging
+
+from foredraft.heads.target_model.cache_directory import cache_directory
+from foredraft.heads.target_model.gguf_attention import check, check_rope, set_attention
+from foredraft.heads.target_model.gguf_tokenizer import build_tokenizer, end_tokens
+
+MAGIC = b"GGUF"
+VERSION = 2  # of the conversion; a higher number converts again
+RECORD = "gguf.json"  # next to the converted weights: file, digest, quantization
+UNUSED = ("rope_freqs.weight",)  # tensors that are not weights
+
+
+def converted(file: Path, dtype: torch.dtype) -> Path:
+    """Return the directory with this file's model in `dtype`, made at first use. Raises ValueError if it is not a GGUF
+    file, or cannot be read as intended."""
+    check_file(file)
+    name, folder = str(dtype).removeprefix("torch."), cache_directory() / "gguf"
+    try:
+        directory = folder / f"{digest_of(file)}-{name}-{VERSION}"
+        if (directory / RECORD).is_file():
+            return directory
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(directory.with_suffix(".lock")):
+            if not (directory / RECORD).is_file():
+                convert(file, dtype, directory)
+    except (OSError, SafetensorError) as error:  # the latter if the disk is full
+        reason = str(error).replace(
+            "No space", "no space"
+        )  # foredraft/cli.py reacts to those words about a run's own disk
+        raise ValueError(
+            f"target {file} cannot be saved in {folder} ({reason}): fix this, or set the variable FOREDRAFT_CACHE to "
+            "another directory"
+        ) from None
+    return directory
+
+
+def check_file(file: Path) -> None:
+    if not file.is_file():
+        raise ValueError(f"target {file} does not exist: give a GGUF file, a directory, or a Hub id")
+    with file.open("rb") as opened:
+        first = opened.read(4)
+    if first != MAGIC:
+        raise ValueError(f"target {file} is not a GGUF file: its first bytes are {first!r}, not {MAGIC!r}")
+    for package in ("gguf", "accelerate"):  # transformers needs both to read GGUF
+        if find_spec(package) is None:
+            raise ValueError(f"target {file} needs the package {package}: pip install 'foredraft[gguf]'")
+
+
+def digest_of(file: Path) -> str:
+    """Return the start of the SHA-256 of its bytes. It is cached while size and modification time stay the same: hashing
+    gigabytes takes seconds."""
+    status = file.stat()
+    state = f"{file.resolve()} {status.st_size} {status.st_mtime_ns}"
+    note = cache_directory() / "gguf" / "digests" / hashlib.sha256(state.encode()).hexdigest()[:16]
+    if note.is_file() and (cached := note.read_text().strip()):
+        return cached
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(digest)
+    return digest
+
+
+def read_metadata(file: Path) -> tuple[dict[str, Any], Any]:
+    """Return a file's metadata and its tensors. Raises ValueError if it is truncated or damaged."""
+    from gguf import GGUFReader  # an optional package that takes a second to import
+
+    try:
+        reader = GGUFReader(file)
+        return {name: field.contents() for name, field in reader.fields.items()}, reader.tensors
+    except Exception as error:  # from NumPy or the reader: a damaged file fails anywhere
+        raise ValueError(f"target {file} cannot be read, it is damaged or incomplete: {error}") from error
+
+
+def convert(file: Path, dtype: torch.dtype, directory: Path) -> None:
+    metadata, tensors = read_metadata(file)
+    check_kind(file, metadata)
+    count = sum(int(tensor.n_elements) for tensor in tensors if tensor.name not in UNUSED)
+    need = count * dtype.itemsize
+    if shutil.disk_usage(directory.parent).free < 1.1 * need:
+        raise OSError(f"it needs {need / 1e6:,.0f} MB, more than the disk has free")
+    note = f"{file.name} is dequantized once into {directory} ({need / 1e6:,.0f} MB)"
+    print(note, file=sys.stderr, flush=True)  # programs write texts to stdout
+    tokenizer = build_tokenizer(metadata, str(file))  # first, because it fails fast
+    model = load(file, dtype, metadata, tensors, count)
+    part = directory.with_suffix(".part")  # a fixed name, so that the rest of a killed conversion is removed
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        model.save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        (part / RECORD).write_text(json.dumps(describe(file, metadata, tensors), indent=1) + "\n")
+        os.replace(part, directory)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def check_kind(file: Path, metadata: dict[str, Any]) -> None:
+    """Raise ValueError for a file that does not contain a whole language model."""
+    parts, kind = metadata.get("split.count", 1), metadata.get("general.type", "model")
+    if parts > 1:
+        raise ValueError(
+            f"target {file} is one of {parts} parts: join them with llama-gguf-split --merge FIRST_PART OUTPUT"
+        )
+    if kind != "model" or metadata.get("general.architecture") == "clip":
+        raise ValueError(f"target {file} is not a language model, but belongs to one ({kind}): give the model's file")
+
+
+def describe(file: Path, metadata: dict[str, Any], tensors: Any) -> dict[str, Any]:
+    """Return what the model card of a head states about the GGUF file of its target."""
+    types = Counter[str]()
+    for tensor in tensors:
+        types[tensor.tensor_type.name] += int(tensor.n_elements)
+    total = sum(types.values())
+    shares = ", ".join(f"{name} {100 * n / total:.0f} %" for name, n in types.most_common() if n >= total / 200)
+    return {"file": file.name, "sha256": digest_of(file), "weights": shares, "license": metadata.get("general.license")}
+
+
+def load(file: Path, dtype: torch.dtype, metadata: dict[str, Any], tensors: Any, count: int) -> PreTrainedModel:
+    """Load the model in `dtype`, without the attributes of a quantized one, which transformers refuses to save. count:
+    number of weights in the file."""
+    architecture = metadata.get("general.architecture")
+    try:
+        with suppress_logging():
+            loaded, report = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True
+            )
+    except Exception as error:  # from transformers or gguf: an unsupported architecture fails in several ways
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"target {file}: transformers cannot read its architecture {architecture!r} from GGUF ({reason}): give the model "
+            "as a directory or a Hub id"
+        ) from error
+    wrong = [*report["missing_keys"], *report["mismatched_keys"], *report["unexpected_keys"]]
+    if not loaded.config.tie_word_embeddings or wrong != ["lm_head.weight"]:
+        check(not wrong, file, f"these weights do not fit: {', '.join(map(str, wrong[:4]))}")
+    state = {name: weight.to(dtype) for name, weight in loaded.state_dict().items()}
+    read = sum({weight.data_ptr(): weight.numel() for weight in loaded.state_dict().values()}.values())
+    check(read == count, file, f"it has {count:,} weights, and transformers loads {read:,}")
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = dtype
+    check_rope(file, metadata, tensors, config)
+    set_attention(file, metadata, config)
+    rows = config.get_text_config().vocab_size
+    tokens = len(metadata["tokenizer.ggml.tokens"])
+    check(tokens <= rows, file, f"its tokenizer has {tokens} tokens and its model {rows}")
+    ends = end_tokens(metadata)
+    config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+    with torch.device("meta"):
+        model = type(loaded)(config)
+    # Older versions of transformers treat the rotated part of a head as all of it.
+    misfits = [name for name, weight in model.state_dict().items() if weight.shape != state[name].shape]
+    check(not misfits, file, f"these weights do not fit its sizes: {', '.join(misfits[:4])}")
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    facts = {key: getattr(config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**{key: value for key, value in facts.items() if value is not None})
+    return model
+
+
+@contextlib.contextmanager
+def suppress_logging() -> Iterator[None]:
+    """Suppress transformers' progress bars and warnings about what is checked here."""
+    level, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+def record_of(directory: str | Path) -> dict[str, Any] | None:
+    """Return what `describe` recorded about the file of a converted directory; None for any other directory."""
+    file = Path(directory) / RECORD
+    return json.loads(file.read_text()) if file.is_file() else None

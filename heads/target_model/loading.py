@@ -1,0 +1,220 @@
+"""Load a target's model and tokenizer with transformers. Names are looked up first, dtypes and quantization are names, and
+each way to fail has one message."""
+
+import importlib.util
+import json
+import logging
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from foredraft.heads.target_model.gguf import record_of
+from foredraft.heads.target_model.images import reads_images
+
+
+def check_path(path: str | Path) -> str:
+    """Return a directory or an id on the Hub. Raises ValueError if it contains no model."""
+    path = Path(path).expanduser() if str(path).startswith("~") else path
+    if not Path(path).is_dir():
+        check_exists(str(path))
+    elif not (Path(path) / "config.json").is_file():
+        raise ValueError(f"target {path} has no config.json: give a directory saved by transformers, or a Hub id")
+    return str(path)
+
+
+def check_exists(name: str) -> None:
+    """Raise ValueError unless the Hub or its local cache has the model `name`. transformers would first try for a minute to
+    reach the Hub."""
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise ValueError(
+            f"target {name} is not a directory: give one that transformers saved, or a Hub id like org/name"
+        )
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
+    except Exception as error:
+        raise ValueError(
+            f"target {name} is not a directory, and the Hub does not provide it: {first_line(error)}"
+        ) from error
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
+    if dtype is None:
+        raise ValueError(f"dtype={name} is not one of auto, float32, bfloat16, float16")
+    return dtype
+
+
+def has_bfloat16_products(device: torch.device | str) -> bool:
+    """Return whether products in bfloat16 are as fast as in float32 on this device. A GPU below compute capability 8 (T4,
+    V100) emulates them. A CPU without instructions for them (AVX512_BF16, AMX, ARM's BF16) widens every number first: 16
+    rows take twice as long with AVX-512, four times with AVX2.
+
+    This uses what the device reports instead of a measurement, which other busy processes would distort."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
+        return True
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        reported: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in torch 2.9
+        return bool(reported.get("bf16", False))
+    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX", "AVX2"):  # ATEN_CPU_CAPABILITY can lower it
+        return False
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def loads_straight_to(device: torch.device | str) -> bool:
+    """Return whether transformers can read weights directly into this device's memory. Through the host, 8 processes make 8
+    copies there."""
+    return torch.device(device).type != "cpu" and importlib.util.find_spec("accelerate") is not None
+
+
+class DedupFilter(logging.Filter):
+    """Pass each message once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in self.seen
+        self.seen.add(message)
+        return new
+
+
+ONCE = DedupFilter()
+
+
+def quantization_config(name: str, dtype: str | torch.dtype, device: str | torch.device) -> Any:
+    """Return a bitsandbytes config. dtype: of the products with 4-bit weights; "auto" is bfloat16 if the device supports
+    it, otherwise float32."""
+    if name not in ("4bit", "8bit"):
+        raise ValueError(f"quantization={name} is not one of 4bit, 8bit")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(f"quantization={name} needs bitsandbytes: pip install bitsandbytes")
+    if name == "4bit":
+        automatic = torch.bfloat16 if has_bfloat16_products(device) else torch.float32
+        compute = dtype if isinstance(dtype, torch.dtype) else automatic
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    return BitsAndBytesConfig(load_in_8bit=True)
+
+
+def keep_outliers(model: PreTrainedModel) -> None:
+    """Disable the outlier columns of bitsandbytes' 8-bit products, also in a checkpoint that was saved with them. Which
+    columns these are depends on all rows of a forward, so a draft would change the target's text."""
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(ONCE)  # it warns at every product
+    for module in model.modules():
+        if type(module).__name__ == "Linear8bitLt":
+            module.state.threshold = 0.0
+
+
+# Kinds with other code that equal one of transformers' in every name: it loads Kimi-K2.5's text model so itself.
+SAME_KIND = {"kimi_k2": "deepseek_v3"}
+
+
+def read_config(path: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Read a model's config.json. Raises ValueError if transformers does not support its kind, or would run code from the
+    checkpoint."""
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        settings, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
+        model_type = settings.pop("model_type", None)
+        if model_type in SAME_KIND:
+            return AutoConfig.for_model(SAME_KIND[model_type], **settings)
+        if "custom code" in str(error):
+            reason = "transformers does not support its kind, and it brings its own code: choose another target"
+        else:
+            reason = str(error).strip().split(". ")[0]
+            if "does not recognize" in reason:
+                reason += f": transformers {transformers.__version__} does not have its code, a newer one may"
+        raise ValueError(f"target {path} cannot be loaded: {reason}") from error
+
+
+def model_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' class for this config. If it also supports images (Qwen3-VL, Mistral 3.1 ...), this is the whole
+    model, of which only the text model is used."""
+    text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not reads_images(config)
+    return AutoModelForCausalLM if text else AutoModelForImageTextToText
+
+
+def load_model(
+    path: str,
+    dtype: str | torch.dtype,
+    device: str | torch.device,
+    quantization: str | None,
+    revision: str | None,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Load the model for `Target.from_pretrained`, on the host unless quantization or a keyword requires a device."""
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = resolve_dtype(dtype)
+    if quantization is not None:
+        kwargs["quantization_config"] = quantization_config(quantization, dtype, device)
+        kwargs.setdefault("device_map", device)
+    try:
+        config = read_config(path, revision, kwargs["trust_remote_code"])
+        if config.model_type in SAME_KIND.values():
+            kwargs["model_type"] = config.model_type  # which may differ in the file
+        if dtype == "auto" and quantization is None and not has_bfloat16_products(device):
+            dtype = torch.float32
+            if config.dtype != torch.float32:  # not to stdout, to which programs write texts
+                kind = torch.device(device).type
+                half = ", dtype=float16 takes half the memory" if kind == "cuda" else ""
+                note = (
+                    f"computed in float32, because this {'GPU' if kind == 'cuda' else 'CPU'} has no bfloat16 products"
+                )
+                print(f"{path} is {note} (dtype=bfloat16 insists{half})", file=sys.stderr, flush=True)
+        model = model_class(config).from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
+    except (OSError, ImportError, json.JSONDecodeError) as error:  # some models need more packages
+        raise ValueError(f"target {path} cannot be loaded: {first_line(error)}") from error
+    keep_outliers(model)
+    return model
+
+
+def load_tokenizer(
+    path: str, model: PreTrainedModel, revision: str | None, trust_remote_code: bool
+) -> tuple[PreTrainedTokenizerBase | None, str | None]:
+    """Return the tokenizer, or None and the reason: decoding and drafting only need ids."""
+    # AutoTokenizer uses the class of the model's family, which splits and normalizes as that family's first models did. A
+    # GGUF file's own tokenizer may not.
+    kind = AutoTokenizer if record_of(path) is None else PreTrainedTokenizerFast
+    try:
+        tokenizer = kind.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except Exception as error:  # no tokenizer, or a missing package: what transformers raises differs by kind
+        return None, first_line(error)
+    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # transformers' default without any files
+        return None, f"{path} has no tokenizer files"
+    rows = model.get_input_embeddings().num_embeddings
+    # Special tokens beyond them belong to a model that also supports images (Gemma 3's text model has no <image_soft_token>).
+    special = sum(token.special and number >= rows for number, token in tokenizer.added_tokens_decoder.items())
+    if len(tokenizer) - special > rows:
+        raise ValueError(
+            f"the tokenizer of {path} has {len(tokenizer)} tokens, but its model only {rows}: "
+            "they do not belong together; use both from the same directory"
+        )
+    return tokenizer, None
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

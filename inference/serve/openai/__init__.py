@@ -1,0 +1,1 @@
+"""OpenAI's protocol: requests to prompts, tokens to answers."""

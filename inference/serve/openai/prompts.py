@@ -1,0 +1,178 @@
+"""Convert messages and prompts to tokens. Text within a message never becomes a special token or another mark of the chat
+template (<think>, <tool_call>): nobody can end another role's turn, or speak as the system."""
+
+import copy
+import inspect
+import json
+import re
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.messages import as_parts, normalize_messages, normalize_tools, shows_tools
+from foredraft.inference.serve.limits import Refused
+from foredraft.inference.serve.openai.protocol import ChatRequest, CompletionRequest, is_tokens
+from foredraft.inference.text import encode_prompt
+
+# Replaces a mark within a message. The private characters themselves are removed from messages.
+MARK_PLACEHOLDER = "\ue000{}\ue001"
+MARK_PLACEHOLDERS = re.compile("\ue000(\\d+)\ue001")
+
+# Type of a text part -> its text field. The Responses API has other types, which clients also send here.
+PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+class PromptEncoder:
+    """Encode prompts, in one thread at a time: a tokenizer's options are mutable state, so this uses a copy."""
+
+    def __init__(self, target: Target):
+        self.target = target
+        self.tokenizer: PreTrainedTokenizerBase = copy.deepcopy(target.text_tokenizer)
+        template = str(self.tokenizer.chat_template)
+        added = [token for token in self.tokenizer.added_tokens_decoder.values() if token.content.strip()]
+        marks = [(token.content, token.special) for token in added if token.special or token.content in template]
+        marks.sort(key=lambda mark: -len(mark[0]))  # a mark may contain another one
+        self.marks, self.special = [mark for mark, _ in marks], [special for _, special in marks]
+        self.spellings: dict[int, list[int]] = {}
+        self.reads_effort, self.reads_thinking = "reasoning_effort" in template, "enable_thinking" in template
+        self.supports_developer_role, self.reasoning_field = "developer" in template, "reasoning_content"
+        if "message.thinking" in template:
+            self.reasoning_field = "thinking"
+        self.reserved_names = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
+
+    def chat(self, request: ChatRequest) -> list[list[int]]:
+        """Encode the messages of a chat. Raises ValueError if the template or the tokenizer refuses them."""
+        if self.tokenizer.chat_template is None:
+            raise ValueError(f"{self.target.name} has no chat template: use /v1/completions")
+        tools: Any = None if request.tool_choice == "none" else request.tools or None
+        template = self.tokenizer.get_chat_template(tools=tools)
+        if tools is not None and not shows_tools(template):
+            raise ValueError(
+                f"tools: the chat template of {self.target.name} does not show them to the model. Remove tools, or use a "
+                "target whose template reads them"
+            )
+        given = [message.model_dump(exclude_unset=True) for message in request.messages]
+        given = [message | {"content": content_text(message["role"], message.get("content"))} for message in given]
+        messages = [self.prepare_message(message) for message in normalize_messages(given, template)]
+        if tools is not None:
+            given = [tool.model_dump(exclude_unset=True) for tool in tools]
+            tools = self.replace_marks(normalize_tools(given, template))
+        facts = {**self.effort(request.reasoning_effort), **self.replace_marks(request.chat_template_kwargs)}
+        if reserved := [name for name in facts if name in self.reserved_names]:
+            raise ValueError(f"chat_template_kwargs contains {reserved[0]!r}, which is reserved: remove it")
+        try:
+            # The tokenizer's own method removes None, but some templates compare a call's content with it.
+            (text,), _ = render_jinja_template(
+                conversations=[as_parts(messages, template)],
+                tools=tools,
+                chat_template=template,
+                add_generation_prompt=True,
+                **self.tokenizer.special_tokens_map | facts,
+            )
+        except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+            raise ValueError(f"the target's chat template refuses these messages: {error}") from None
+        pieces = MARK_PLACEHOLDERS.split(text)  # alternating texts and numbers of marks
+        tokens = self.encode(pieces[0], False)
+        for number, after in zip(pieces[1::2], pieces[2::2], strict=True):
+            tokens += self.tokenize_as_text(int(number)) + self.encode(after, False)
+            self.check_length(len(tokens))
+        return [tokens]
+
+    def effort(self, effort: str | None) -> dict[str, Any]:
+        """Return variables of the template for this effort. Raises ValueError if the template does not use any."""
+        if effort is None or self.reads_effort:
+            return {} if effort is None else {"reasoning_effort": effort}
+        if not self.reads_thinking:
+            raise ValueError(f"reasoning_effort: the chat template of {self.target.name} lacks it: remove it")
+        return {"enable_thinking": effort != "none"}
+
+    def tokenize_as_text(self, number: int) -> list[int]:
+        """Encode a mark as text. The tokenizer splits only special tokens, so the first character of others is cut off."""
+        if number not in self.spellings:
+            mark, parts = self.marks[number], {"add_special_tokens": False, "split_special_tokens": True}
+            whole = [mark] if self.special[number] else [mark[:1], mark[1:]]
+            self.spellings[number] = [token for part in whole for token in self.tokenizer(part, **parts)["input_ids"]]
+        return self.spellings[number]
+
+    def prepare_message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Prepare a message for the template: name its reasoning as the template does, and replace marks in all text. Earlier
+        answers keep marks that are not special, because templates look for reasoning there."""
+        if message["role"] == "developer" and not self.supports_developer_role:
+            message["role"] = "system"
+        if reasoning := message.pop("reasoning", None) or message.pop("reasoning_content", None):
+            message[self.reasoning_field] = reasoning
+        return self.replace_marks(message, message["role"] == "assistant")
+
+    def replace_marks(self, value: Any, special_only: bool = False) -> Any:
+        if isinstance(value, str):
+            value = value.replace("\ue000", "").replace("\ue001", "")
+            for number, mark in enumerate(self.marks):
+                if self.special[number] or not special_only:
+                    value = value.replace(mark, MARK_PLACEHOLDER.format(number))
+            return value
+        if isinstance(value, list):
+            return [self.replace_marks(item, special_only) for item in value]
+        if isinstance(value, dict):
+            items = value.items()
+            return {self.replace_marks(key): self.replace_marks(item, special_only) for key, item in items}
+        return value
+
+    def completion(self, request: CompletionRequest) -> list[list[int]]:
+        """Encode prompts of a completion. Special tokens in them are allowed, because a prompt is the whole text."""
+        prompt = request.prompt
+        prompts: list[Any] = [prompt] if isinstance(prompt, str) or is_tokens(prompt) else prompt
+        found = [self.encode(one, request.add_special_tokens) if isinstance(one, str) else one for one in prompts]
+        for tokens in found:
+            unknown = next((token for token in tokens if not 0 <= token < self.target.vocab_size), None)
+            if unknown is not None:
+                raise ValueError(f"prompt contains token {unknown}, the target has 0 to {self.target.vocab_size - 1}")
+        return found
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Tokenize a text. One that is far too long is detected in parts, at the cost of about one context."""
+        size = 8 * (self.target.context or len(text))
+        if len(text) > size:
+            count = 0
+            for start in range(0, len(text), size):
+                count += len(self.tokens(text[start : start + size], False)) - 16  # the boundary may split a word
+                self.check_length(count)
+        return self.tokens(text, add_special_tokens)
+
+    def check_length(self, count: int) -> None:
+        if self.target.context is not None and count > self.target.context:
+            message = (
+                f"This model's maximum context length is {self.target.context} tokens. However, you requested more than "
+                f"{count}. Please reduce the length of the messages or prompt."
+            )
+            raise Refused(400, message, "messages", "context_length_exceeded")
+
+    def tokens(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return encode_prompt(self.tokenizer, text, add_special_tokens)
+        except (TypeError, UnicodeError):
+            raise ValueError("the text is not valid Unicode: it contains half of a surrogate pair") from None
+
+
+def content_text(role: str, content: Any) -> str | None:
+    """Join the text parts of a message; a tool's result may be any JSON. Raises ValueError for other parts."""
+    if content is None or isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [part_text(part) for part in parts]
+    found = [text for text in texts if text is not None]
+    if len(found) == len(texts):
+        return "".join(found)
+    if role in ("tool", "function") and not any(isinstance(part, dict) and "type" in part for part in parts):
+        return json.dumps(content, ensure_ascii=False)
+    raise ValueError("messages contain parts that are not text: only text is supported here")
+
+
+def part_text(part: Any) -> str | None:
+    if isinstance(part, str):
+        return part
+    field = PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
+    text = None if field is None else part.get(field)
+    return text if isinstance(text, str) else None

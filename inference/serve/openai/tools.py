@@ -1,0 +1,221 @@
+"""Tool calls: parsed from an answer, or forced by a grammar, in the format of the model's family."""
+
+import json
+import re
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from foredraft.heads.target_model.messages import parsed_arguments
+from foredraft.inference.grammar import Grammar, Grammars
+from foredraft.inference.serve.openai.protocol import ChatRequest, CommonRequest, NamedTool, Tool
+from foredraft.inference.serve.openai.tool_formats import (
+    BARE,
+    ID,
+    KEY,
+    NAME,
+    ToolFormat,
+    as_list,
+    format_of,
+    is_text,
+    properties_of,
+    types_of,
+)
+from foredraft.inference.serve.openai.tool_rules import call_rules
+from foredraft.inference.serve.stop_strings import find_partial_mark
+
+# The start of an object, or of a list of objects, that may be a call without a mark; the end of a text that may become one.
+OBJECT = r'(?<!\s)\s*(?:\[\s*)?\{\s*"(?:name|type|function|arguments|parameters)"'
+PARTIAL_OBJECT = re.compile(r'(?<!\s)\s*(?:\[\s*)?(?:\{\s*(?:"\w*)?)?$')
+SEPARATOR = re.compile(r"[\s,;]*")
+DECODER = json.JSONDecoder(strict=False, parse_constant=str)  # models write newlines within strings, and NaN
+ATTEMPTS = 128  # maximum number of failed attempts to parse a call: each may cost the length of the text
+
+
+def callable_tools(request: CommonRequest) -> dict[str, dict[str, Any]]:
+    """Return the parameters of each tool that may be called."""
+    if not isinstance(request, ChatRequest) or request.tool_choice == "none":
+        return {}
+    return {tool.function.name: tool.function.parameters or {} for tool in request.tools or []}
+
+
+def forced_tools(request: ChatRequest) -> list[Tool]:
+    """Return the tools of which one must be called; the empty list if the model may choose."""
+    if isinstance(request.tool_choice, NamedTool):
+        return [tool for tool in request.tools or [] if tool.function.name == request.tool_choice.function.name]
+    return list(request.tools or []) if request.tool_choice == "required" else []
+
+
+def new_tool_reader(request: CommonRequest, template: Any) -> "ToolReader | None":
+    """Return a reader for the calls in one text of the answer; None if there cannot be any."""
+    known = callable_tools(request)
+    style = format_of(template) or (BARE if isinstance(request, ChatRequest) and forced_tools(request) else None)
+    return ToolReader(style, [*known], known) if known and style is not None else None
+
+
+def answer_grammar(request: CommonRequest, template: Any, grammars: Grammars) -> Grammar | None:
+    """Return the grammar of an answer: calls of the forced tools, or its response_format, possibly with calls. Raises
+    ValueError like `Grammars`."""
+    found, wanted = format_of(template), request.response_format
+    schema: dict[str, Any] | None = None
+    if wanted is not None and wanted.type != "text":
+        schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.definition
+    if isinstance(request, ChatRequest) and request.tools:
+        many = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
+        if forced_tools(request):
+            return grammars.lark(call_rules(forced_tools(request), found or BARE, many, grammars.special))
+        if schema is not None and found is not None and request.tool_choice != "none":
+            return grammars.lark(call_rules(request.tools, found, many, grammars.special, schema))
+    return None if schema is None else grammars.json_schema(schema)
+
+
+class ToolReader:
+    """Stream the content of a text, hold back what may be calls, and parse these at the end."""
+
+    def __init__(self, style: ToolFormat, known: Sequence[str], schemas: Mapping[str, dict[str, Any]] | None = None):
+        """Initialize the reader. schemas: of the parameters of each tool."""
+        self.style, self.known, self.schemas, self.marks = style, known, schemas or {}, style.marks
+        self.mark = re.compile("|".join([*map(re.escape, self.marks), *([OBJECT] if style.is_bare else [])]))
+        self.buffer, self.holding, self.shown = "", False, False
+        also = rf"(?:{re.escape(style.also)}\s*)?" if style.also else ""
+        head = pattern(style.head.removesuffix(style.name_line), style.id)
+        head = rf"(?:{head}\s*)?{pattern(style.name_line)}" if style.name_line else head
+        self.head = re.compile(rf"\s*{also}{head}\s*")
+        self.before, self.after = (re.compile(rf"(?:\s*{pattern(text)})?" if text else "") for text in style.section)
+        first, *rest = style.closing.removeprefix("}" if style.is_object else "").split() or [""]
+        before = r"[\s}]*" if style.is_object else r"\s*"  # models may close one brace too many
+        self.closing = re.compile(
+            (rf"{before}{re.escape(first)}" if first else "") + "".join(rf"(?:\s*{re.escape(part)})?" for part in rest)
+        )
+        if style.parameters is not None:
+            opening, closing = style.parameters
+            line = ("\n?" if opening.endswith("\n") else ""), ("\n?" if closing.startswith("\n") else "")
+            value = rf"{line[0]}(?P<value>.*?){line[1]}{re.escape(closing.strip())}\s*"
+            self.parameter = re.compile(pattern(opening) + value, re.DOTALL)
+
+    def push(self, text: str) -> str:
+        """Return the text that is certainly content."""
+        self.buffer += text
+        if self.holding:
+            return ""
+        found = self.mark.search(self.buffer)
+        self.holding = found is not None
+        at = find_partial_mark(self.buffer, self.marks) if found is None else found.start()
+        if found is None and self.style.is_bare and (begun := PARTIAL_OBJECT.search(self.buffer)):
+            at = min(at, begun.start())
+        content, self.buffer = self.buffer[:at], self.buffer[at:]
+        self.shown = self.shown or bool(content)
+        return content
+
+    def end(self) -> tuple[str, list[dict[str, Any]]]:
+        """Return the remaining content and the calls. Malformed calls and calls of unknown tools are content."""
+        content, calls, at, failed = "", list[dict[str, Any]](), 0, 0
+        while at < len(self.buffer):
+            found, end = self.calls_at(at) if failed < ATTEMPTS else ([], at)
+            calls += found
+            if not found:
+                failed += 1
+                later = self.mark.search(self.buffer, at + 1) if failed < ATTEMPTS else None
+                end = later.start() if later else len(self.buffer)
+                content += self.buffer[at:end]
+            at = end
+        content = content.rstrip() if calls else content
+        return content if self.shown or not calls else content.lstrip(), calls
+
+    def calls_at(self, at: int) -> tuple[list[dict[str, Any]], int]:
+        """Return the consecutive calls at this position, and where they end."""
+        at, found = match_end(self.before, self.buffer, at), list[dict[str, Any]]()
+        while one := self.call_at(match_end(SEPARATOR, self.buffer, at) if found else at):
+            found += one[0]
+            at = one[1]
+        return found, match_end(self.after, self.buffer, at)
+
+    def call_at(self, at: int) -> tuple[list[dict[str, Any]], int] | None:
+        """Return the call at this position (or all calls between one pair of marks), and where it ends."""
+        head = self.head.match(self.buffer, at)
+        if head is None:
+            return None
+        if self.style.is_object:
+            return self.objects_at(head.end(), "\n" in head[0] or not (at or self.shown))
+        name, at = head["name"], head.end()
+        closed = self.closing.match(self.buffer, at)
+        if self.style.parameters is not None:
+            arguments, at = self.parameters_at(at, self.schemas.get(name, {}))
+            call = self.call(name, arguments) if self.closing.match(self.buffer, at) else None
+        elif closed is not None and closed.end() > at:
+            call = self.call(name, None)
+        else:
+            try:
+                arguments, at = DECODER.raw_decode(self.buffer, at)
+            except (ValueError, RecursionError):
+                return None
+            call = self.call(name, arguments)
+        return None if call is None else ([call], match_end(self.closing, self.buffer, at))
+
+    def objects_at(self, at: int, on_its_line: bool) -> tuple[list[dict[str, Any]], int] | None:
+        """Parse calls as JSON: one, a list, or several between a pair of marks."""
+        found, end = list[dict[str, Any]](), at
+        while not found or self.style.head:
+            try:
+                value, at = DECODER.raw_decode(self.buffer, at)
+            except (ValueError, RecursionError):
+                break
+            calls = [self.object_call(one, on_its_line) for one in (value if isinstance(value, list) else [value])]
+            if not calls or None in calls:
+                break
+            found += [call for call in calls if call is not None]
+            end, at = at, match_end(SEPARATOR, self.buffer, at)
+        return (found, match_end(self.closing, self.buffer, end)) if found else None
+
+    def object_call(self, value: Any, on_its_line: bool) -> dict[str, Any] | None:
+        """Parse a call in the format's form or OpenAI's. In the middle of a line, an object with only a name is content."""
+        inner = value.get("function") if isinstance(value, dict) else None
+        value = inner if isinstance(inner, dict) else value
+        if not isinstance(value, dict):
+            return None
+        arguments = value.get("arguments") or value.get("parameters")
+        if self.style.is_bare and not on_its_line and not value.keys() & {"arguments", "parameters"}:
+            return None
+        return self.call(value.get("name", inner), arguments)
+
+    def call(self, name: Any, arguments: Any) -> dict[str, Any] | None:
+        arguments = parsed_arguments(arguments)
+        if not isinstance(name, str) or name not in self.known or not isinstance(arguments, dict):
+            return None
+        return new_call(name, json.dumps(arguments))
+
+    def parameters_at(self, at: int, schema: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        found, properties = dict[str, Any](), properties_of(schema)
+        while one := self.parameter.match(self.buffer, at):
+            found[one["key"]] = parse_argument(one["value"], properties.get(one["key"]))
+            at = one.end()
+        return found, at
+
+
+def pattern(text: str, id: str = "") -> str:
+    """Return a regular expression for a text of a format, which accepts any white space."""
+    found = r"\s*".join(re.escape(part) for part in text.replace("[", " [").split()).replace(re.escape(ID), id)
+    return found.replace(NAME, r"(?P<name>[\w.-]+)").replace(KEY, r"(?P<key>[^\n<>\"]+)")
+
+
+def match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Return where the match at this position ends."""
+    found = pattern.match(text, at)
+    return at if found is None else found.end()
+
+
+def parse_argument(text: str, definition: Any) -> Any:
+    """Convert an argument that is written as text, by the schema of its parameter."""
+    nothing = text == "null" and "null" in types_of(definition)
+    if not nothing and (is_text(definition) or text in as_list(definition, "enum")):
+        return text
+    try:
+        return json.loads(text, parse_constant=str)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+
+
+def new_call(name: str, arguments: str) -> dict[str, Any]:
+    """Return a call in OpenAI's form. Its id has nine letters and digits, because Mistral's templates require it."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": uuid.uuid4().hex[:9], "type": "function", "function": function}

@@ -1,0 +1,1 @@
+"""Text that a target writes: answers, conversations with itself, continued text."""

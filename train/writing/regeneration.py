@@ -1,0 +1,136 @@
+"""Let the target answer the questions of a set of conversations, turn by turn; no row is lost or doubled.
+
+A head drafts what its target writes: the questions stay, every answer is the target's own, from a server or from the engine
+in this process (writing.py). Each conversation is one row of the output (written_rows.py), in the order they finish:
+
+    {"number": 0, "messages": [..], "finish_reasons": ["stop"], "tokens": [..], "starts": [0], "written": [[40, 211]], ..}
+    {"number": 1, "error": "status 400: ..", ..}
+
+The ids are what the target was given and what it wrote, reasoning, channels and tool calls too; training reads them
+unchanged. Without ids, from an engine that returns none, it reads the messages. A row with an `error` has the answers that
+came before it.
+"""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+from foredraft.heads.target_model import Target
+from foredraft.inference.request import Request
+from foredraft.inference.sampling import SamplingParams
+from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.data.columns import declared
+from foredraft.train.data.layouts import Message, SkippedRow
+from foredraft.train.data.sources import Source
+from foredraft.train.writing.writers import Ask, Chat, Conversation, Reply
+from foredraft.train.writing.written_rows import Row, RowFile
+
+
+class GenerationSettings(NamedTuple):
+    temperature: float
+    top_p: float | None
+    max_new_tokens: int  # of one answer
+    seed: int  # row n of the source is answered with seed + n
+
+
+class Questions(NamedTuple):
+    """Hold a conversation without its answers. number: counted from 0 over the conversations with a question."""
+
+    number: int
+    where: str
+    turns: list[Message]  # all but the answers, up to a tool's result: the target's own call may be another
+    tools: list[dict] | None = None
+
+    @property
+    def digest(self) -> str:
+        asked = [self.turns, self.tools] if self.tools else self.turns
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def questions(source: Source, dropped: dict[str, int]) -> Iterator[Questions]:
+    """Yield every conversation without its answers. Rows without a question are counted in `dropped`."""
+    number = 0
+    for row in source.rows():
+        try:
+            messages = source.conversation(row)
+            said = [] if isinstance(messages, str) else messages
+            before = itertools.takewhile(lambda message: message["role"] != "tool", said)
+            turns = [message for message in before if message["role"] != "assistant"]
+            while turns and turns[-1]["role"] != "user":
+                turns.pop()  # nothing answers them
+            if not turns:
+                raise SkippedRow("no question in it")
+            yield Questions(number, row.where, turns, declared(row.value, source.messages))
+            number += 1
+        except SkippedRow as reason:
+            dropped[str(reason)] = dropped.get(str(reason), 0) + 1
+
+
+class Regeneration(NamedTuple):
+    """Answer conversations: by a server, or by a `target` with its chat format in this process."""
+
+    settings: GenerationSettings
+    target: Target | None = None
+    form: ChatFormat | None = None
+
+    def remaining(self, conversations: Iterable[Questions], rows: RowFile) -> Iterator[Conversation]:
+        """Yield the conversations that have no row. Raise ValueError if a row has other questions than its conversation."""
+        for asked in conversations:
+            if asked.number not in rows.done:
+                yield partial(self.answer, asked)
+            elif asked.digest != rows.done[asked.number]:
+                where = f"{rows.key}={rows.path} has another question as row {asked.number}"
+                raise ValueError(f"{where} than {asked.where} asks")
+
+    async def answer(self, asked: Questions, ask: Ask) -> Row:
+        """Answer each of the user's turns, as far as it goes, and return the row."""
+        messages: list[Message] = []
+        row: Row = {"number": asked.number, "where": asked.where, "digest": asked.digest}
+        row |= {"seed": self.settings.seed + asked.number, "messages": messages, "finish_reasons": []}
+        row |= {"tokens": [], "starts": [], "written": []}
+        try:
+            for turn in asked.turns:
+                messages.append(turn)
+                if turn["role"] == "user":
+                    reply = await ask(self.request(asked, messages))
+                    message = self.form.message(reply.tokens, reply.prompt) if self.form else reply.message
+                    take(row, message, reply)
+                    if not message["content"] or "tool_calls" in message:
+                        break  # no turn can follow reasoning that was cut off, or a tool's call
+        except SkippedRow as error:
+            row["error"] = str(error)
+        while messages and messages[-1]["role"] != "assistant":
+            messages.pop()
+        if len(row["written"]) < len(row["finish_reasons"]):  # the server returned no ids
+            row |= {"tokens": [], "starts": [], "written": []}
+        return {name: value for name, value in row.items() if value != []}
+
+    def request(self, asked: Questions, messages: list[Message]) -> Request:
+        """Return the request of the next answer. Raise SkippedRow if the template refuses the messages."""
+        params = SamplingParams(temperature=self.settings.temperature, top_p=self.settings.top_p)
+        most, seed = self.settings.max_new_tokens, self.settings.seed + asked.number
+        if self.target is None or self.form is None:
+            return Chat([], params, most, seed, messages=messages, tools=asked.tools)
+        ends = frozenset(self.target.eos_token_ids)
+        return Request(self.form.prompt(messages, asked.tools), params, most, seed, ends)
+
+
+def take(row: Row, message: Message, reply: Reply) -> None:
+    """Add an answer to a row."""
+    if not message["content"] and "tool_calls" not in message:
+        row["error"] = f"an answer without content (finish_reason {reply.finish_reason})"
+        if not reply.tokens and "reasoning_content" not in message:
+            return
+    row["messages"].append(message)
+    row["finish_reasons"].append(reply.finish_reason)
+    if reply.tokens and reply.prompt:
+        # A template may show earlier answers otherwise than they were written: then this one is a separate document.
+        before = row["tokens"][row["starts"][-1] :] if row["starts"] else []
+        if not before or reply.prompt[: len(before)] != before:
+            row["starts"].append(len(row["tokens"]))
+            before = []
+        row["tokens"] += [*reply.prompt[len(before) :], *reply.tokens]
+        row["written"].append([len(row["tokens"]) - len(reply.tokens), len(row["tokens"])])
