@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-# Model types with the inputs below; tests/test_images.py tests each kind. Gemma 3's tokens of one image attend to each other
+# Model types with the inputs below; test_images.py tests each kind. Gemma 3's tokens of one image attend to each other
 # in both directions.
 MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 BLOCKS = ("gemma3",)

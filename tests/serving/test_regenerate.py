@@ -18,7 +18,7 @@ import pytest
 
 pytestmark = pytest.mark.serving
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[2].parent
 PYTHON = Path(os.environ.get("FOREDRAFT_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
 EMBEDDED, PLAIN = ROOT / "scripts" / "test_model", ROOT / "train" / "data" / "plain_chat.jinja"
 ROWS = 40

@@ -4,7 +4,7 @@
     activations                            what autograd keeps of every position, and one chunk of logits
     target                                 its config's sizes
 
-The sum is within 15 % of the peak memory of real steps (tests/test_plan.py; 5 % with EAGLE-3 and Medusa).
+The sum is within 15 % of the peak memory of real steps (tests/train/test_plan.py; 5 % with EAGLE-3 and Medusa).
 """
 
 from typing import Any, NamedTuple

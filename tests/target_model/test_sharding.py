@@ -1,4 +1,4 @@
-"""A target spread over devices says what the whole one says; in several processes: tests/test_strategies.py."""
+"""A target spread over devices says what the whole one says; in several processes: tests/train/test_strategies.py."""
 
 import copy
 import json

@@ -2,7 +2,7 @@
 
 The README's screenshot is made here, with SmolLM2 and drafts that are faster than the baseline:
 
-    FOREDRAFT_SCREENSHOT=inference/serve/page.png python -m pytest -m real tests/test_serve_page.py
+    FOREDRAFT_SCREENSHOT=inference/serve/page.png python -m pytest -m real tests/serve/test_serve_page.py
 """
 
 import os

@@ -14,7 +14,7 @@ from foredraft import __version__
 from foredraft.__main__ import PROGRAMS
 from tests.support import typed
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CPU = ["target=test_model", "target.device=cpu", "target.dtype=float32"]
 THREE_STEPS = typed("""
     head=medusa data.max_files=4 max_length=64 self_generated_tokens=0 output_dir=out

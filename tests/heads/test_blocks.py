@@ -1,4 +1,4 @@
-"""What heads that draft in blocks learn, from which blocks; and their trees. tests/test_block_equations.py has the papers'
+"""What heads that draft in blocks learn, from which blocks; and their trees. test_block_equations.py has the papers'
 equations."""
 
 import heapq

@@ -1,4 +1,4 @@
-"""A run that is stopped, however and whenever, is the run that was not: tests/test_run.py stops one by Ctrl-C."""
+"""A run that is stopped, however and whenever, is the run that was not: tests/train/test_run.py stops one by Ctrl-C."""
 
 import json
 import os

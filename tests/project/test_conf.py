@@ -23,7 +23,7 @@ from tests.support.batches import PROMPT
 from tests.support.configs import composed
 from tests.support.tiny import TEXT
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

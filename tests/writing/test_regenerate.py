@@ -26,7 +26,7 @@ from foredraft.train.writing.written_rows import RowFile
 from tests.support.bad_server import WAYS, BadServer
 from tests.support.processes import end, start
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SAMPLING = GenerationSettings(1.0, None, 16, 7)
 
 

@@ -51,7 +51,7 @@ def head(target, tmp_path) -> Path:
 def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_path, folder, head):
     output = tmp_path / "out"
     given = ["data=text", f"data.path={folder}", "prompt_tokens=24", "temperature=[0,1]"]
-    given += [f"drafter=[{head},ngram,nonsense,{{_target_: tests.test_evaluate.shifted, name: wrong}}]"]
+    given += [f"drafter=[{head},ngram,nonsense,{{_target_: tests.evaluation.test_evaluate.shifted, name: wrong}}]"]
     run(*given, "repeats=1")
     first = (output / "lines.jsonl").read_text()
     (output / "lines.jsonl").write_text(first + '{"kind": "te')  # killed while it wrote

@@ -25,7 +25,7 @@ from tests.support import names
 from tests.support.configs import composed
 from tests.support.processes import script
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 FILES = {
     "tiny.yaml": """
@@ -307,7 +307,7 @@ def test_what_a_constructor_takes(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], typed: list[str], message: str | None
 ) -> None:
     """Check that its signature is the schema: for a default of null, and for a key that `+` adds."""
-    given = "call:\n  _target_: tests.test_cli.call\n  depth: 1\n"
+    given = "call:\n  _target_: tests.project.test_cli.call\n  depth: 1\n"
     with (tmp_path / "conf" / "tiny.yaml").open("a") as opened:
         opened.write(given + ("" if typed[0].startswith("+") else "  width: null\n"))
     code, seen = run(*typed)

@@ -11,7 +11,7 @@ from foredraft.scripts.plan import plan
 from tests.support import nightly_but
 from tests.support.configs import composed
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
+CONF = Path(__file__).resolve().parents[2] / "conf"
 RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
 
 
