@@ -7,6 +7,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaForCausalLM
 
 from foredraft.heads.base import PackedBatch
@@ -36,8 +37,9 @@ def planned(small: DictConfig) -> dict:
 
 
 @pytest.mark.parametrize(("kind", "bf16"), [("eagle3", False), ("eagle3", True), ("medusa", False), ("dflash", False)])
-def test_planned_bytes_are_those_of_a_real_step(kind: str, bf16: bool, tmp_path: Path):
-    """Compare with real tensors of a target with 63M parameters: weights, gradients and state exactly, the sum to 15 %."""
+def test_planned_bytes_and_flop_are_those_of_a_real_step(kind: str, bf16: bool, tmp_path: Path):
+    """Compare with real tensors of a target with 63M parameters: weights, gradients and state exactly, the sum to 15 %, and
+    the FLOP that torch counts to 6 %."""
     file = str(ROOT / "scripts/targets/llama-63m.json")
     given = [f"target={file}", "target.dtype=float32", "max_length=256", f"trainer.bf16={str(bf16).lower()}"]
     cfg = composed("plan", f"head={kind}", *given)
@@ -63,7 +65,11 @@ def test_planned_bytes_are_those_of_a_real_step(kind: str, bf16: bool, tmp_path:
     optimizer = adamw(distillation, set(), 1e-3, (0.9, 0.95))
     optimizer.step()
     state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor))
-    lines = {name: size * memory_plan.GIB for name, (size, _) in plan.plan(cfg)["gib"].items()}
+    planned = plan.plan(cfg)
+    with FlopCounterMode(display=False) as counter:
+        distillation(*text[:4], **prepared).loss.backward()
+    assert 256 * sum(planned["flops_per_token"]) == pytest.approx(counter.get_total_flops(), rel=0.06)
+    lines = {name: size * memory_plan.GIB for name, (size, _) in planned["gib"].items()}
     held = [*head.parameters(), *head.buffers()]
     exact = {
         "target weights": sum(p.nbytes for p in target.model.parameters()),
@@ -72,8 +78,8 @@ def test_planned_bytes_are_those_of_a_real_step(kind: str, bf16: bool, tmp_path:
         "optimizer state": state,
     }
     assert {name: lines[name] for name in exact} == pytest.approx(exact, rel=1e-4)  # AdamW also counts its steps
-    planned = sum(size for name, size in lines.items() if name != "reserve")
-    assert planned == pytest.approx(sum(exact.values()) + live.peak, rel=0.15)
+    total = sum(size for name, size in lines.items() if name != "reserve")
+    assert total == pytest.approx(sum(exact.values()) + live.peak, rel=0.15)
 
 
 def test_tied_weights_are_counted_once(small: DictConfig, tmp_path: Path):
