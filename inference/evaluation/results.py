@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from foredraft.inference.drafters import tree_of
+from foredraft.inference.drafters.auto import HeadTree
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.evaluation.alignment import check_alignment
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Line, System
@@ -98,12 +100,24 @@ def check(benchmark: Benchmark, temperatures: list[float]) -> None:
     for system in benchmark.systems.values():
         for number, temperature in enumerate(temperatures):
             kinds = ["identity"] if system.once else ["identity", "stages"]
-            if number == 0 and not system.once and system.drafter is not None:
+            if number == 0 and is_aligned_apart(benchmark, system):
                 kinds.append("alignment")
             jobs = [(kind, system.name, temperature) for kind in kinds if not system.is_rival]
             left += [job for job in jobs if job not in done]
     for job in track(left, "checking texts and alignment", "checks"):
         benchmark.attempt(job[1], save_check, benchmark, *job)
+
+
+def is_aligned_apart(benchmark: Benchmark, system: System) -> bool:
+    """Return whether to check a system's alignment. Where a head drafts a fixed tree and sizes it too, the fixed one is
+    checked, because the other may not draft."""
+    if system.once or not isinstance(system.drafter, Drafter):
+        return False
+    tree = tree_of(system.drafter)
+    fixed = [
+        other.drafter for other in benchmark.systems.values() if isinstance(other.drafter, HeadTree) and not other.once
+    ]
+    return tree is None or tree is system.drafter or all(tree.head is not other.head for other in fixed)
 
 
 def save_check(benchmark: Benchmark, kind: str, name: str, temperature: float) -> None:
