@@ -32,7 +32,7 @@ from foredraft.inference.tree import TokenTree, pad_nodes
 from foredraft.inference.verify import Coupled, Outcome, Validity, Verification, Verifier
 
 # Prompts are prefilled together if padding multiplies their tokens by at most this ratio, or if they are short.
-MAX_PADDING_RATIO, SMALL_PREFILL_TOKENS = 1.25, 256
+MAX_PADDING_RATIO, SMALL_PREFILL_TOKENS = 1.15, 128
 
 
 class Engine:
