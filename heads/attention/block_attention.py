@@ -89,7 +89,7 @@ def attend_blocks(
     inside = intra_block_mask(blocks.block_size, causal, window, q.device)
     size = blocks_at_a_time(blocks.block_size)
     parts = []
-    for number, end in reversed(list(enumerate(blocks.ends))):  # longest first, as in heads.step_attention
+    for number, end in reversed(list(enumerate(blocks.ends))):  # longest first, as in step_attention.py
         chosen = slice(number * size, (number + 1) * size)
         rows = slice(chosen.start * blocks.block_size, chosen.stop * blocks.block_size)
         spans = blocks.first[:, chosen], blocks.last[:, chosen]
