@@ -15,6 +15,7 @@ from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.engine import Engine
 from foredraft.inference.request import Request, budget
 from foredraft.inference.sampling import SamplingParams
+from foredraft.inference.slots import RequestOutput
 from foredraft.inference.verify import Verifier
 
 PARAMS = {field.name for field in fields(SamplingParams)}
@@ -110,9 +111,7 @@ def generate(
     while engine.has_work:
         outputs = engine.step()
         if outputs[0].accepted is not None:
-            accepted = [output.accepted for output in outputs if output.accepted is not None]
-            emitted = [len(output.tokens) for output in outputs]
-            steps.append(Step(accepted, emitted, outputs[0].nodes, [numbers[output.request] for output in outputs]))
+            steps.append(step_of(outputs, numbers))
         for output in outputs:
             if output.finish_reason == "error":
                 raise ValueError(f"{output.request.failure}: {target.name} may need dtype bfloat16 or float32")
@@ -126,10 +125,22 @@ def generate(
     if streamer is not None:
         streamer.end()
     new_tokens = [texts[request] for request in requests]
+    sequences = appended(input_ids, new_tokens, pad_token_id)
+    return Generation(sequences, new_tokens, steps, engine.clock.seconds, list(reasons.values()))
+
+
+def step_of(outputs: Sequence[RequestOutput], numbers: dict[Request, int]) -> Step:
+    """Return the record of a decoding step. numbers: of the sequences of each request."""
+    accepted = [output.accepted for output in outputs if output.accepted is not None]
+    emitted = [len(output.tokens) for output in outputs]
+    return Step(accepted, emitted, outputs[0].nodes, [numbers[output.request] for output in outputs])
+
+
+def appended(input_ids: Tensor, new_tokens: list[list[int]], pad_token_id: int) -> Tensor:
+    """Return (batch, length + most new tokens) int64: each prompt with its new tokens, padded on the right."""
     longest = max(map(len, new_tokens))
     padded = [new + [pad_token_id] * (longest - len(new)) for new in new_tokens]
-    sequences = torch.cat([input_ids, input_ids.new_tensor(padded).view(len(padded), longest)], dim=1)
-    return Generation(sequences, new_tokens, steps, engine.clock.seconds, list(reasons.values()))
+    return torch.cat([input_ids, input_ids.new_tensor(padded).view(len(padded), longest)], dim=1)
 
 
 def build_requests(

@@ -141,14 +141,8 @@ def load(cfg: DictConfig) -> tuple[Target, Corpus]:
     return target, data
 
 
-def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
-    """Prepare head, rows and directory. What would fail only when the head is saved fails here."""
-    counts = count_tokens(data.train, target.vocab_size)
-    more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
-    head = instantiate(cfg.head, target=target, **more)
-    if cfg.init_from is not None:
-        head = init_from(cfg.init_from, head, target)
-    head.on_train_begin(target)
+def check_text(cfg: DictConfig, target: Target, data: Corpus, head: DraftHead) -> None:
+    """Raise ValueError for settings that do not suit the training text."""
     if data.train.weights is not None and isinstance(head, BlockHead):
         raise ValueError(f"data.rejection_weight is for heads that learn token by token: head={head.kind} takes 1")
     if data.train.weights is not None and cfg.self_generated_tokens:
@@ -162,6 +156,17 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
         )
     if cfg.fresh_text:
         check_fresh_text(cfg, target)
+
+
+def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
+    """Prepare head, rows and directory. What would fail only when the head is saved fails here."""
+    counts = count_tokens(data.train, target.vocab_size)
+    more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
+    head = instantiate(cfg.head, target=target, **more)
+    if cfg.init_from is not None:
+        head = init_from(cfg.init_from, head, target)
+    head.on_train_begin(target)
+    check_text(cfg, target, data, head)
     args = arguments(cfg.trainer, target, **strategy.arguments_of(cfg.strategy, cfg.strategy_args))
     if distributed.rank() == 0 or target.is_collective:
         check_saving(head, target, data.train)
@@ -248,6 +253,18 @@ def with_self_generated_text(
     return write(data, tokens, cfg.data_seed, "self_generated.jsonl"), written.train
 
 
+def set_steps(args: HeadTrainingArguments, checkpoint: str | None, epoch: float) -> None:
+    """Set the number of steps where none is given, or where a resumed run had found how many fit into its minutes. epoch:
+    steps of one pass over the data."""
+    if args.max_steps <= 0:
+        args.max_steps = math.ceil(args.num_train_epochs * epoch)
+    if args.max_minutes and checkpoint is not None:
+        state = TrainerState.load_from_json(str(Path(checkpoint) / checkpoints.STATE))
+        before = time_limit_record(state.log_history)
+        if before:
+            args.max_steps, args.max_minutes = before["fitted_steps"], 0.0
+
+
 def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTrainer:
     """Return the trainer after its last step. End the process if a signal stopped it before."""
     target, args = run.target, run.args
@@ -256,14 +273,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
     )
     distillation = instantiate(cfg.objective, head=run.head, target=target, loss=losses.build(cfg.loss, cfg.loss_args))
     rows = rows_per_step(cfg)
-    if args.max_steps <= 0:
-        args.max_steps = math.ceil(args.num_train_epochs * len(dataset) / rows)
-    if args.max_minutes and run.checkpoint is not None:
-        before = time_limit_record(
-            TrainerState.load_from_json(str(Path(run.checkpoint) / checkpoints.STATE)).log_history
-        )
-        if before:
-            args.max_steps, args.max_minutes = before["fitted_steps"], 0.0
+    set_steps(args, run.checkpoint, len(dataset) / rows)
     if (times := args.max_steps * rows / len(dataset)) > 1:
         note = "loss and accuracy on them overestimate the head, held-out figures do not"
         fresh = "after each time the target writes others"

@@ -116,18 +116,7 @@ def assemble(
     card |= {"used": int(firsts[good].sum()), "first_dropped": first, "held_out": int(held.sum())}
     documents = Documents.joined([Documents.mapped(file["filename"]) for file in whole.cache_files])
     assert len(documents) == len(whole), "sets are files, read whole"
-    if any(encoder.images is not None for encoder in encoders):
-        documents.images, documents.pictured = whole.data.column("images"), np.arange(len(documents))
-        pictured = documents.with_images()[good]
-        if pictured.any():
-            documents.reader = encoders[0].images
-            card["with_images"] = int(pictured.sum())
-        else:
-            documents.images = documents.pictured = None
-    elif left := int(np.isin(whole.data.column("images").to_numpy(), ["[]"])[good].sum()):
-        card["images_left_out"] = (
-            f"of {left} conversations: this target does not support images, or not the way they are read here"
-        )
+    card |= take_images(documents, whole.data.column("images"), encoders, good)
     raws = whole.data.column("raw")
     trained = good[~held]
     if weights is not None:
@@ -144,6 +133,22 @@ def assemble(
         for here in [good[test & (parts == n)]]
     }
     return Corpus(documents.select(trained), for_validation, for_test, card, sets if len(sets) > 1 else {})
+
+
+def take_images(documents: Documents, column: Any, encoders: Sequence[Encoder], good: np.ndarray) -> dict[str, Any]:
+    """Give the documents their images, if the target supports them. Return what the data card says about them. column: the
+    images of all rows; good: the rows that can be used."""
+    if any(encoder.images is not None for encoder in encoders):
+        documents.images, documents.pictured = column, np.arange(len(documents))
+        pictured = documents.with_images()[good]
+        if pictured.any():
+            documents.reader = encoders[0].images
+            return {"with_images": int(pictured.sum())}
+        documents.images = documents.pictured = None
+    elif left := int(np.isin(column.to_numpy(), ["[]"])[good].sum()):
+        reason = "this target does not support images, or not the way they are read here"
+        return {"images_left_out": f"of {left} conversations: {reason}"}
+    return {}
 
 
 def weighted(numbers: np.ndarray, keys: np.ndarray, weights: np.ndarray) -> np.ndarray:
