@@ -66,9 +66,10 @@ def test_planned_bytes_and_flop_are_those_of_a_real_step(kind: str, bf16: bool, 
     optimizer.step()
     state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor))
     planned = plan.plan(cfg)
-    with FlopCounterMode(display=False) as counter:
-        distillation(*text[:4], **prepared).loss.backward()
-    assert 256 * sum(planned["flops_per_token"]) == pytest.approx(counter.get_total_flops(), rel=0.06)
+    if not bf16:  # which has the same, and many CPUs only emulate its products
+        with FlopCounterMode(display=False) as counter:
+            distillation(*text[:4], **prepared).loss.backward()
+        assert 256 * sum(planned["flops_per_token"]) == pytest.approx(counter.get_total_flops(), rel=0.06)
     lines = {name: size * memory_plan.GIB for name, (size, _) in planned["gib"].items()}
     held = [*head.parameters(), *head.buffers()]
     exact = {
