@@ -82,10 +82,20 @@ def without_ids(response: dict) -> dict:
     return {**response, "id": None, "created_at": None, "output": items}
 
 
+def nearly(value):
+    """Return what equals a response with log-probabilities of other last bits: a prompt that continues from the entries of
+    an earlier one is rounded differently."""
+    if isinstance(value, dict):
+        return {key: nearly(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [*map(nearly, value)]
+    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
+
+
 def same(server: Served, client: openai.OpenAI, **facts) -> list[dict]:
     """Check the events, of which the last one has the response that is given without a stream."""
     events, whole = stream(server, **facts), client.post("/responses", body=asked_whole(facts), cast_to=object)
-    assert without_ids(events[-1]["response"]) == without_ids(whole)
+    assert without_ids(events[-1]["response"]) == nearly(without_ids(whole))
     return events
 
 
