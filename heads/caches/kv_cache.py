@@ -14,10 +14,11 @@ It is part of `heads` because autoregressive heads draft with such caches too.
 """
 
 import math
+import mmap
+import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -34,7 +35,6 @@ BLOCKS = 4  # shared by layers of one shape: each is smaller than the memory tha
 # all its products have one shape, and a row has the same bits regardless of its batch. A smaller last block would be
 # summed in another order.
 KEY_BLOCK = 512
-ALIGNMENT = 64  # bytes, of memory on a CPU
 
 
 def bucket(entries: int) -> int:
@@ -61,9 +61,11 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     count = math.prod(shape)
-    buffer = np.zeros(count * dtype.itemsize + ALIGNMENT, np.uint8)
-    start = -buffer.ctypes.data % ALIGNMENT
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).view(*shape)
+    if sys.platform != "linux":
+        return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(*shape)
+    memory = mmap.mmap(-1, count * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # a short text would take 2 MB for each head of each layer
+    return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
 
 
 class CacheLayer(CacheLayerMixin):

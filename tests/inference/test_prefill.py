@@ -1,5 +1,9 @@
 """Prompts that are read in chunks, or in part not at all since another text began alike: text and drafts are the same."""
 
+import os
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -7,6 +11,7 @@ from foredraft.heads import Target
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.target.cache import zeros
 from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference.drafters import (
     AutoTree,
@@ -207,6 +212,19 @@ def test_prompts_are_prefilled_in_their_slots(target, monkeypatch):
         pointers.update(block.data_ptr() for block in engine.slots.open_cache().blocks.values())
     assert max(sizes) == 2 and all(len(text) == 8 for text in run.texts.values())
     assert len(pointers) == len(engine.slots.open_cache().blocks)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_long_slot_takes_the_memory_of_its_text():
+    """Check that no huge pages are written, which numpy asks for."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    rows, columns = 64, 2**19
+    memory, before = zeros((rows, columns), torch.float32, torch.device("cpu")), resident()
+    memory[:, 0] = 1
+    assert resident() - before < memory.nbytes / 8 and memory.sum() == rows
 
 
 def shared(seed: int, length: int = 9) -> list[int]:
