@@ -18,6 +18,10 @@ log = logging.getLogger("foredraft.serve")
 
 FREE_SHARE = 0.9  # of a GPU's free memory: the rest is for forwards
 RAM_SHARE = 0.5  # of a computer's memory: the rest is for weights, forwards and other programs
+SLOTS, TOKENS = (
+    4,
+    8192,
+)  # slots that are kept if they have room for this many tokens each, shorter than the longest text
 # Copies of a text's recurrent states: its slot's, those before and after a forward, and those rolled back to.
 STATES = 4
 
@@ -37,8 +41,8 @@ def slot_limits(
 ) -> SlotLimits:
     """Return the slots of an engine per drafter, at most `max_num_seqs` each, if all may use `cache_gib`; None is
     FREE_SHARE or RAM_SHARE. Every slot has room for the longest text of the target: if memory is short, there are fewer
-    slots. Only a text that does not fit into a single slot is limited. Raises ValueError for a cache that cannot be limited,
-    or is too small."""
+    slots. With less than SLOTS of them, slots are shortened instead, down to TOKENS. Only a text that does not fit is
+    refused. Raises ValueError for a cache that cannot be limited, or is too small."""
     trees = 2 * max(1 if drafter is None else drafter.nodes for drafter in drafters)
     longest = None if target.context is None else target.context + trees
     if not target.capabilities.batched:
@@ -50,13 +54,23 @@ def slot_limits(
     size = memory_for_caches(target) if cache_gib is None else cache_gib * 2**30
     parts = [slot_bytes(target, drafter) for drafter in drafters]
     entry, fixed = max(1, sum(part.entry for part in parts)), sum(part.fixed for part in parts)
+
+    def allocated(count: int) -> int:
+        """Return the number of slots for a batch: with CUDA graphs it is filled up to a power of two."""
+        return power_of_two(count) if target.capabilities.captures else count
+
+    def most(count: int, entries: int) -> int:
+        """Return how many slots of `entries` fit, at most `count` and at least one."""
+        while count > 1 and allocated(count) * (entries * entry + fixed) > size:
+            count -= 1
+        return count
+
     count = max_num_seqs
     if longest is not None:
-        enough = size // (longest * entry + fixed)
-        # With CUDA graphs, the number of slots is filled up to a power of two.
-        while count > 1 and (power_of_two(count) if target.capabilities.captures else count) > enough:
-            count -= 1
-    entries = int((size / count - fixed) / entry)
+        count = most(max_num_seqs, longest)
+        if count < SLOTS:
+            count = most(min(SLOTS, max_num_seqs), min(longest, TOKENS + trees))
+    entries = int((size / allocated(count) - fixed) / entry)
     if entries <= trees:
         raise ValueError(
             f"cache_gib={cache_gib} is too small for {count} texts in {len(drafters)} engines: increase it, or reduce "

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from foredraft.heads import Target
+from foredraft.heads.target_model.capabilities import Capabilities
 from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference.drafters import DraftModel, NgramDrafter
 from foredraft.inference.drafters.base import NoDrafter
@@ -222,9 +223,16 @@ def test_memory_of_both_caches_is_counted(target):
 
 def test_slots_of_a_gpu_are_a_power_of_two(target, monkeypatch):
     entry, long = 2 * 6 * 2 * 8 * 4, target.context + 2
-    monkeypatch.setattr(Target, "captures", True)
+    monkeypatch.setattr(Capabilities, "captures", True)
     for room, most, count in ((16, 12, 12), (15, 12, 8), (8, 8, 8), (7, 8, 4), (3, 8, 2), (1, 8, 1)):
         assert slot_limits(target, [None, None], most, 2 * room * long * entry / 2**30) == (count, long)
+
+
+def test_a_long_context_is_shortened_before_less_than_four_texts_are_decoded(target, monkeypatch):
+    entry = 2 * 6 * 2 * 8 * 4
+    monkeypatch.setattr("foredraft.inference.serve.cache_budget.TOKENS", 100)
+    for room, most, slots in ((600, 16, (4, 150)), (600, 3, (3, 200)), (306, 16, (3, 102)), (4000, 16, (15, 258))):
+        assert slot_limits(target, [None, None], most, 2 * room * entry / 2**30) == slots
 
 
 def test_a_small_cache_is_reported(target, caplog):
