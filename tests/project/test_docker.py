@@ -83,5 +83,5 @@ def check(command: list[str]) -> None:
     known = OmegaConf.load(ROOT / "conf" / "serve.yaml").keys()
     for key in (setting.partition("=")[0] for setting in settings):
         group, _, name = key.partition(".")
-        assert key in known or (ROOT / "conf" / group).is_dir(), key
+        assert key in known or (ROOT / "conf" / "options" / f"{group}.yaml").is_file(), key
         assert not name or name == "path"

@@ -38,12 +38,12 @@ def server(chatty: Path) -> Iterator[Served]:
         f"target={chatty}",
         "target.dtype=float32",
         "target.device=cpu",
-        "drafter=draft_model",
+        f"drafter=draft:{chatty}",
         "drafter.tree=fixed",
     ]
     log = ["log_accepted=accepted.jsonl", "log_text=true"]
     log += ["cors=['https://chat.example']", "max_num_seqs=4", "max_tokens=24"]
-    with served(chatty.parent, *facts, f"drafter.path=draft:{chatty}", *log) as running:
+    with served(chatty.parent, *facts, *log) as running:
         yield running
 
 

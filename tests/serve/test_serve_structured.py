@@ -91,9 +91,9 @@ def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     (path / "chat_template.jinja").write_text(TEMPLATE)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))  # tools are long prompts
-    facts = [f"target={path}", "target.dtype=float32", "target.device=cpu", "drafter=draft_model", "max_tokens=300"]
+    facts = [f"target={path}", "target.dtype=float32", "target.device=cpu", f"drafter=draft:{path}", "max_tokens=300"]
     facts += ["log_accepted=/dev/full"] if sys.platform.startswith("linux") else []  # a full disk stops no answer
-    with served(path.parent, *facts, f"drafter.path=draft:{path}") as running:
+    with served(path.parent, *facts) as running:
         yield running
 
 

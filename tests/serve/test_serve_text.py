@@ -47,8 +47,8 @@ def spelled(path: Path) -> Target:
 
 @pytest.fixture(scope="module")
 def server(path: Path) -> Iterator[Served]:
-    facts = [f"target={path}", "target.dtype=float32", "target.device=cpu", "drafter=draft_model"]
-    with served(path.parent, *facts, "drafter.tree=fixed", f"drafter.path=draft:{path}", "max_tokens=24") as running:
+    facts = [f"target={path}", "target.dtype=float32", "target.device=cpu", f"drafter=draft:{path}"]
+    with served(path.parent, *facts, "drafter.tree=fixed", "max_tokens=24") as running:
         yield running
 
 
