@@ -74,7 +74,7 @@ def test_two_processes_read_the_text_that_one_does(tiny_path: Path, folder: Path
 
 
 SLOW = """import sys, time
-from foredraft.train.data import self_generated
+from foredraft.train.writing import self_generated
 from foredraft.train.run import main
 write = self_generated.write
 self_generated.write = lambda *given: (time.sleep(45 if len(given) == 6 else 0), write(*given))[1]
