@@ -160,8 +160,8 @@ def comments(text: str, package: str) -> dict[str, str]:
             dotted = f"{prefix}.{key.value}".removeprefix(".")
             block = isinstance(value, yaml.CollectionNode) and not value.flow_style
             end = (key if block else value).end_mark
-            between, sign, beside = rows[end.line][end.column :].partition("#")
-            found[dotted] = beside.strip() if sign and not between.strip(" :") else above(key.start_mark.line)
+            between, sign, comment = rows[end.line][end.column :].partition("#")
+            found[dotted] = comment.strip() if sign and not between.strip(" :") else above(key.start_mark.line)
             walk(value, dotted)
 
     walk(yaml.compose(text), package)
