@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from foredraft.heads import Target
+from foredraft.heads.caches.kv_cache import zeros
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
-from foredraft.heads.target.cache import zeros
 from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference.drafters import (
     AutoTree,
