@@ -10,6 +10,7 @@ shows the traceback of bad input too.
 
 import argparse
 import contextlib
+import dis
 import errno
 import functools
 import inspect
@@ -143,10 +144,21 @@ def user_message(error: BaseException, folder: str) -> str | None:
     if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):
         return first_line(error)
     if isinstance(error, ValueError | OSError):
-        return raised_by_worker(error) or str(error)
+        return raised_by_worker(error) or (None if is_bug(error) else str(error))
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
         return str(error)  # a key that no constructor knows, from a yaml or `+key=value`
     return None
+
+
+def is_bug(error: BaseException) -> bool:
+    """Return whether a ValueError comes from a line of this package such as `zip(a, b, strict=True)`, and not from a
+    statement `raise`, there or in another package."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None or isinstance(error, OSError) or not last.tb_frame.f_globals["__name__"].startswith("foredraft."):
+        return False
+    return dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] not in ("RAISE_VARARGS", "RERAISE")
 
 
 def raised_by_worker(error: BaseException) -> str:

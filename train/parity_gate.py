@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.heads.base import BlockHead, DraftHead, PackedBatch, RecurrentHead
+from foredraft.heads.caches import cuda_graphs
 from foredraft.heads.checkpoint import load_head
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.packing import PackedLinear
@@ -77,7 +78,8 @@ def drafted_logits(head: DraftHead, target: Target, prompt: list[int], bonus: in
     if isinstance(head, RecurrentHead | BlockHead):
         options = {"width": 1, "depth": head.depth, "min_probability": 0.0}
     only_first = [[1.0] for _ in range(head.depth)]  # for a static tree: the best guess of every depth, a chain
-    drafter = drafter_for(head, target, accuracies=only_first, nodes=head.depth + 1, **options)
+    with cuda_graphs.disabled():  # a capture calls the head once more
+        drafter = drafter_for(head, target, accuracies=only_first, nodes=head.depth + 1, **options)
     seen: list[Tensor] = []
     name = "correct" if isinstance(head, BlockHead) else "logits"  # the last to see a draft's logits
     original = getattr(head, name)

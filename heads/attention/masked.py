@@ -28,7 +28,7 @@ from foredraft.heads.attention.sinks import PADDING, with_sinks
 NAME = "foredraft"
 # Arguments of a model's attention beyond dot products; calls with them go to transformers' own function.
 EXTRAS = ("softcap", "position_bias", "output_attentions")
-FEWEST_ROWS = 4  # of queries: a CPU uses other kernels for fewer, which round differently
+FEWEST_ROWS = 4  # of queries: for fewer a CPU, and for a single one a GPU, uses other kernels, which round differently
 GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by group size and presence of sinks
 
 
@@ -49,7 +49,7 @@ def attend(
         query = query.reshape(batch, kv_heads, groups * rows, dim)
         mask = group_heads(mask, groups) if mask.shape[2] == rows else mask
     grouped = query.shape[2]
-    if grouped < FEWEST_ROWS and query.device.type == "cpu":
+    if grouped < FEWEST_ROWS:
         missing = (0, 0, 0, FEWEST_ROWS - grouped)
         query, mask = F.pad(query, missing), F.pad(mask, missing)
     parts = equal_parts(query) if batch == 1 else 1

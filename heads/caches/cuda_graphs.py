@@ -8,6 +8,7 @@ more, but none of its kernels.
 
 import contextlib
 import functools
+import gc
 import threading
 import warnings
 from collections import OrderedDict
@@ -87,17 +88,23 @@ class GraphMemory:
 
     @contextlib.contextmanager
     def capture(self, graph: Any) -> Iterator[None]:
-        before = torch.cuda.current_stream()
+        before, collects = torch.cuda.current_stream(), gc.isenabled()
         with self.lock:
             # A workspace that cuBLAS keeps for the stream would be in the memory that the next graph overwrites.
             torch._C._cuda_clearCublasWorkspaces()
+            gc.disable()  # it may free an older graph, and CUDA then ends the capture in progress with an error
             try:
                 # thread_local: another thread, for example a streamer, may use the device meanwhile.
                 with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
                     yield
+            except BaseException:
+                graph_memory.cache_clear()  # the allocator still records into this pool, and takes no other capture
+                raise
             finally:
                 torch.cuda.set_stream(before)  # torch stays on the capture's stream if ending the capture fails
                 torch._C._cuda_clearCublasWorkspaces()
+                if collects:
+                    gc.enable()
 
 
 graph_memory = functools.cache(GraphMemory)  # by device
@@ -117,6 +124,17 @@ class CudaGraph:
 
 
 CAPTURES: dict[str, Callable[..., CapturedGraph]] = {"cuda": CudaGraph}  # by type of device; others do not capture
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Let what is built inside run kernel by kernel."""
+    before = dict(CAPTURES)
+    CAPTURES.clear()
+    try:
+        yield
+    finally:
+        CAPTURES.update(before)
 
 
 def captures(device: torch.device, enabled: bool) -> bool:

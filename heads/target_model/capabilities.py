@@ -250,7 +250,7 @@ def is_batch_invariant(target: "Target") -> bool:
         cache, text = target.new_cache(batch, PROBE), tokens.expand(batch, -1)
         target.prefill(text[:, :length], [length] * batch, cache)
         cache.set_lengths([length] * batch)
-        nodes = torch.arange(new)[None]
+        nodes = torch.arange(new, device=target.device)[None]
         mask = cache.mask(nodes[..., None] >= nodes[:, None])
         drafts = text[:, length : length + new]
         rows.append(target.forward_tree(drafts, cache.seq_lens + nodes, mask, cache).logits[0, 0])

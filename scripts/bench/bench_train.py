@@ -1,10 +1,10 @@
 """Measure the speed of training:  python scripts/bench/bench_train.py head=eagle3 max_length=4096 steps=8 [baseline=PYTHON]
 
-Tokens per second of the trainer's own steps, the process's peak memory, and model-flops utilization: products of the
-target's forward and of the head's forward and backward per second, as a share of what one large matrix product reaches on
-this device. With `baseline`, speculators 0.9.0 trains its EAGLE-3 or DFlash in the same run: same target, rows, length,
-steps, dtype and threads, from hidden states on disk; foredraft runs the target, or reads such states too
-(hidden_states=offline hidden_states.load_full_target=true). The baseline's start-up is not counted: its time is the
+Tokens per second of the trainer's own steps, the process's peak memory, and model-flops utilization: FLOP of the target's
+forward and of the head's forward and backward per second (as scripts/plan.py computes them), as a share of what one large
+matrix product reaches on this device. With `baseline`, speculators 0.9.0 trains its EAGLE-3 or DFlash in the same run: same
+target, rows, length, steps, dtype and threads, from hidden states on disk; foredraft runs the target, or reads such states
+too (hidden_states=offline hidden_states.load_full_target=true). The baseline's start-up is not counted: its time is the
 difference of two runs. Where other programs share the machine, `processor_time=true threads=1
 trainer.dataloader_num_workers=0` counts the processor's seconds of both.
 """
@@ -24,7 +24,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from safetensors.torch import save_file
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import PrinterCallback, TrainerCallback
 
 from foredraft.cli import entry
@@ -34,6 +33,7 @@ from foredraft.train.data.corpus import Document, Packed
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.hidden_states.probe import final_norm, read_states
 from foredraft.train.runtime.memory import disable_malloc_trim, peak_memory
+from foredraft.train.runtime.memory_plan import study
 from foredraft.train.trainer import HeadTrainer, arguments
 
 EPOCHS = 4  # number of timed epochs if there is a baseline
@@ -83,10 +83,8 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     # From the end of the last step that warms up: no first step is timed.
     rate = batch * cfg.max_length * (args.max_steps - cfg.warmup) / (ends.times[-1] - ends.times[cfg.warmup - 1])
     peak = peak_memory(target.device)
-    row = {name: value[None].to(target.device) for name, value in dataset[0].items()}
-    with FlopCounterMode(display=False) as flops:
-        distillation(**row).loss.backward()
-    work = flops.get_total_flops() / cfg.max_length
+    of_head, of_target, _ = study(cfg, target.config, target.dtype)
+    work = (of_head.flops + of_target.flops) / (batch * cfg.max_length)
     facts = {"tokens_per_second": rate, "peak_gib": peak / 2**30, "gflop_per_token": work / 1e9}
     return facts | {"utilisation": rate * work / top_speed(target)}
 

@@ -1,19 +1,18 @@
 """Measure a GPU, with random weights in the shapes of real targets:  python scripts/bench/gpu.py
 
-For each target: the baseline relative to the limit of the memory's bandwidth; CUDA graphs relative to single kernels, and
-whether the text is the same; whether a step waits for the device more than once; the share of the acceptance length that
-becomes speed (eta) at a given number of accepted drafts, by head; and EAGLE-3's training speed, utilization and memory next
-to the plan's. Nothing is downloaded.
+For each target, at several numbers of requests, greedy and sampled: the baseline relative to the limit of the memory's
+bandwidth; CUDA graphs relative to single kernels; the share of the acceptance length that becomes speed (eta) at a given
+number of accepted drafts, by head, as trees and as chains; whether all of them write the same text; and whether a step waits
+for the device more than once. Then the speed of training, utilization and memory next to the plan's. Nothing is downloaded.
 """
 
-import contextlib
+import itertools
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,10 @@ from torch import Tensor
 import foredraft.inference.target_sampler
 from foredraft.cli import entry
 from foredraft.heads import Target
-from foredraft.heads.base import RecurrentHead
+from foredraft.heads.base import DraftHead, RecurrentHead
 from foredraft.heads.caches import cuda_graphs
+from foredraft.heads.caches.kv_cache import to_device
+from foredraft.heads.target_model.capabilities import is_batch_invariant
 from foredraft.inference import Request, drafter_for, generate
 from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
 from foredraft.inference.evaluation.random_target import shaped_target
@@ -37,27 +38,36 @@ GIB = 2**30
 
 
 class Oracle(Wrapper):
-    """Draft the trees of another drafter at its cost, with the text's tokens along one of their paths."""
+    """Draft the trees of another drafter at its cost, with the texts' tokens along one path of each tree."""
 
-    def __init__(self, inner: Drafter, text: list[int], accepted: int):
-        """Wrap a drafter. text: prompt and continuation. accepted: number of correct drafts per step."""
+    def __init__(self, inner: Drafter, prompts: Tensor, new_tokens: list[list[int]], accepted: int):
+        """Wrap a drafter. prompts: (batch, length) int64, continued by new_tokens. accepted: number of correct drafts per
+        step."""
         super().__init__(inner)
-        self.text, self.accepted = text, accepted
-        self.known: Tensor | None = None  # the text on the device
+        self.texts = torch.cat([prompts, prompts.new_tensor(new_tokens)], 1)
+        self.rows = {tuple(prompt): row for row, prompt in enumerate(prompts.tolist())}
+        self.prompt, self.accepted = prompts.shape[1], accepted
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tree = self.inner.propose(accepted, gumbel)
-        tokens, node = tree.tokens, tree.tokens.new_zeros(1, 1)
-        if self.known is None:
-            self.known = tokens.new_tensor([self.text])
-        length = len(accepted.text[0])
+        tokens, node = tree.tokens, torch.zeros_like(tree.tokens[:, :1])
+        rows = [self.rows.get(tuple(text[: self.prompt]), 0) for text in accepted.text]  # 0 for a slot without a text
+        texts = self.texts[to_device(rows, tokens.device)]
+        ends = to_device([len(text) - 1 for text in accepted.text], tokens.device)[:, None]
         for depth in range(1, self.accepted + 1):
             below = (tree.parents == node) & (tree.depths == depth)
             node = below.int().argmax(1, keepdim=True)
-            right = self.known[:, length + depth - 1 : length + depth]
-            if right.shape[1]:
-                tokens = torch.where(below.gather(1, node), tokens.scatter(1, node, right), tokens)
+            right = texts.gather(1, (ends + depth).clamp(0, texts.shape[1] - 1))
+            tokens = torch.where(below.gather(1, node), tokens.scatter(1, node, right), tokens)
         return tree._replace(tokens=tokens)
+
+
+class Facts(dict[str, Any]):
+    """Hold the figures of one target. Print each when it is found, because what follows may fail."""
+
+    def __setitem__(self, what: str, value: Any) -> None:
+        super().__setitem__(what, value)
+        print(f"  {what:56} {value if isinstance(value, bool | str) else f'{value:,.3f}'}", flush=True)
 
 
 @entry("gpu")
@@ -65,81 +75,92 @@ def main(cfg: DictConfig) -> None:
     if cfg.device == "cuda" and not torch.cuda.is_available():
         print("no GPU here: this measures one (device=cpu tries the program on a small target)")
         return
-    found = {Path(path).stem: measure(cfg, path) for path in cfg.targets}
-    for name, facts in found.items():
-        print(f"\n{name}")
-        for what, value in facts.items():
-            print(f"  {what:48} {value if isinstance(value, bool | str) else f'{value:,.3f}'}")
-    if cfg.output:
-        Path(cfg.output).write_text(json.dumps(found, indent=2) + "\n")
+    found: dict[str, Facts] = {}
+    try:
+        for path in cfg.targets:
+            name = Path(path).stem
+            print(name, flush=True)
+            found[name] = Facts()
+            decoding(cfg, shaped_target(path, cfg.dtype, cfg.device, cfg.seed), found[name])
+            if cfg.device == "cuda":
+                torch.cuda.empty_cache()  # the training is another process
+            for head in cfg.trained:
+                training(cfg, path, head, found[name])
+    finally:
+        if cfg.output:
+            Path(cfg.output).write_text(json.dumps(found, indent=2) + "\n")
 
 
-def measure(cfg: DictConfig, path: str) -> dict[str, Any]:
-    found = decoding(cfg, shaped_target(path, cfg.dtype, cfg.device, cfg.seed))
-    if cfg.device == "cuda":
-        torch.cuda.empty_cache()  # the training is another process
-    return found | training(cfg, path)
-
-
-def decoding(cfg: DictConfig, target: Target) -> dict[str, Any]:
-    prompt = torch.randint(1, target.vocab_size, (1, cfg.prompt_tokens), device=target.device)
-    plain, seconds = timed(cfg, target, None, prompt)
+def decoding(cfg: DictConfig, target: Target, found: Facts) -> None:
+    """Measure decoding without drafts and with those of untrained heads, some of which are made correct."""
+    found["device"] = torch.cuda.get_device_name() if target.device.type == "cuda" else "cpu"
+    found["chains keep every bit"] = is_batch_invariant(target)
     weights = sum(p.nbytes for p in target.model.parameters()) - target.model.get_input_embeddings().weight.nbytes
     limit = bandwidth(target.device) / weights
-    rate = cfg.max_new_tokens / seconds
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else "cpu",
-        "plain, tokens/s": rate,
-        "plain, share of what bandwidth allows": rate / limit,
-    }
-    with kernel_by_kernel():
-        eager, slower = timed(cfg, target, None, prompt)
-    found["plain, kernel by kernel, tokens/s"] = cfg.max_new_tokens / slower
-    found["plain, the same text by graphs"] = eager.new_tokens == plain.new_tokens
-    text = [*prompt[0].tolist(), *plain.new_tokens[0]]
-    for name in cfg.heads:
-        settings = hydra.compose("train", [f"head={name}"]).head
-        counts = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)} if "draft_vocab_size" in settings else {}
-        head = hydra.utils.instantiate(settings, target=target, **counts)
-        every_level: dict[str, Any] = {"min_probability": 0.0} if isinstance(head, RecurrentHead) else {}
-        inner = drafter_for(head.to(target.dtype).eval(), target, **every_level)
-        oracle = Oracle(inner, text, cfg.accepted)
-        out, seconds = timed(cfg, target, oracle, prompt)
-        gained = out.acceptance_length
-        found[f"{name}, acceptance length"] = gained
-        found[f"{name}, times plain"] = cfg.max_new_tokens / seconds / rate
-        found[f"{name}, eta"] = cfg.max_new_tokens / seconds / rate / gained
-        found[f"{name}, waits once a step"] = waits_once(cfg, target, oracle, prompt)
-        with kernel_by_kernel():
-            found[f"{name}, the same text by graphs"] = (
-                timed(cfg, target, oracle, prompt)[0].new_tokens == out.new_tokens
-            )
-    return found
+    heads = {name: head_of(name, target) for name in cfg.heads}
+    generator = torch.Generator().manual_seed(cfg.seed)
+    prompts = torch.randint(1, target.vocab_size, (max(cfg.requests), cfg.prompt_tokens), generator=generator)
+    prompts = prompts.to(target.device)
+    for batch, temperature in itertools.product(cfg.requests, cfg.temperatures):
+        some, how = prompts[:batch], f"{batch} x T={temperature:g}"
+        settings = {"max_new_tokens": cfg.max_new_tokens, "temperature": temperature}
+        plain, seconds = timed(target, None, some, settings)
+        rate = batch * cfg.max_new_tokens / seconds
+        found[f"{how}, plain, tokens/s"] = rate
+        found[f"{how}, plain, share of what bandwidth allows"] = rate / limit / batch
+        alone = timed(target, None, some[:1], settings)[0].new_tokens[0] if batch > 1 else plain.new_tokens[0]
+        found[f"{how}, plain, the same text alone"] = alone == plain.new_tokens[0]
+        if batch == 1:
+            with cuda_graphs.disabled():
+                eager, slower = timed(target, None, some, settings)
+            found[f"{how}, plain, kernel by kernel, tokens/s"] = cfg.max_new_tokens / slower
+            found[f"{how}, plain, the same text by graphs"] = eager.new_tokens == plain.new_tokens
+        for name, width in itertools.product(heads, (None, 1)):
+            drafter = Oracle(drafter_of(heads[name], target, width), some, plain.new_tokens, cfg.accepted)
+            kind = f"{how}, {name}{' chain' if width else ''}"
+            out, seconds = timed(target, drafter, some, settings)
+            found[f"{kind}, acceptance length"] = gained = out.acceptance_length
+            found[f"{kind}, times plain"] = times = batch * cfg.max_new_tokens / seconds / rate
+            found[f"{kind}, eta"] = times / gained
+            equal = sum(ours == theirs for ours, theirs in zip(out.new_tokens, plain.new_tokens, strict=True))
+            found[f"{kind}, texts equal to plain's"] = f"{equal} of {batch}"
+            if batch == 1:
+                found[f"{kind}, waits once a step"] = waits_once(cfg, target, drafter, some)
+                with cuda_graphs.disabled():
+                    eager = timed(target, drafter, some, settings)[0]
+                found[f"{kind}, the same text by graphs"] = eager.new_tokens == out.new_tokens
 
 
-def timed(cfg: DictConfig, target: Target, drafter: Drafter | None, prompt: Tensor) -> tuple[Generation, float]:
+def head_of(name: str, target: Target) -> DraftHead:
+    """Build an untrained head with the settings of conf/head."""
+    settings = hydra.compose("train", [f"head={name}"]).head
+    counts = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)} if "draft_vocab_size" in settings else {}
+    head: DraftHead = hydra.utils.instantiate(settings, target=target, **counts)
+    return head.to(target.dtype).eval()
+
+
+def drafter_of(head: DraftHead, target: Target, width: int | None) -> Drafter:
+    """Build the head's drafter, whose trees are full whatever the head expects. width: 1 for chains."""
+    settings: dict[str, Any] = {} if width is None else {"width": width, "nodes": head.depth + 1}
+    if isinstance(head, RecurrentHead):
+        settings["min_probability"] = 0.0
+    return drafter_for(head, target, **settings)
+
+
+def timed(
+    target: Target, drafter: Drafter | None, prompts: Tensor, settings: dict[str, Any]
+) -> tuple[Generation, float]:
     """Return the second of two generations, and its seconds without the prefill."""
     for _ in range(2):
-        limits: dict[str, Any] = {"eos_token_id": -1, "seed": cfg.seed}
+        limits: dict[str, Any] = {"eos_token_id": -1, "seed": 0}
         start = time.perf_counter()
-        generate(target, drafter, prompt, max_new_tokens=1, **limits)
+        generate(target, drafter, prompts, **settings | limits | {"max_new_tokens": 1})
         synchronize(target.device)
         middle = time.perf_counter()
-        out = generate(target, drafter, prompt, max_new_tokens=cfg.max_new_tokens, **limits)
+        out = generate(target, drafter, prompts, **settings, **limits)
         synchronize(target.device)
         seconds = time.perf_counter() - middle - (middle - start)
     return out, seconds
-
-
-@contextlib.contextmanager
-def kernel_by_kernel() -> Iterator[None]:
-    """Disable the capture of CUDA graphs."""
-    captures = dict(cuda_graphs.CAPTURES)
-    cuda_graphs.CAPTURES.clear()
-    try:
-        yield
-    finally:
-        cuda_graphs.CAPTURES.update(captures)
 
 
 def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor) -> bool:
@@ -186,24 +207,22 @@ def bandwidth(device: torch.device, size: int = 1 << 28) -> float:
     return 2 * source.nbytes / best  # it loads and stores; decoding only loads
 
 
-def training(cfg: DictConfig, path: str) -> dict[str, Any]:
-    """Measure EAGLE-3's training by scripts/bench/bench_train.py, next to the estimate of scripts/plan.py."""
-    shape = [f"target.path={path}", f"target.dtype={cfg.dtype}", f"max_length={cfg.max_length}"]
+def training(cfg: DictConfig, path: str, head: str, found: Facts) -> None:
+    """Measure a head's training by scripts/bench/bench_train.py, next to the estimate of scripts/plan.py."""
+    shape = [f"target.path={path}", f"target.dtype={cfg.dtype}", f"max_length={cfg.max_length}", f"head={head}"]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         size = [f"steps={cfg.steps}", f"warmup={cfg.warmup}", f"output={file}", f"output_dir={folder}"]
         program("bench/bench_train.py", *shape, f"target.device={cfg.device}", *size)
-        found = json.loads(file.read_text())["foredraft"]
+        measured = json.loads(file.read_text())["foredraft"]
     planned = re.search(
         r"sum +([\d.]+)", program("plan.py", *shape, "strategy=single", "trainer.per_device_train_batch_size=1")
     )
     assert planned is not None
-    return {
-        "training, tokens/s": found["tokens_per_second"],
-        "training, utilisation": found["utilisation"],
-        "training, peak GiB": found["peak_gib"],
-        "training, planned GiB": float(planned[1]),
-    }
+    found[f"training {head}, tokens/s"] = measured["tokens_per_second"]
+    found[f"training {head}, utilisation"] = measured["utilisation"]
+    found[f"training {head}, peak GiB"] = measured["peak_gib"]
+    found[f"training {head}, planned GiB"] = float(planned[1])
 
 
 def program(name: str, *arguments: str) -> str:

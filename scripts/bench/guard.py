@@ -46,7 +46,10 @@ def train(head: str, directory: Path) -> list[float]:
 def decode(target: Target, drafter: str) -> dict[str, Any]:
     """Return a digest of the texts and the acceptance length, greedy and sampled."""
     tokenizer = target.text_tokenizer
-    rows = tokenizer(PROMPTS, padding=True, padding_side="left", return_tensors="pt")
+    ids = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    longest = max(map(len, ids))
+    tokens = torch.tensor([[0] * (longest - len(row)) + row for row in ids])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids])
     facts = {}
     sampling: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.0, "top_p": 0.9}}
     for name, settings in sampling.items():
@@ -54,8 +57,8 @@ def decode(target: Target, drafter: str) -> dict[str, Any]:
         out = generate(
             target,
             load_drafter(drafter, target, **options),
-            rows["input_ids"],
-            rows["attention_mask"],
+            tokens,
+            mask,
             max_new_tokens=64,
             seed=[1, 2, 3, 4],
             **settings,

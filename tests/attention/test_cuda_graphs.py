@@ -2,6 +2,7 @@
 tests/support/tape.py, which keeps a CUDA graph's rules on a CPU."""
 
 import contextlib
+import gc
 import random
 import warnings
 
@@ -234,6 +235,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.streams, self.captures, self.cleared, self.current = 0, [], 0, "the caller's stream"
+        self.begun = 0
 
     def make_stream(self) -> int:
         self.streams += 1
@@ -241,7 +243,9 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def capture(self, graph, pool, stream, capture_error_mode):
-        assert self.cleared == 2 * len(self.captures) + 1, "cuBLAS keeps a workspace in the pool"
+        assert self.cleared == 2 * self.begun + 1, "cuBLAS keeps a workspace in the pool"
+        assert not gc.isenabled(), "an older graph may be freed in a capture"
+        self.begun += 1
         self.current = stream
         yield
         self.captures.append((pool, stream))
@@ -285,4 +289,13 @@ def test_all_graphs_of_a_device_share_one_stream_and_a_pool_that_stays(fake_cuda
 def test_a_failed_capture_leaves_the_callers_stream(fake_cuda):
     with pytest.raises(ZeroDivisionError):
         cuda_graphs.CudaGraph(lambda x: 1 / 0, (torch.ones(2),))
-    assert fake_cuda.current == "the caller's stream"
+    assert fake_cuda.current == "the caller's stream" and gc.isenabled()
+
+
+def test_captures_after_a_failed_one_take_new_memory(fake_cuda):
+    """Check that its pool is left alone: torch still records into it, and refuses every later capture there."""
+    cuda_graphs.CudaGraph(torch.neg, (torch.ones(2),))
+    with pytest.raises(ZeroDivisionError):
+        cuda_graphs.CudaGraph(lambda x: 1 / 0, (torch.ones(2),))
+    cuda_graphs.CudaGraph(torch.neg, (torch.ones(2),))
+    assert fake_cuda.captures[0] == fake_cuda.captures[1] != fake_cuda.captures[-1] and fake_cuda.streams == 2

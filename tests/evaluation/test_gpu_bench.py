@@ -1,5 +1,6 @@
 """scripts/bench/gpu.py without a GPU: it reports that, and on a small target all of it runs."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -31,8 +32,20 @@ def test_every_figure_on_a_small_target(tmp_path: Path):
         "steps=2",
         "warmup=1",
     ]
-    gpu("targets=[tiny.json]", "heads=[eagle3,medusa]", "accepted=2", *small, "output=found.json", cwd=tmp_path)
+    gpu(
+        "targets=[tiny.json]",
+        "requests=[1,3]",
+        "trained=[eagle3]",
+        "accepted=2",
+        *small,
+        "output=found.json",
+        cwd=tmp_path,
+    )
     found = json.loads((tmp_path / "found.json").read_text())["tiny"]
-    assert all(found[f"{name}, the same text by graphs"] is True for name in ("plain", "eagle3", "medusa"))
-    assert all(1.5 < found[f"{name}, acceptance length"] <= 3 for name in ("eagle3", "medusa"))
-    assert found["training, tokens/s"] > 0 and found["training, planned GiB"] > 0
+    for temperature, name in itertools.product((0, 1), ("eagle3", "eagle3 chain", "medusa", "medusa chain")):
+        kind = f"1 x T={temperature}, {name}"
+        assert found[f"{kind}, the same text by graphs"] is True
+        assert found[f"{kind}, texts equal to plain's"] == "1 of 1"
+        assert found[f"3 x T={temperature}, {name}, texts equal to plain's"] == "3 of 3"
+        assert 1.5 < found[f"{kind}, acceptance length"] <= 3
+    assert found["training eagle3, tokens/s"] > 0 and found["training eagle3, planned GiB"] > 0

@@ -10,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target, load_head
 from foredraft.heads.base import BlockHead, PackedBatch, RecurrentHead
+from foredraft.heads.caches import cuda_graphs
 from foredraft.inference import generate
 from foredraft.inference.drafters import AutoTree, drafter_for, load_drafter
 from foredraft.inference.drafters.base import Accepted
@@ -22,6 +23,7 @@ from tests.support.batches import PROMPT
 from tests.support.configs import composed
 from tests.support.drafters import SETTINGS
 from tests.support.head_factory import make_head
+from tests.support.tape import Tape
 from tests.support.tiny import TEXT
 from tests.support.toy.head import ToyHead
 
@@ -92,6 +94,12 @@ def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind
     scores = logits if gumbel is None else logits.log_softmax(-1) + gumbel[0, 0, ids]
     first = set(tree.tokens[0][tree.depths[0] == 1].tolist())
     assert first == set(ids[scores.topk(len(first)).indices].tolist())
+
+
+def test_the_parity_gate_passes_where_steps_are_captured(head, fresh, monkeypatch):
+    """Check that it sees each of the drafter's logits once: a capture runs the head's code again."""
+    monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
+    assert parity_gate.check(head, fresh, PROMPT) < 1e-3
 
 
 # -- one file and one yaml --------------------------------------------------------------------------------------------

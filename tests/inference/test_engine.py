@@ -39,7 +39,8 @@ def test_requests_join_and_leave_between_steps(target, alone, name):
             engine.add(late)
 
     texts, reasons = run(engine, asked[:2], between, *asked[2:])
-    assert texts == alone and set(reasons) == {"length"} and sizes >= {2, 3}
+    rows = {2, 4} if target.capabilities.captures else {2, 3}  # graphs are captured for powers of two
+    assert texts == alone and set(reasons) == {"length"} and sizes >= rows
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa", "eagle3 auto", "itself", "dflash"])
