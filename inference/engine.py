@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.caches.cuda_graphs import CudaGraphs, power_of_two
-from foredraft.heads.caches.kv_cache import bucket
+from foredraft.heads.caches.kv_cache import KEY_BLOCK, bucket
 from foredraft.heads.target_model import Target, TargetCache, TargetOutput
 from foredraft.inference.clock import Clock
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter
@@ -64,6 +64,8 @@ class Engine:
         self.empty: list[Request] = []  # requests with max_new_tokens=0
         self.last_was_prefill = False
         self.prefill_chunk = prefill_chunk if prefill_chunk is not None and target.capabilities.chunks else None
+        if target.capabilities.exact_prefill:  # masks of longer prompts would be large
+            self.prefill_chunk = min(self.prefill_chunk or KEY_BLOCK, KEY_BLOCK)
         self.slot_tokens, self.reuse_prefixes = slot_tokens, reuse_prefixes
         self.slots = Slots(target, self.drafter, verifier or Coupled())
         # On a CPU the matrix product of a single row uses another kernel than several rows, and rounds differently.
@@ -269,7 +271,8 @@ class Engine:
         for sequence in islice(self.waiting, free):
             if self.reuse_prefixes and self.slots.will_share(sequence, [*busy, *sequences]):
                 continue
-            if self.target.capabilities.prefers_chains and sequences and len(sequence.text) != longest:
+            able = self.target.capabilities
+            if able.prefers_chains and not able.exact_prefill and sequences and len(sequence.text) != longest:
                 continue  # attention over padding would change bits
             size = (len(sequences) + 1) * max(longest, len(sequence.text))
             if sequences and self.prefill_chunk is not None and size > self.prefill_chunk:

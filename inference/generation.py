@@ -110,7 +110,7 @@ def generate(
     steps: list[Step] = []
     while engine.has_work:
         outputs = engine.step()
-        if outputs[0].accepted is not None:
+        if outputs and outputs[0].accepted is not None:  # none after a part of a prompt
             steps.append(step_of(outputs, numbers))
         for output in outputs:
             if output.finish_reason == "error":

@@ -91,12 +91,29 @@ def torch_paths() -> Iterator[tuple[str, str]]:
     else:
         need = "compute capability 8.0" if gpu else "AVX512_BF16, AMX or ARM's BF16"
         yield "dtype=auto", f"float32: this device has no fast products in bfloat16, which need {need}"
+    yield "bits in bfloat16", bits_in_bfloat16(device)
     yield "FlexAttention", flex_attention(flex, torch, device)
     for dtype in packing.SMALLEST:
         name = str(dtype).removeprefix("torch.")
         works = not gpu and packing.is_faster(dtype)
         why = "this CPU or this build of torch would not be faster" if not gpu else "only for targets on a CPU"
         yield f"packed products {name}", "works" if works else f"disabled: {why}"
+
+
+def bits_in_bfloat16(device: Any) -> str:
+    """Return whether the test model's logits for a token depend on what is computed in the same forward."""
+    from foredraft.heads import Target
+    from foredraft.heads.target_model.capabilities import is_batch_invariant
+    from foredraft.words import shipped
+
+    try:
+        target = Target.from_pretrained(shipped("test_model"), dtype="bfloat16", device=device)
+        same = is_batch_invariant(target)
+    except Exception as error:  # a broken installation is what this command is for
+        return f"failed: {type(error).__name__}: {error}"
+    if same:
+        return "the same for a token whatever is computed with it: drafted chains change no text (test model)"
+    return "depend on what is computed with a token: near-ties may fall the other way (test model)"
 
 
 def flex_attention(flex: Any, torch: Any, device: Any) -> str:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from foredraft.cli import entry
 from foredraft.heads import Target
 from foredraft.inference.drafters import Drafter, NoDrafter
-from foredraft.inference.evaluation.lossless import SETTINGS, PaddedDrafter, divergences
+from foredraft.inference.evaluation.lossless import SETTINGS, PaddedDrafter, compare_bits, divergences
 from foredraft.inference.evaluation.measure import identical_share
 from foredraft.train.data.corpus import prompts
 from foredraft.train.data.loading import load_corpus
@@ -29,7 +29,12 @@ def main(cfg: DictConfig) -> None:
     half: Target = instantiate(cfg.target, dtype=cfg.dtype)
     drafter, dtype = instantiate(cfg.drafter, target=half), str(half.dtype).removeprefix("torch.")
     if half.capabilities.prefers_chains and not drafter.branches:
-        return conclude(wrong + check_level(f"L2  {dtype}", half, drafter, rows, cfg))
+        wrong += check_level(f"L2  {dtype}", half, drafter, rows, cfg)
+        for temperature in (0.0, 1.0):
+            compared, unequal = compare_bits(half, drafter, rows, cfg.max_new_tokens, temperature)
+            print(f"L2  {dtype}, logits at temperature {temperature:g}: {unequal} of {compared} differ in any bit")
+            wrong += unequal > 0
+        return conclude(wrong)
     padded = PaddedDrafter(drafter)
     check_level(f"L2  {dtype}", half, padded, rows, cfg, PaddedDrafter(NoDrafter(), padded.nodes))
     for temperature in (0.0, 1.0):

@@ -49,17 +49,19 @@ def attend(
         query = query.reshape(batch, kv_heads, groups * rows, dim)
         mask = group_heads(mask, groups) if mask.shape[2] == rows else mask
     grouped = query.shape[2]
-    if grouped < FEWEST_ROWS:
-        missing = (0, 0, 0, FEWEST_ROWS - grouped)
-        query, mask = F.pad(query, missing), F.pad(mask, missing)
     parts = equal_parts(query) if batch == 1 else 1
+    # The kernel of a CPU computes blocks of 32 or more rows: in no block may there be fewer than four.
+    multiple = FEWEST_ROWS * parts if query.device.type == "cpu" else 1
+    if missing := max(-grouped % multiple, FEWEST_ROWS - grouped):
+        query, mask = F.pad(query, (0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
     if parts > 1:  # the parts become a batch over the same keys
-        query = query.view(kv_heads, parts, -1, dim).transpose(0, 1)
-        mask = mask.view(mask.shape[1], parts, -1, keys).transpose(0, 1)
+        query = query.reshape(kv_heads, parts, -1, dim).transpose(0, 1)
+        mask = mask.reshape(mask.shape[1], parts, -1, keys).transpose(0, 1)
         key, value = key.expand(parts, -1, -1, -1), value.expand(parts, -1, -1, -1)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
-    out = out.transpose(0, 1) if parts > 1 else out[:, :, :grouped]
-    return out.reshape(batch, heads, rows, -1)
+    if parts > 1:
+        out = out.transpose(0, 1).reshape(1, kv_heads, grouped + missing, -1)
+    return out[:, :, :grouped].reshape(batch, heads, rows, -1)
 
 
 @contextlib.contextmanager
@@ -101,7 +103,7 @@ def equal_parts(query: Tensor) -> int:
     kv_heads, rows = query.shape[1:3]
     threads = torch.get_num_threads()
     parts = threads // math.gcd(kv_heads, threads)
-    return parts if rows % parts == 0 and rows // parts >= 8 else 1
+    return parts if rows // parts >= 8 else 1
 
 
 def grouped_sdpa(

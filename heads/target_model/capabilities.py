@@ -3,6 +3,7 @@ of models do not tell."""
 
 import inspect
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -104,13 +105,23 @@ class Capabilities:
         ours = self.target.model.config._attn_implementation == attention.NAME
         return self.trees and self.one_device and ours
 
+    @property
+    def is_half_on_cpu(self) -> bool:
+        return self.target.dtype in (torch.bfloat16, torch.float16) and self.target.device.type == "cpu"
+
+    @property
+    def exact_prefill(self) -> bool:
+        """Return whether prompts are prefilled so that it changes no bit how they are cut, padded, or continued from the
+        entries of another text: all forwards have masks over whole blocks of keys. float32 rounds so finely that this is
+        not worth the time. A ring of a sliding layer orders its keys by when they were written."""
+        return self.trees and self.is_half_on_cpu and self.target.window is None
+
     @cached_property
     def prefers_chains(self) -> bool:
         """Return whether drafts are chains by default: in half precision, where the logits of a chain equal the baseline's in
         every bit and those of a tree do not. A node of a tree lies in another column of the cache than its token does after
         it is accepted, so attention sums its keys in another order, which may decide a near-tie."""
-        is_half = self.target.dtype in (torch.bfloat16, torch.float16)
-        return self.trees and is_half and self.target.device.type == "cpu" and is_batch_invariant(self.target)
+        return self.trees and self.is_half_on_cpu and is_batch_invariant(self.target)
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -243,13 +254,16 @@ def measure_caching(target: "Target") -> bool:
 @torch.inference_mode()
 def is_batch_invariant(target: "Target") -> bool:
     """Return whether a token's logits have the same bits regardless of other tokens of its sequence, or other sequences, in
-    the forward. Products of few and of many rows are different kernels, which need not sum in the same order."""
+    the forward, and of how its prompt was prefilled. Products of few and of many rows are different kernels, which need not
+    sum in the same order."""
     tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(2)).to(target.device)
     length, rows = PROBE // 2, []
-    for batch, new in ((1, 2), (1, 5), (4, 1), (4, 6)):
+    for batch, new, start in ((1, 2, 0), (1, 5, 1), (4, 1, 0), (4, 6, length - 1)):
         cache, text = target.new_cache(batch, PROBE), tokens.expand(batch, -1)
-        target.prefill(text[:, :length], [length] * batch, cache)
-        cache.set_lengths([length] * batch)
+        ends = [start, length] if start and target.capabilities.exact_prefill else [length]
+        for first, end in pairwise([0, *ends]):
+            target.prefill(text[:, first:end], [end - first] * batch, cache)
+            cache.set_lengths([end] * batch)
         nodes = torch.arange(new, device=target.device)[None]
         mask = cache.mask(nodes[..., None] >= nodes[:, None])
         drafts = text[:, length : length + new]

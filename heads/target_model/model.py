@@ -263,9 +263,17 @@ class Target:
             if state is None:
                 return StateCache(num_slots, self.device)
             return StackedCache(state, num_slots, capacity, self.device)
-        sliding = self.sliding(nodes)
+        sliding, able = self.sliding(nodes), self.capabilities
         kind = KVCache if sliding is None else partial(SlidingCache, sliding)
-        return kind(self.num_layers, num_slots, capacity, self.device, capture, self.capabilities.one_device)
+        return kind(
+            self.num_layers,
+            num_slots,
+            capacity,
+            self.device,
+            capture,
+            able.one_device,
+            exact_prefill=able.exact_prefill,
+        )
 
     def acquire_cache(self, num_slots: int, capacity: int, nodes: int = NODES) -> TargetCache:
         """Return an empty cache with at least these sizes: the one that was released last, if it suits."""
@@ -373,7 +381,8 @@ class Target:
         self.check_tokens(tokens)
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
-        if tokens.shape[1] == 1 and min(lengths) == 0:  # a single token would advance every sequence's state
+        # A single token would advance every sequence's state, and a single row rounds differently.
+        if tokens.shape[1] == 1 and (min(lengths) == 0 or (self.capabilities.exact_prefill and len(tokens) == 1)):
             tokens = torch.nn.functional.pad(tokens, (0, 1))
         positions = cache.seq_lens + torch.arange(tokens.shape[1], device=tokens.device)
         cache.new_counts = to_device(lengths, tokens.device)[:, None]

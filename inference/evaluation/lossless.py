@@ -1,12 +1,13 @@
 """The meaning of "lossless" on a machine, in levels (rounding depends on the number of tokens per forward).
 
 L1  float32, any shapes: text with drafts identical to the baseline, greedy and sampled, with warpers and penalties
-L2  half precision: identical to the baseline if drafts are chains and the target's logits keep every bit
-    (`Capabilities.prefers_chains`), and otherwise to a baseline whose forwards have as many tokens
+L2  half precision: identical to the baseline, logits in every bit, if drafts are chains and the target's logits keep them
+    (`Capabilities.prefers_chains`); otherwise texts identical to a baseline whose forwards have as many tokens
 L3  half precision, other shapes: where two texts first differ, the gap between the scores of the two tokens is at most the
     change of the scores between the two shapes. A tiny gap is rounding, a large one is a bug.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +16,13 @@ from torch import Tensor
 
 from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
+from foredraft.inference.engine import Engine
 from foredraft.inference.evaluation.progress import track
 from foredraft.inference.generation import generate
-from foredraft.inference.sampling import Noise
+from foredraft.inference.request import Request
+from foredraft.inference.sampling import Noise, SamplingParams
 from foredraft.inference.tree import TokenTree, chain, pad_nodes
+from foredraft.inference.verify import Outcome, Verification
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -42,6 +46,42 @@ class PaddedDrafter(Wrapper):
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         return pad_nodes(self.inner.propose(accepted, gumbel), self.nodes)
+
+
+class BitRecorder(Engine):
+    """Record a digest of the bits of the logits that chose each token: `rows` by the request's seed and the position."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.rows: dict[tuple[int, int], bytes] = {}
+
+    def verify(self, tree: TokenTree, logits: Tensor, gumbel: Tensor | None) -> tuple[Verification, Outcome]:
+        verification, outcome = super().verify(tree, logits, gumbel)
+        for slot, sequence in enumerate(self.slots.sequences):
+            if sequence.finish_reason is None:
+                path = verification.path[slot, : verification.counts[slot]].tolist()
+                for position, node in enumerate(path, start=len(sequence.text)):
+                    bits = logits[slot, node].contiguous().view(torch.uint8).cpu().numpy().tobytes()
+                    self.rows[sequence.request.seed, position] = hashlib.sha256(bits).digest()
+        return verification, outcome
+
+
+def compare_bits(
+    target: Target, drafter: Drafter, prompts: Sequence[list[int]], new_tokens: int, temperature: float
+) -> tuple[int, int]:
+    """Decode prompts one by one with and without drafts. Return how many rows of logits, of one token each, were compared,
+    and how many of them differ in any bit."""
+    found = []
+    for one in (None, drafter):
+        engine = BitRecorder(target, one, max_num_seqs=1)
+        for seed, prompt in enumerate(prompts):
+            engine.add(Request(list(prompt), SamplingParams(temperature), new_tokens, seed))
+        while engine.has_work:
+            engine.step()
+        engine.close()
+        found.append(engine.rows)
+    shared = found[0].keys() & found[1].keys()
+    return len(shared), sum(found[0][place] != found[1][place] for place in shared)
 
 
 class Divergence(NamedTuple):

@@ -1,0 +1,78 @@
+"""Measure which operations keep the bits of a row, whatever is computed next to it:  python scripts/bench/bits.py [cuda]
+
+A decoded text is the same with and without drafts, alone and in a batch, if every operation of the target does. The first row
+of each operation is computed with several numbers of rows, of keys and of sequences; sizes in one pair of brackets give it
+the same bits. Products have weights of `inputs` x `outputs`, attention has 8 heads of keys and 32 of queries.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foredraft.heads.attention import masked
+from foredraft.heads.target_model import packing
+
+ROWS = (1, 2, 3, 4, 5, 8, 11, 16, 17, 24, 32, 33, 48, 64)
+KEYS = (504, 512, 528, 640, 768, 1024, 2048, 4096)
+SEEN = 500
+SEQUENCES = (1, 2, 4, 8, 16)
+SHAPES = ((576, 1536), (1536, 576), (4096, 1024), (4096, 4096), (4096, 14336), (14336, 4096))
+
+
+def alike(rows: Sequence[Tensor], sizes: Sequence[int]) -> str:
+    """Group the sizes at which the row has equal bits."""
+    groups: list[tuple[Tensor, list[int]]] = []
+    for row, size in zip(rows, sizes, strict=True):
+        same = next((members for other, members in groups if torch.equal(other, row)), None)
+        if same is None:
+            groups.append((row, [size]))
+        else:
+            same.append(size)
+    return " ".join(str(members) for _, members in groups)
+
+
+def products(device: str, dtype: torch.dtype) -> None:
+    for inputs, outputs in SHAPES:
+        linear = nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype).requires_grad_(False)
+        x = torch.randn(64, inputs, device=device, dtype=dtype)
+        kinds: dict[str, nn.Module] = {"product": linear}
+        if device == "cpu" and packing.is_faster(dtype):
+            kinds["product packed for oneDNN"] = packing.PackedLinear(linear)
+        for name, kind in kinds.items():
+            rows = [kind(x[:count])[0] for count in ROWS]
+            print(f"  {name}, {inputs} x {outputs}, rows: {alike(rows, ROWS)}")
+
+
+def attention(device: str, dtype: torch.dtype) -> None:
+    query, key, value = (torch.randn(16, heads, 4096, 128, device=device, dtype=dtype) for heads in (32, 8, 8))
+
+    def first(sequences: int, rows: int, keys: int, attend: Callable[..., Tensor]) -> Tensor:
+        mask = masked.additive_mask(torch.arange(keys, device=device).expand(1, 1, rows, -1) < SEEN, dtype)
+        few = query[:1, :, :rows], key[:1, :, :keys], value[:1, :, :keys]
+        inputs = (x.expand(sequences, -1, -1, -1) for x in few)
+        return attend(*inputs, mask.expand(sequences, -1, -1, -1))[0, :, 0]
+
+    def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+    for name, attend in (("torch's attention", plain), ("ours", masked.attend)):
+        print(f"  {name}, queries: {alike([first(1, rows, 512, attend) for rows in ROWS], ROWS)}")
+        print(f"  {name}, keys: {alike([first(1, 8, keys, attend) for keys in KEYS], KEYS)}")
+        print(f"  {name}, sequences: {alike([first(batch, 8, 512, attend) for batch in SEQUENCES], SEQUENCES)}")
+
+
+@torch.inference_mode()
+def main() -> None:
+    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    torch.manual_seed(0)
+    for dtype in (torch.bfloat16, torch.float32):
+        print(f"{str(dtype).removeprefix('torch.')} on {device}, torch {torch.__version__}")
+        products(device, dtype)
+        attention(device, dtype)
+
+
+if __name__ == "__main__":
+    main()
