@@ -75,6 +75,7 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
     "drafter=several": "drafter=A+B",
     "drafter=union": "drafter=A+B",
     "drafters": "drafter",
+    "colour": "color",
     "dtype=bf16": "dtype=bfloat16",
     "dtype=f16": "dtype=float16",
     "dtype=f32": "dtype=float32",

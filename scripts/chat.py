@@ -1,4 +1,4 @@
-"""Chat with a target in the terminal:  python scripts/chat.py target=ORG/NAME drafter=DIRECTORY colour=true
+"""Chat with a target in the terminal:  python scripts/chat.py target=ORG/NAME drafter=DIRECTORY color=true
 
 Ctrl-C stops an answer and not the chat. /new forgets the conversation, /quit or Ctrl-D ends the chat.
 """
@@ -29,7 +29,7 @@ def main(cfg: DictConfig) -> None:
         )
     drafter = instantiate(cfg.drafter, target=target)
     params = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
-    marks = Marks(Console(highlight=False), cfg.colour)
+    marks = Marks(Console(highlight=False), cfg.color)
     chat = Chat(target, drafter, params, cfg.max_new_tokens, cfg.seed, marks)
     marks.explain()
     opening = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
@@ -75,8 +75,8 @@ class Marks:
         """Print the legend, if there are marks."""
         if not self.wanted:
             return
-        colour = "" if self.console.no_color else "green and "
-        self.write(f"{colour}underlined" if self.has_styles else "in brackets", True)
+        color = "" if self.console.no_color else "green and "
+        self.write(f"{color}underlined" if self.has_styles else "in brackets", True)
         self.write(
             ": a draft that the target accepted. Everything else the target wrote itself, one token per forward.\n"
         )

@@ -1,7 +1,7 @@
 """Line charts as inline SVG with axes in HTML, and bar charts as HTML.
 
-The colours of a chart are CSS variables of its page (`COLORS`), so that one chart serves light and dark pages, and the
-colour of a depth is the same in a line, a bar and a token. An empty chart is the empty string.
+The colors of a chart are CSS variables of its page (`COLORS`), so that one chart serves light and dark pages, and the
+color of a depth is the same in a line, a bar and a token. An empty chart is the empty string.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from markupsafe import Markup, escape
 
-# Depth 1, 2, ...: warmer colours are further from the bonus token. (light, dark), each with a contrast of at least 3:1.
+# Depth 1, 2, ...: warmer colors are further from the bonus token. (light, dark), each with a contrast of at least 3:1.
 DEPTHS = (
     ("#2563b0", "#74a9ff"),
     ("#0b7c99", "#45c4dd"),
@@ -31,7 +31,7 @@ COLORS = {f"d{depth}": pair for depth, pair in enumerate(DEPTHS, 1)} | {
     "grey": ("#868d99", "#8b93a1"),
     "bad": ("#b3341f", "#ff8a75"),
 }
-# The stages of a step. The second one, the target's forward, is grey like its tokens: colours show what the head adds.
+# The stages of a step. The second one, the target's forward, is grey like its tokens: colors show what the head adds.
 PARTS = ("d1", "grey", "d3", "d6", "d8")
 
 MAX_POINTS = 300  # the width shows no more, and a page of a long run would have many megabytes

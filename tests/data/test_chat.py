@@ -73,7 +73,7 @@ UNDERLINED, GREEN = "\x1b[4m", "\x1b[4;32m"
         (False, {}, False, "", "a b c d\n"),
     ],
 )
-def test_accepted_drafts_are_marked_with_and_without_colours(terminal, environment, wanted, legend, answer):
+def test_accepted_drafts_are_marked_with_and_without_colors(terminal, environment, wanted, legend, answer):
     written = io.StringIO()
     environment = {"TERM": "xterm", "COLUMNS": "200"} | environment
     marks = Marks(Console(file=written, force_terminal=terminal, _environ=environment), wanted)

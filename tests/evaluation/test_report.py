@@ -327,7 +327,7 @@ def test_a_line_follows_its_values_from_its_floor():
         assert lines(root) == [[(0, low), (50, low / 2), (100, 0)]]
 
 
-def test_every_colour_of_a_chart_is_one_variable_of_its_page(tmp_path):
+def test_every_color_of_a_chart_is_one_variable_of_its_page(tmp_path):
     write_report(tmp_path, RUN)
     source = (tmp_path / "report.html").read_text(encoding="utf-8")
     styles, drawn = source.split("</style>")

@@ -52,7 +52,7 @@ def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: P
 def test_a_chat_answers_line_by_line(tmp_path: Path):
     """Use the test model by its chat template; stdin is not a terminal here."""
     typed = "def add(a, b):\n\n/new\ndef add(a, b):\n" + "word " * 3000 + "\nmore\n/quit\nnever read\n"
-    ended = program("chat", "target=test_model", "max_new_tokens=6", "colour=true", cwd=tmp_path, typed=typed)
+    ended = program("chat", "target=test_model", "max_new_tokens=6", "color=true", cwd=tmp_path, typed=typed)
     assert ended.code == 0, ended.err
     figures = [line for line in ended.out.splitlines() if "tokens/s, acceptance length" in line]
     assert len(figures) == 3 and "\n" in ended.out

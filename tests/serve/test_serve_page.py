@@ -79,7 +79,7 @@ def accessible(page: Any) -> None:
     assert found.violations_count == 0, found.generate_report()
 
 
-def test_an_answer_is_streamed_and_coloured(page):
+def test_an_answer_is_streamed_and_colored(page):
     assert page.evaluate("window.changes") > 5
     accepted, own = page.locator(".sides .accepted"), page.locator(".sides .own")
     assert accepted.count() > 0 and own.count() > 0
