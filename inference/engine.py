@@ -64,7 +64,7 @@ class Engine:
         self.empty: list[Request] = []  # requests with max_new_tokens=0
         self.last_was_prefill = False
         self.prefill_chunk = prefill_chunk if prefill_chunk is not None and target.capabilities.chunks else None
-        if target.capabilities.exact_prefill:  # masks of longer prompts would be large
+        if target.capabilities.keeps_bits:  # masks of longer prompts would be large
             self.prefill_chunk = min(self.prefill_chunk or KEY_BLOCK, KEY_BLOCK)
         self.slot_tokens, self.reuse_prefixes = slot_tokens, reuse_prefixes
         self.slots = Slots(target, self.drafter, verifier or Coupled())
@@ -272,7 +272,7 @@ class Engine:
             if self.reuse_prefixes and self.slots.will_share(sequence, [*busy, *sequences]):
                 continue
             able = self.target.capabilities
-            if able.prefers_chains and not able.exact_prefill and sequences and len(sequence.text) != longest:
+            if able.prefers_chains and not able.keeps_bits and sequences and len(sequence.text) != longest:
                 continue  # attention over padding would change bits
             size = (len(sequences) + 1) * max(longest, len(sequence.text))
             if sequences and self.prefill_chunk is not None and size > self.prefill_chunk:

@@ -28,7 +28,7 @@ def main(cfg: DictConfig) -> None:
     wrong = check_level("L1  float32", exact, instantiate(cfg.drafter, target=exact), rows, cfg)
     half: Target = instantiate(cfg.target, dtype=cfg.dtype)
     drafter, dtype = instantiate(cfg.drafter, target=half), str(half.dtype).removeprefix("torch.")
-    if half.capabilities.prefers_chains and not drafter.branches:
+    if half.capabilities.prefers_chains and (half.capabilities.keeps_bits or not drafter.branches):
         wrong += check_level(f"L2  {dtype}", half, drafter, rows, cfg)
         for temperature in (0.0, 1.0):
             compared, unequal = compare_bits(half, drafter, rows, cfg.max_new_tokens, temperature)

@@ -12,6 +12,7 @@ name in transformers' interface for attention, so no modeling file changes.
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from foredraft.heads.attention.packed_mask import PackedMask, attend_packed, attend_part
+from foredraft.heads.attention.paths import PATHS, attend_paths
 from foredraft.heads.attention.sinks import PADDING, with_sinks
 
 NAME = "foredraft"
@@ -127,7 +129,7 @@ def grouped_sdpa(
         return attend_packed(query, key, value, attention_mask, scaling, sinks).transpose(1, 2).contiguous(), None
     if attention_mask is None:
         return attend_part(query, key, value, None, scaling, sinks).transpose(1, 2).contiguous(), None
-    groups = query.shape[1] // key.shape[1]
+    groups, trees = query.shape[1] // key.shape[1], PATHS.get(attention_mask)
     if sinks is not None:
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
         query, key, value = with_sinks(query, key, value, sinks, scaling)
@@ -139,6 +141,8 @@ def grouped_sdpa(
             grouped[kind] = group_heads(mask, groups) if groups > 1 else mask
         attention_mask = grouped[kind]
     out = attend(query, key, value, attention_mask, dropout, scaling)
+    if trees is not None:
+        out = attend_paths(out, query, key, value, trees, partial(attend, scale=scaling))
     return (out if sinks is None else out[..., :-PADDING]).transpose(1, 2).contiguous(), None
 
 

@@ -118,7 +118,7 @@ class KVCache(Cache):
     seq_lens: (batch, 1) int64, the lengths on the device.
     span: the rows as a slice if they are neighbors, else None.
     used: the columns that any forward has seen. On a CPU, those after them take no memory.
-    exact_prefill: does a forward of a whole prompt give the same bits as forwards of its parts? It has a mask then, too.
+    keeps_bits: does a token get the same bits however its text was computed (`Capabilities.keeps_bits`)?
     kv_bucket: None if forwards see the columns up to the longest slot's newest entry. If they are to be captured
     (cuda_graphs.py), they see this number of columns, and only `seq_lens` determines where the text ends.
     """
@@ -134,7 +134,7 @@ class KVCache(Cache):
         device: torch.device | str,
         capture: bool = False,
         one_device: bool = True,
-        exact_prefill: bool = False,
+        keeps_bits: bool = False,
     ):
         """Describe the cache, whose memory is allocated by its first forward. capture: should forwards be captured, if the
         device supports it? one_device: False if the layers are on several devices. Then each layer has its own memory, or
@@ -142,7 +142,7 @@ class KVCache(Cache):
         super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
         self.slides = [False] * layers  # which layers only keep the newest entries (sliding_cache.py)
         self.device, self.capture, self.one_device = torch.device(device), capture, one_device
-        self.exact_prefill = exact_prefill
+        self.keeps_bits = keeps_bits
         self.key_block = key_block(self.device)
         self.blocks: dict[tuple, Tensor] = {}
         self.kv_bucket: int | None = None
@@ -261,7 +261,7 @@ class KVCache(Cache):
         if self.kv_bucket is not None:
             return self.kv_bucket
         width = min(max(self.lengths) + self.num_uncommitted + new, self.capacity)
-        return width if self.is_empty and not self.exact_prefill else whole_blocks(width, self.key_block)
+        return width if self.is_empty and not self.keeps_bits else whole_blocks(width, self.key_block)
 
     @property
     def is_empty(self) -> bool:
@@ -336,7 +336,7 @@ class KVCache(Cache):
         """Return the mask (batch, new, width) bool of a forward of `new` consecutive tokens. None if nothing is cached:
         causal attention is equivalent, and the mask of a long prompt would be its length squared. It rounds differently,
         however."""
-        if self.is_empty and self.kv_bucket is None and not self.exact_prefill:
+        if self.is_empty and self.kv_bucket is None and not self.keeps_bits:
             return None
         return self.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril())
 

@@ -99,28 +99,31 @@ class Capabilities:
         return self.trees and cuda_graphs.captures(self.target.device, self.cuda_graphs)
 
     @property
+    def attends_by_ours(self) -> bool:
+        """Return whether the target computes attention by heads/attention/masked.py."""
+        return self.target.model.config._attn_implementation == attention.NAME
+
+    @property
     def packed_rows(self) -> bool:
         """Return whether a forward may take sequences of several documents (packed_mask.py). Another attention
         implementation, and layers on several devices, would need masks of length x length."""
-        ours = self.target.model.config._attn_implementation == attention.NAME
-        return self.trees and self.one_device and ours
+        return self.trees and self.one_device and self.attends_by_ours
 
     @property
     def is_half_on_cpu(self) -> bool:
         return self.target.dtype in (torch.bfloat16, torch.float16) and self.target.device.type == "cpu"
 
     @property
-    def exact_prefill(self) -> bool:
-        """Return whether prompts are prefilled so that it changes no bit how they are cut, padded, or continued from the
-        entries of another text: all forwards have masks over whole blocks of keys. float32 rounds so finely that this is
-        not worth the time. A ring of a sliding layer orders its keys by when they were written."""
-        return self.trees and self.is_half_on_cpu and self.target.window is None
+    def keeps_bits(self) -> bool:
+        """Return whether attention is computed so that no bit depends on how a prompt is cut, padded, or continued from the
+        entries of another text (masks over whole blocks of keys), nor on the branches next to a node (paths.py). float32
+        rounds so finely that this is not worth the time. Rings of sliding layers order keys by when they were written."""
+        return self.trees and self.is_half_on_cpu and self.target.window is None and self.attends_by_ours
 
     @cached_property
     def prefers_chains(self) -> bool:
-        """Return whether drafts are chains by default: in half precision, where the logits of a chain equal the baseline's in
-        every bit and those of a tree do not. A node of a tree lies in another column of the cache than its token does after
-        it is accepted, so attention sums its keys in another order, which may decide a near-tie."""
+        """Return whether drafts are chains by default: in half precision on a CPU, where the logits of a chain equal the
+        baseline's in every bit. Those of a tree do if the target `keeps_bits`, but then each branch attends once more."""
         return self.trees and self.is_half_on_cpu and is_batch_invariant(self.target)
 
 
@@ -260,7 +263,7 @@ def is_batch_invariant(target: "Target") -> bool:
     length, rows = PROBE // 2, []
     for batch, new, start in ((1, 2, 0), (1, 5, 1), (4, 1, 0), (4, 6, length - 1)):
         cache, text = target.new_cache(batch, PROBE), tokens.expand(batch, -1)
-        ends = [start, length] if start and target.capabilities.exact_prefill else [length]
+        ends = [start, length] if start and target.capabilities.keeps_bits else [length]
         for first, end in pairwise([0, *ends]):
             target.prefill(text[:, first:end], [end - first] * batch, cache)
             cache.set_lengths([end] * batch)

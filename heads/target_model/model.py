@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foredraft.heads.attention import masked as attention
 from foredraft.heads.attention.masks import Masks
+from foredraft.heads.attention.paths import note_paths
 from foredraft.heads.caches import recurrent_ops
 from foredraft.heads.caches.cuda_graphs import power_of_two
 from foredraft.heads.caches.kv_cache import KVCache, key_block, to_device
@@ -272,7 +273,7 @@ class Target:
             self.device,
             capture,
             able.one_device,
-            exact_prefill=able.exact_prefill,
+            keeps_bits=able.keeps_bits,
         )
 
     def acquire_cache(self, num_slots: int, capacity: int, nodes: int = NODES) -> TargetCache:
@@ -382,7 +383,7 @@ class Target:
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
         # A single token would advance every sequence's state, and a single row rounds differently.
-        if tokens.shape[1] == 1 and (min(lengths) == 0 or (self.capabilities.exact_prefill and len(tokens) == 1)):
+        if tokens.shape[1] == 1 and (min(lengths) == 0 or (self.capabilities.keeps_bits and len(tokens) == 1)):
             tokens = torch.nn.functional.pad(tokens, (0, 1))
         positions = cache.seq_lens + torch.arange(tokens.shape[1], device=tokens.device)
         cache.new_counts = to_device(lengths, tokens.device)[:, None]
@@ -445,7 +446,9 @@ class Target:
         if self.context is not None:
             positions = positions.clamp(max=self.context - 1)  # a learned table of positions ends there
         if mask is not None:
-            mask = cache.attention_mask(self.masks, mask, self.dtype, positions)
+            seen, mask = mask, cache.attention_mask(self.masks, mask, self.dtype, positions)
+            if cache.keeps_bits and cache.new_counts is None:
+                note_paths(mask, seen, cache.lengths, tokens >= 0)
         return self.forward(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The meaning of "lossless" on a machine, in levels (rounding depends on the number of tokens per forward).
 
 L1  float32, any shapes: text with drafts identical to the baseline, greedy and sampled, with warpers and penalties
-L2  half precision: identical to the baseline, logits in every bit, if drafts are chains and the target's logits keep them
-    (`Capabilities.prefers_chains`); otherwise texts identical to a baseline whose forwards have as many tokens
+L2  half precision: identical to the baseline, logits in every bit, on a CPU that keeps them (`Capabilities.prefers_chains`,
+    and `keeps_bits` for trees); otherwise texts identical to a baseline whose forwards have as many tokens
 L3  half precision, other shapes: where two texts first differ, the gap between the scores of the two tokens is at most the
     change of the scores between the two shapes. A tiny gap is rounding, a large one is a bug.
 """

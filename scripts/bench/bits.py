@@ -1,17 +1,18 @@
-"""Measure which operations keep the bits of a row, whatever is computed next to it:  python scripts/bench/bits.py [cuda]
+"""Measure which operations keep the bits of a row, whatever stands next to it:  python scripts/bench/bits.py [device=cuda]
 
 A decoded text is the same with and without drafts, alone and in a batch, if every operation of the target does. The first row
 of each operation is computed with several numbers of rows, of keys and of sequences; sizes in one pair of brackets give it
 the same bits. Products have weights of `inputs` x `outputs`, attention has 8 heads of keys and 32 of queries.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from foredraft.cli import entry
 from foredraft.heads.attention import masked
 from foredraft.heads.target_model import packing
 
@@ -64,14 +65,14 @@ def attention(device: str, dtype: torch.dtype) -> None:
         print(f"  {name}, sequences: {alike([first(batch, 8, 512, attend) for batch in SEQUENCES], SEQUENCES)}")
 
 
+@entry("bits")
 @torch.inference_mode()
-def main() -> None:
-    device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+def main(cfg: DictConfig) -> None:
     torch.manual_seed(0)
     for dtype in (torch.bfloat16, torch.float32):
-        print(f"{str(dtype).removeprefix('torch.')} on {device}, torch {torch.__version__}")
-        products(device, dtype)
-        attention(device, dtype)
+        print(f"{str(dtype).removeprefix('torch.')} on {cfg.device}, torch {torch.__version__}")
+        products(cfg.device, dtype)
+        attention(cfg.device, dtype)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,23 @@
-"""Half precision on a CPU: after drafted chains the target's logits equal the baseline's in every bit."""
+"""Half precision on a CPU: after drafted chains and trees the target's logits equal the baseline's in every bit."""
 
 import itertools
+import random
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from foredraft import Request, SamplingParams, Target
-from foredraft.heads.attention import masked
+from foredraft.heads.attention import masked, paths
 from foredraft.heads.caches.kv_cache import KEY_BLOCK
-from foredraft.inference.drafters import Drafter, NgramDrafter, SuffixDrafter, drafter_for, load_drafter
+from foredraft.inference.drafters import (
+    Drafter,
+    DraftModel,
+    NgramDrafter,
+    SuffixDrafter,
+    drafter_for,
+    load_drafter,
+)
 from foredraft.inference.evaluation.lossless import BitRecorder, compare_bits
 from tests.support import ROOT
 from tests.support.decoding import prompt
@@ -21,6 +29,9 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "suffix": lambda target: SuffixDrafter(width=1),
     "lookahead": lambda target: load_drafter("lookahead", target),
     "eagle3": lambda target: drafter_for(make_head("eagle3", target), target, depth=3),
+    "eagle3 tree": lambda target: drafter_for(make_head("eagle3", target), target, depth=3, width=3),
+    "suffix tree": lambda target: SuffixDrafter(width=4),
+    "itself": lambda target: DraftModel(target, target, nodes=9, depth=4, width=3, min_probability=0),
     "medusa": lambda target: drafter_for(make_head("medusa", target), target),
     "dflash": lambda target: drafter_for(make_head("dflash", target), target),
 }
@@ -95,6 +106,35 @@ def test_attention_keeps_the_bits_of_a_row_for_any_number_of_rows(threads, monke
         return masked.attend(*shared, mask[:, :, :rows])[:, :, 0]
 
     assert all(torch.equal(first(rows), first(1)) for rows in (2, 3, 11, 22, 33, 43, 65, 86, 150, 300, 511))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_node_of_a_tree_gets_the_bits_of_its_path(seed):
+    """Check a tree whose branches stand among each other, in a text that may end in a second block of keys."""
+    chance, nodes, width = random.Random(seed), 24, 2 * KEY_BLOCK
+    first = (20, 250, 500)[seed % 3]
+    parents = [0] + [chance.randrange(max(0, node - 4), node) for node in range(1, nodes)]
+    ancestors = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        ancestors[node] |= ancestors[parents[node]]
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((1, 9, nodes, 64), (1, 3, width, 64), (1, 3, width, 64))
+    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.bfloat16) for shape in shapes)
+    seen = torch.zeros(1, nodes, width, dtype=torch.bool)
+    seen[:, :, :first], seen[0, :, first : first + nodes] = True, ancestors
+    mask = masked.additive_mask(seen[:, None], torch.bfloat16)
+    paths.note_paths(mask, seen, [first], torch.ones(1, nodes, dtype=torch.bool))
+    before = key.clone(), value.clone()
+    out = masked.attend(query, key, value, mask)
+    found = paths.attend_paths(out, query, key, value, paths.PATHS[mask], masked.attend)
+    assert torch.equal(key, before[0]) and torch.equal(value, before[1])
+    for node in range(nodes):
+        line = ancestors[node].nonzero()[:, 0]
+        moved = [states.clone() for states in before]
+        for states, new in zip(moved, before, strict=True):
+            states[:, :, first : first + len(line)] = new[:, :, first + line]
+        own = masked.additive_mask((torch.arange(width) < first + len(line)).expand(1, 1, 1, -1), torch.bfloat16)
+        assert torch.equal(found[:, :, node], masked.attend(query[:, :, node : node + 1], *moved, own)[:, :, 0])
 
 
 def test_forwards_keep_to_shapes_that_keep_bits(half, monkeypatch):
