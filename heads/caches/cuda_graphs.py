@@ -88,8 +88,9 @@ class GraphMemory:
 
     @contextlib.contextmanager
     def capture(self, graph: Any) -> Iterator[None]:
-        before, collects = torch.cuda.current_stream(), gc.isenabled()
+        before = torch.cuda.current_stream()
         with self.lock:
+            collects = gc.isenabled()
             # A workspace that cuBLAS keeps for the stream would be in the memory that the next graph overwrites.
             torch._C._cuda_clearCublasWorkspaces()
             gc.disable()  # it may free an older graph, and CUDA then ends the capture in progress with an error

@@ -447,7 +447,7 @@ class Target:
             positions = positions.clamp(max=self.context - 1)  # a learned table of positions ends there
         if mask is not None:
             seen, mask = mask, cache.attention_mask(self.masks, mask, self.dtype, positions)
-            if cache.keeps_bits and cache.new_counts is None:
+            if cache.keeps_bits and cache.new_counts is None and cache.num_uncommitted == 0:  # it is not drafting
                 note_paths(mask, seen, cache.lengths, tokens >= 0)
         return self.forward(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits)
 

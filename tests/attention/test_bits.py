@@ -75,7 +75,8 @@ def test_drafts_change_no_bit(half, name, temperature, batch):
     drafted, drafted_rows, accepted = decode(half, DRAFTERS[name](half), temperature, batch)
     assert drafted == texts
     assert all(bits == rows[place] for place, bits in drafted_rows.items() if place in rows)
-    assert len(rows.keys() & drafted_rows.keys()) > 60 and (accepted > 0 or name not in ("n-gram", "suffix"))
+    assert len(rows.keys() & drafted_rows.keys()) > 60
+    assert accepted > {"n-gram": 0, "suffix": 0, "suffix tree": 0, "itself": 50}.get(name, -1)
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
