@@ -67,11 +67,16 @@ def decode(
     return texts, engine.rows, accepted
 
 
+@pytest.fixture(scope="module")
+def baselines(half) -> dict[float, tuple[dict, dict, int]]:
+    return {temperature: decode(half, None, temperature, 1) for temperature in (0.0, 1.0)}
+
+
 @pytest.mark.parametrize(("temperature", "batch"), [(0.0, 1), (1.0, 3)])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_drafts_change_no_bit(half, name, temperature, batch):
+def test_drafts_change_no_bit(half, baselines, name, temperature, batch):
     """Check it for a single sequence, and in a batch that others join and leave."""
-    texts, rows, _ = decode(half, None, temperature, 1)
+    texts, rows, _ = baselines[temperature]
     drafted, drafted_rows, accepted = decode(half, DRAFTERS[name](half), temperature, batch)
     assert drafted == texts
     assert all(bits == rows[place] for place, bits in drafted_rows.items() if place in rows)
@@ -80,10 +85,10 @@ def test_drafts_change_no_bit(half, name, temperature, batch):
 
 
 @pytest.mark.parametrize("chunk", [7, 64])
-def test_prefill_changes_no_bit(half, chunk):
+def test_prefill_changes_no_bit(half, baselines, chunk):
     """Check it for prompts that are prefilled in parts, continue the entries of others, and are prefilled again with what
     was written."""
-    texts, rows, _ = decode(half, None, 1.0, 1)
+    texts, rows, _ = baselines[1.0]
     how = {"preempts": True, "prefill_chunk": chunk, "reuse_prefixes": True}
     again, again_rows, _ = decode(half, NgramDrafter(), 1.0, 3, **how)
     assert again == texts
