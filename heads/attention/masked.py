@@ -50,11 +50,14 @@ def attend(
     if groups > 1:
         query = query.reshape(batch, kv_heads, groups * rows, dim)
         mask = group_heads(mask, groups) if mask.shape[2] == rows else mask
-    grouped = query.shape[2]
+    grouped, learns = query.shape[2], query.requires_grad
     parts = equal_parts(query) if batch == 1 else 1
-    # The kernel of a CPU computes blocks of 32 or more rows: in no block may there be fewer than four.
-    multiple = FEWEST_ROWS * parts if query.device.type == "cpu" else 1
-    if missing := max(-grouped % multiple, FEWEST_ROWS - grouped):
+    parts = 1 if learns and grouped % parts else parts
+    missing = 0  # in training, autograd would keep the padded masks
+    if not learns:  # the kernel of a CPU computes blocks of 32 or more rows: in no block may there be fewer than four
+        multiple = FEWEST_ROWS * parts if query.device.type == "cpu" else 1
+        missing = max(-grouped % multiple, FEWEST_ROWS - grouped)
+    if missing:
         query, mask = F.pad(query, (0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
     if parts > 1:  # the parts become a batch over the same keys
         query = query.reshape(kv_heads, parts, -1, dim).transpose(0, 1)
