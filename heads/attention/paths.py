@@ -52,7 +52,7 @@ def note_paths(mask: Tensor, seen: Tensor, lengths: list[int], real: Tensor) -> 
 
 def paths_of(ancestors: Tensor, real: Tensor, first: int, mask: Tensor) -> list[Path]:
     """Return the paths of one tree. ancestors: (nodes, nodes) bool, each node among its own."""
-    lines = [torch.nonzero(row)[:, 0].tolist() for row in ancestors]
+    lines = [[column for column, is_seen in enumerate(row) if is_seen] for row in ancestors.tolist()]
     missing = {node for node, line in enumerate(lines) if real[node] and line != list(range(node + 1))}
     columns, paths = torch.arange(mask.shape[-1]), []
     for node in sorted(missing, reverse=True):  # a leaf comes after its ancestors

@@ -235,7 +235,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.streams, self.captures, self.cleared, self.current = 0, [], 0, "the caller's stream"
-        self.begun = 0
+        self.started = 0
 
     def make_stream(self) -> int:
         self.streams += 1
@@ -243,9 +243,9 @@ class FakeCuda:
 
     @contextlib.contextmanager
     def capture(self, graph, pool, stream, capture_error_mode):
-        assert self.cleared == 2 * self.begun + 1, "cuBLAS keeps a workspace in the pool"
+        assert self.cleared == 2 * self.started + 1, "cuBLAS keeps a workspace in the pool"
         assert not gc.isenabled(), "an older graph may be freed in a capture"
-        self.begun += 1
+        self.started += 1
         self.current = stream
         yield
         self.captures.append((pool, stream))
