@@ -11,4 +11,4 @@ foredraft train target=smollm2 head=eagle3 data=self data.tokens=280000 max_leng
     trainer.num_train_epochs=5 output_dir=outputs/smollm2_eagle3
 foredraft evaluate target=smollm2 'drafter=[outputs/smollm2_eagle3/head,suffix]' prompts=mt_bench
 foredraft export checkpoint=outputs/smollm2_eagle3/head target=smollm2 format=gguf output_dir=outputs/smollm2_gguf
-foredraft chat target=smollm2 drafter=outputs/smollm2_eagle3/head+suffix colour=true
+foredraft chat target=smollm2 drafter=outputs/smollm2_eagle3/head+suffix color=true
