@@ -102,6 +102,8 @@ OF_MEDUSA2 = "it was a setting of head=medusa2, which was removed"
 REMOVED = {
     "head.alpha": OF_MEDUSA2,
     "head.lora_alpha": OF_MEDUSA2,
+    "hidden_states.top_k": "use hidden_states.dtype=float8 for a smaller store, which keeps all of the target's distribution",
+    "hidden_states.verify": "a damaged file is found by its size. Leave the key out",
     "head=lilicorr": "it accepted less than DFlash, from which it builds. Use head=dflash",
     "head=medusa2": "it changed the target's text, and was slower than Medusa-1. Use head=medusa",
     "loss=coupled": "it gained nothing over loss=kl_div. Use that",

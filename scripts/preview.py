@@ -1,13 +1,11 @@
 """Show what a head would be trained on:  python scripts/preview.py data=conversations data.path=FILE target=ORG/NAME
 
-Some documents are shown in the terminal and on a page, with the supervised tokens highlighted, followed by the dataset card.
-No weights are loaded.
+Some documents are shown with the supervised tokens highlighted, followed by the dataset card. No weights are loaded.
 """
 
 import sys
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
@@ -15,7 +13,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from foredraft.cli import entry
 from foredraft.heads.target_model.resolve_path import resolve_path
-from foredraft.inference.evaluation.pages import write_page
 from foredraft.inference.text import Detokenizer
 from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Document
@@ -39,24 +36,12 @@ def main(cfg: DictConfig) -> None:
     if cfg.samples < 1:
         raise ValueError(f"samples={cfg.samples} must be at least 1")
     count = min(cfg.samples, len(data.train))
-    samples = [data.train[len(data.train) * i // count] for i in range(count)]
     card = data.card | data_card.describe(data.train)
-    for number, document in enumerate(samples, start=1):
-        print(f"--- {title(number, document)}\n{terminal(tokenizer, document)}\n")
+    for number in range(count):
+        document = data.train[len(data.train) * number // count]
+        facts = f"{len(document.tokens)} tokens, {sum(document.loss_mask)} supervised"
+        print(f"--- document {number + 1}: {facts}\n{terminal(tokenizer, document)}\n")
     print(data_card.summary(card))
-    Path(cfg.output).parent.mkdir(parents=True, exist_ok=True)
-    shown = [
-        (title(number, document), list(runs(tokenizer, document))) for number, document in enumerate(samples, start=1)
-    ]
-    facts = {"lines": data_card.lines(card), "histogram": data_card.histogram(card)}
-    write_page(
-        Path(cfg.output), "preview.html.jinja", "foredraft.train.data", source=card["source"], samples=shown, **facts
-    )
-    print(f"the same as a page: {cfg.output}")
-
-
-def title(number: int, document: Document) -> str:
-    return f"document {number}: {len(document.tokens)} tokens, {sum(document.loss_mask)} supervised"
 
 
 def runs(tokenizer: PreTrainedTokenizerBase, document: Document) -> Iterator[tuple[bool, str]]:

@@ -16,7 +16,6 @@ from foredraft.train import parity_gate
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts
 from foredraft.train.data.documents import Document
-from foredraft.train.losses import parts_of
 
 ONLINE = "foredraft.train.hidden_states.online.online"
 GATE_TOKENS = 48  # of the text that the parity gate drafts from
@@ -72,24 +71,6 @@ def save_checked(
     long = (document.tokens for document in documents if len(document.tokens) >= GATE_TOKENS)
     text = next(long, None) or max((document.tokens for document in documents), key=len)
     return parity_gate.check(head.to(torch.float32), target, text[:GATE_TOKENS], saved=directory)
-
-
-# Losses that cannot do with the target's k largest logits, and why.
-NOT_OF_TOP_K = {
-    "rkl": "is infinite where a token has no probability",
-    "regression": "compares last hidden states",
-    "hass": "compares last hidden states",
-}
-
-
-def check_hidden_states(cfg: DictConfig) -> None:
-    """Raise ValueError for an unknown loss, and for a loss of what is not stored."""
-    losses = parts_of(cfg.loss, cfg.loss_args)
-    for loss in sorted(losses & NOT_OF_TOP_K.keys()) if cfg.hidden_states.get("top_k") else ():
-        raise ValueError(
-            f"hidden_states.top_k={cfg.hidden_states.top_k} stores the largest logits only, and loss={loss} "
-            f"{NOT_OF_TOP_K[loss]}: set hidden_states.top_k=null, or another loss"
-        )
 
 
 def check_fresh_text(cfg: DictConfig, target: Target) -> None:

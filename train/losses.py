@@ -170,8 +170,8 @@ LOSSES = {
 }
 
 
-def parts_of(name: str, arguments: Mapping[str, Any] | None) -> set[str]:
-    """Return the names of the losses that `loss=NAME loss_args={...}` computes. Raise ValueError for one that is unknown."""
+def build(name: str, arguments: Mapping[str, Any] | None = None) -> Callable[[Prediction, Prediction], Tensor]:
+    """Return the loss that `loss=NAME loss_args={...}` selects. Raise ValueError for an unknown name or argument."""
     if name not in LOSSES:
         raise ValueError(f"loss={name} is not one of {', '.join(LOSSES)}")
     chosen = LOSSES[name]
@@ -180,15 +180,11 @@ def parts_of(name: str, arguments: Mapping[str, Any] | None) -> set[str]:
         inspect.signature(chosen.function).bind(None, None, **given)
     except TypeError as error:
         raise ValueError(f"loss_args={dict(arguments or {})} of loss={name}: {error}") from None
-    if chosen.function is not weighted_sum:
-        return {name}
-    unknown = sorted(part for part in given["weights"] if part not in LOSSES or LOSSES[part].function is weighted_sum)
-    if unknown or not given["weights"]:
-        raise ValueError(f"loss_args: weights names {unknown or 'nothing'}, and it weighs some of {', '.join(LOSSES)}")
-    return set(given["weights"])
-
-
-def build(name: str, arguments: Mapping[str, Any] | None = None) -> Callable[[Prediction, Prediction], Tensor]:
-    """Return the loss that `loss=NAME loss_args={...}` selects."""
-    parts_of(name, arguments)
-    return partial(LOSSES[name].function, **LOSSES[name].arguments | dict(arguments or {}))
+    if chosen.function is weighted_sum:
+        parts = given["weights"]
+        unknown = sorted(part for part in parts if part not in LOSSES or LOSSES[part].function is weighted_sum)
+        if unknown or not parts:
+            raise ValueError(
+                f"loss_args: weights names {unknown or 'nothing'}, and it weighs some of {', '.join(LOSSES)}"
+            )
+    return partial(chosen.function, **given)

@@ -16,7 +16,7 @@ from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.target_model import Target
 from foredraft.train.gradients import PartialGradients
 from foredraft.train.hidden_states.online import forward_target, several_documents
-from foredraft.train.hidden_states.storage import sparse, unpack
+from foredraft.train.hidden_states.storage import unpack
 from foredraft.train.losses import Prediction
 
 Loss = Callable[[Prediction, Prediction], Tensor]
@@ -55,7 +55,6 @@ class DistillationModel(nn.Module):
         self.head, self.loss, self.depth_decay = head, loss, depth_decay
         self.chunk = chunk or rows_at_a_time(target.vocab_size, target.device.type)
         self.target: Target = target  # frozen, and no module: not a part of this one's state
-        self.top_k = False  # are teacher logits the target's k largest ones (hidden_states=offline, top_k)?
         self.weights: Tensor | None = None  # of the batch
         self.label_positions: Tensor | None = None  # of the batch, those with a draft in the loss; None: to be computed
         self.bf16 = False  # are products in bfloat16? Weights, gradients and the loss are in float32 in any case
@@ -104,7 +103,6 @@ class DistillationModel(nn.Module):
     def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
         with record_function("target"):
             aux_hidden_states, last = unpack(stored) if stored else self.forward_target(text)
-        self.top_k = "top_ids" in stored
         return self.compute_loss(text, aux_hidden_states, last)
 
     def choose_anchors(self, text: PackedBatch, step: int) -> Tensor | None:
@@ -173,7 +171,7 @@ class DistillationModel(nn.Module):
     @torch.no_grad()
     def teacher(self, last: Tensor) -> Teacher:
         """Compute the teacher from the target's last hidden states."""
-        logits = sparse(last, self.target.vocab_size) if self.top_k else self.target.logits(last)
+        logits = self.target.logits(last)
         best, ids = logits.max(-1).indices, self.head.draft_ids
         if ids is None:
             return Teacher(Prediction(logits, last), best, torch.ones_like(best, dtype=torch.bool))
@@ -197,6 +195,6 @@ class DistillationModel(nn.Module):
         """Return the same objective for other weights, which do not train. Do not use it on a model that FSDP has wrapped."""
         other = copy.copy(self)
         other._modules = self._modules | {"head": head}
-        other.num_items, other.weights, other.label_positions, other.top_k = None, None, None, False
+        other.num_items, other.weights, other.label_positions = None, None, None
         other.__dict__.pop("drafts", None)  # compiled for this head
         return other

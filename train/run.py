@@ -34,7 +34,6 @@ from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import held_out, losses
 from foredraft.train.checks import (
     check_fresh_text,
-    check_hidden_states,
     check_lora,
     check_saving,
     check_settings,
@@ -108,7 +107,7 @@ def start_process(cfg: DictConfig) -> None:
     cfg.strategy = strategy.choose(cfg.strategy, cfg.trainer.optim)
     loggers.check(cfg.trainer.report_to)
     check_lora(cfg)
-    check_hidden_states(cfg)
+    losses.build(cfg.loss, cfg.loss_args)
     if cfg.trainer.max_steps == 0:
         raise ValueError(
             "trainer.max_steps=0 trains nothing: give a number of steps, or -1 for trainer.num_train_epochs"

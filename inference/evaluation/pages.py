@@ -1,4 +1,4 @@
-"""HTML pages from jinja2 templates: the run's report, the dataset card and the preview.
+"""HTML pages from jinja2 templates.
 
 A page has no scripts and loads nothing (its content policy forbids it), so it can be mailed, archived and opened years
 later.
@@ -8,16 +8,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from foredraft.inference.evaluation.plots import COLORS, DEPTHS
 
 
 @cache
-def environment(package: str) -> Environment:
-    """Return the environment of the templates of `package`, which may extend those of this one. Values are escaped."""
-    loader = ChoiceLoader([PackageLoader(package), PackageLoader("foredraft.inference.evaluation")])
+def environment() -> Environment:
+    """Return the environment of the templates. Values are escaped."""
+    loader = PackageLoader("foredraft.inference.evaluation")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     found.filters["verbatim"] = verbatim
     found.globals |= {"colors": COLORS, "last_depth": len(DEPTHS)}
@@ -29,7 +29,7 @@ def verbatim(text: str) -> Markup:
     return Markup(str(escape(text)).replace("\r", "&#13;"))
 
 
-def write_page(path: Path, template: str, package: str = "foredraft.inference.evaluation", **values: Any) -> None:
+def write_page(path: Path, template: str, **values: Any) -> None:
     # A byte-level token can end within a character. Characters that cannot be encoded are replaced.
-    page = environment(package).get_template(template).render(values)
+    page = environment().get_template(template).render(values)
     path.write_text(page, encoding="utf-8", errors="replace", newline="\n")

@@ -12,31 +12,10 @@ from foredraft.train.data.conversations import corpus
 from foredraft.train.data.corpus import count_tokens, has_chats, prompts
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.encoding import Encoder
-from foredraft.train.data.layouts import SkippedRow
 from foredraft.train.data.sources import Row, Source
 from tests.support.chats import CHATML, tokenizer
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-LAYOUTS = {
-    "openai": {"messages": HI},
-    "openai parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, HI[1]]},
-    "openai, with an image": {
-        "messages": [{"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "hi"}]}, HI[1]]
-    },
-    "sharegpt": {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]},
-    "ultrachat": {"prompt": "hi", "prompt_id": "1", "messages": HI},
-    "ultrachat, as first published": {"id": "0", "data": ["hi", "hello"]},
-    "prompt and response": {"prompt": "hi", "response": "hello"},
-    "gsm8k": {"question": "hi", "answer": "hello"},
-    "magicoder": {"problem": "hi", "solution": "hello", "lang": "python"},
-    "alpaca": {"instruction": "hi", "input": "", "output": "hello"},
-    "trl": {"prompt": HI[:1], "completion": HI[1:]},
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_are_found_by_themselves(layout: str):
-    assert Source("x").conversation(Row("", LAYOUTS[layout])) == HI
 
 
 def test_columns_can_be_named():
@@ -44,34 +23,8 @@ def test_columns_can_be_named():
     assert Source("x", prompt="q", response="a").conversation(row) == HI
     assert Source("x", messages="chat").conversation(row) == HI
     assert Source("x", text="t", prompt="none").conversation(row) == "text"
-    assert (
-        Source("x").conversation(Row("", {"instruction": "add", "input": "1 2", "output": "3"}))[0]["content"]
-        == "add\n\n1 2"
-    )
     asked = Source("x").conversation(Row("", {"turns": ["one", "two"]}))
     assert asked == [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        ([1], "not an object"),
-        ({"id": 3}, "no conversation and no text"),
-        ({"messages": []}, "without a turn"),
-        ({"messages": [{"role": "critic", "content": "no"}]}, "a role that is not known"),
-        ({"messages": [{"content": "no"}]}, "without a role"),
-        ({"messages": [{"role": "user", "content": " "}]}, "an empty turn"),
-        ({"messages": [{"role": "user", "content": None}]}, "an empty turn"),
-        ({"messages": [{"role": "user", "content": 7}]}, "not text"),
-        ({"messages": [None, None]}, "neither text nor a message"),
-        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, "a tool call without a name"),
-        ({"text": "  "}, "no text in it"),
-        ({"text": "\ud800"}, "surrogate"),
-    ],
-)
-def test_rows_that_are_no_conversation_say_why(row, reason: str):
-    with pytest.raises(SkippedRow, match=reason):
-        Source("x").conversation(Row("", row))
 
 
 def write(path: Path, rows: list) -> Path:
@@ -191,7 +144,7 @@ def test_the_card_counts_what_is_trained_on(tmp_path: Path):
     documents = [Document([1, 2, 3, 4], [False, True, True, True]), Document([4, 4], [True, True])]
     card = data_card.describe(documents)
     assert (card["documents"], card["tokens"], card["longest"]) == (2, 6, 4)
-    assert card["supervised_share"] == round(5 / 6, 4) and sum(card["histogram"]["documents"]) == 2
+    assert card["supervised_share"] == round(5 / 6, 4)
     changed = [documents[0]._replace(loss_mask=[True] * 4), documents[1]]
     assert data_card.describe(changed)["hash"] != card["hash"]
     counts = count_tokens(documents, 9)
@@ -199,7 +152,6 @@ def test_the_card_counts_what_is_trained_on(tmp_path: Path):
     assert found == {"different_tokens": 3, "vocabulary_coverage": round(4 / 5, 6)}
     assert data_card.coverage(counts, None)["vocabulary_coverage"] == 1.0
     data_card.save(tmp_path, {"source": "here"} | card)
-    assert 'class="bars"' in (tmp_path / "data_card.html").read_text()
     assert json.loads((tmp_path / "data_card.json").read_text())["tokens"] == 6
 
 

@@ -22,14 +22,6 @@ from foredraft.train.writing import self_generated
 from tests.support.tiny import TEXT
 
 
-def test_parts_of_the_standard_library_share_no_module():
-    groups = {part: {stdlib.group(path) for path, _ in stdlib.documents(part)} for part in stdlib.PARTS}
-    assert all(groups.values())
-    for one in stdlib.PARTS:
-        for other in stdlib.PARTS:
-            assert one == other or not groups[one] & groups[other]
-
-
 def test_a_module_stays_in_its_part_when_python_moves_its_files():
     for old, new in [
         ("json/decoder.py", "test/test_json/test_scan.py"),

@@ -57,19 +57,15 @@ def test_a_run_on_conversations_online_and_from_disk(file: Path, tiny_path: Path
     assert "1 x not JSON (first: rows.jsonl:61)" in online
     model_card = (tmp_path / "online" / "head" / "README.md").read_text()
     assert card["hash"] in model_card and "not JSON" in model_card
-    assert 'class="bars"' in (tmp_path / "online" / "data_card.html").read_text()
     metrics = json.loads((tmp_path / "online" / "metrics.json").read_text())
     assert metrics["prompts"] == 2 and metrics["identical_greedy"] == 1.0
 
 
-def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, tmp_path: Path, call):
+def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, call):
     rows = ["data=conversations", f"data.path={file}", PLAIN]
     out = call(preview.main, f"target.path={tiny_path}", *rows, "samples=2").out
     assert out.count("--- document") == 2 and "User: add " in out and "?\nAssistant:[[ def add(self" in out
     assert re.search(r"<\|endoftext\|>\]\]", out) and "1 x not JSON" in out
-    page = (tmp_path / "preview.html").read_text()
-    assert page.count("<mark> def add(self") == 2 and 'class="bars"' in page
-    assert "http:" not in page and "https:" not in page
 
 
 def test_regenerated_in_process_and_trained_on(file: Path, tiny_path: Path, tmp_path: Path, call):

@@ -14,12 +14,9 @@ from transformers import LlamaForCausalLM
 from foredraft.heads import Target
 from foredraft.heads.attention.packed_mask import PackedMask
 from foredraft.heads.base import PackedBatch
-from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target_model.capabilities import Capabilities
-from foredraft.train import losses
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states import offline, online, storage
-from foredraft.train.module import DistillationModel
 from tests.support import ROOT
 from tests.support.batches import batch, batch_of, documents
 from tests.support.feature_writer import LAYERS, rows
@@ -35,23 +32,18 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def stored(target: Target, path: Path, dtype: str = "float32", top_k: int | None = None, packed: Packed | None = None):
-    return offline.offline(packed or rows(), target, LAYERS, 2, str(path), dtype=dtype, top_k=top_k, shard_rows=2)
+def stored(target: Target, path: Path, dtype: str = "float32", packed: Packed | None = None):
+    return offline.offline(packed or rows(), target, LAYERS, 2, str(path), dtype=dtype, shard_rows=2)
 
 
 def read(target: Target, path: Path, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Read hidden states as the head gets them, from sequences with nothing but what is stored."""
     batch = batch_of(stored(target, path, dtype))
     here = {name: value for name, value in batch.items() if name not in PackedBatch._fields}
-    each = offline.bytes_per_position(target, LAYERS, dtype, None)
+    each = offline.bytes_per_position(target, LAYERS, dtype)
     assert sum(value.nbytes for value in here.values()) == each * len(rows()) * 32
     assert here["features"].dtype == storage.DTYPES[dtype]
     return storage.unpack(here)
-
-
-def head(target: Target) -> Eagle3Head:
-    torch.manual_seed(0)
-    return Eagle3Head.for_target(target, ttt_steps=2, target_layer_ids=LAYERS)
 
 
 def hidden(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,15 +86,15 @@ def test_a_store_with_more_layers_serves_a_head_that_takes_some(target, tmp_path
         for ours, theirs in zip(found, exact, strict=True):
             torch.testing.assert_close(ours.float(), theirs, atol=1e-5 if dtype == "float32" else 0.15, rtol=0.07)
     assert first["features"].shape[-1] == len(LAYERS) * target.hidden_size
-    with pytest.raises(ValueError, match="layers is"):
-        offline.offline(rows(), target, [target.num_layers + 1], 2, **given)
+    with pytest.raises(ValueError, match=r"layers is \[0, 1, 2, 3, 4, 5, 6\] there, \[2, 7\] here"):
+        offline.offline(rows(), target, [2, 7], 2, **given)
 
 
-@pytest.mark.parametrize(("dtype", "top_k"), [("float32", None), ("float8", None), ("bfloat16", 5)])
-def test_a_file_of_rows_is_bounded_in_bytes(target, tmp_path: Path, monkeypatch, dtype: str, top_k: int | None):
+@pytest.mark.parametrize("dtype", ["float32", "float8"])
+def test_a_file_of_rows_is_bounded_in_bytes(target, tmp_path: Path, monkeypatch, dtype: str):
     """Bound the memory: 256 sequences of an 8B model are 17 GB, which each process of a run would load."""
-    row = offline.bytes_per_position(target, LAYERS, dtype, top_k) * 32
-    given = {"path": str(tmp_path), "dtype": dtype, "top_k": top_k}
+    row = offline.bytes_per_position(target, LAYERS, dtype) * 32
+    given = {"path": str(tmp_path), "dtype": dtype}
     monkeypatch.setattr(offline, "SHARD_BYTES", 3 * row + 1)
     first = batch_of(offline.offline(rows(), target, LAYERS, 2, **given))
     files = sorted(tmp_path.glob("shard-*.safetensors"))
@@ -113,20 +105,7 @@ def test_a_file_of_rows_is_bounded_in_bytes(target, tmp_path: Path, monkeypatch,
     assert first.keys() == again.keys()
     assert all(torch.equal(first[name].view(torch.uint8), again[name].view(torch.uint8)) for name in first)
     monkeypatch.setattr(offline, "SHARD_BYTES", 1)
-    assert offline.describe(rows(), target, LAYERS, dtype, top_k, 256)["shard_rows"] == 1
-
-
-def test_the_best_logits_stand_for_all(target, tmp_path: Path):
-    teacher = DistillationModel(head(target), target, losses.kl_div)
-    everything = batch_of(stored(target, tmp_path / "all", top_k=target.vocab_size))
-    online = teacher(**batch_of(rows()))
-    torch.testing.assert_close(teacher(**everything).loss, online.loss, atol=1e-5, rtol=0)
-    few = batch_of(stored(target, tmp_path / "few", top_k=5))
-    logits = storage.sparse(storage.unpack(few)[1], target.vocab_size)
-    exact = target.logits(hidden(target)[1])
-    kept = exact.topk(5)
-    assert torch.equal(logits.topk(5).indices, kept.indices)
-    torch.testing.assert_close(logits.softmax(-1).gather(-1, kept.indices), kept.values.softmax(-1), atol=1e-5, rtol=0)
+    assert offline.describe(rows(), target, LAYERS, dtype, 256)["shard_rows"] == 1
 
 
 def test_killed_writers_go_on_and_leave_the_same_manifest(target, tiny_path: Path, whole: Path, tmp_path: Path):
@@ -143,26 +122,19 @@ def test_killed_writers_go_on_and_leave_the_same_manifest(target, tiny_path: Pat
     wanted = json.loads((whole / offline.MANIFEST).read_text())["shards"]
     assert 2 <= len(there) < len(wanted) and not (path / offline.MANIFEST).exists()
     stored(target, path)
-    assert (path / offline.MANIFEST).read_bytes() == (whole / offline.MANIFEST).read_bytes()
+    for file in whole.iterdir():
+        assert (path / file.name).read_bytes() == file.read_bytes()
     assert all((path / name).stat().st_mtime_ns == time for name, time in there.items())  # not written twice
 
 
-def test_a_flipped_byte_is_named(target, whole: Path, tmp_path: Path):
+def test_a_cut_or_missing_shard_is_named(target, whole: Path, tmp_path: Path):
     shutil.copytree(whole, path := tmp_path / "features")
-    file = path / "shard-00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-7] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"shard-00001\.safetensors is damaged, its checksum"):
-        batch_of(stored(target, path))
-    file.write_bytes(content[:100])
-    with pytest.raises(ValueError, match=r"shard-00001\.safetensors is damaged"):
-        batch_of(stored(target, path))
-
-
-def test_a_missing_shard_is_named(target, whole: Path, tmp_path: Path):
-    shutil.copytree(whole, path := tmp_path / "features")
-    (path / "shard-00002.safetensors").unlink()
+    file = path / "shard-00002.safetensors"
+    for size in (-7, 100, 3):
+        file.write_bytes(file.read_bytes()[:size])
+        with pytest.raises(ValueError, match=r"shard-00002\.safetensors is damaged \(.*\); delete it and the manifest"):
+            batch_of(stored(target, path))
+    file.unlink()
     with pytest.raises(ValueError, match=r"shard-00002\.safetensors is missing"):
         stored(target, path)
 
@@ -182,11 +154,9 @@ def test_another_targets_shard_is_named(target, whole: Path, tmp_path: Path):
         stored(target, path)
 
 
-def test_other_data_and_other_layers_are_refused(target, whole: Path):
+def test_other_data_are_refused(target, whole: Path):
     with pytest.raises(ValueError, match=r"data_hash is"):
         stored(target, whole, packed=Packed(documents(40, 25, 33, 60, 21, 50, 44), length=32, seed=1))
-    with pytest.raises(ValueError, match=r"layers is \[1, 2, 3\] there, \[2, 4\] here"):
-        offline.offline(rows(), target, [2, 4], 2, str(whole), dtype="float32", shard_rows=2)
 
 
 def test_a_full_disk_is_said_before_anything_is_written(target, tmp_path: Path, monkeypatch, capsys):
@@ -205,33 +175,13 @@ def test_a_fine_tune_has_another_hash(target, tiny_path: Path):
     assert offline.target_hash(other) != offline.target_hash(target)
 
 
-def test_a_checksum_is_computed_once_when_its_shard_is_first_read(target, whole: Path, tmp_path: Path, monkeypatch):
-    computed: list[str] = []
-    original = offline.checksum
-    monkeypatch.setattr(offline, "checksum", lambda file: computed.append(file.name) or original(file))
-    read = stored(target, whole)
-    batch_of(read)
-    assert not computed  # its writer did
-    shutil.copytree(whole, path := tmp_path / "features", copy_function=shutil.copyfile)  # other times of change
-    there = stored(target, path)
-    assert not computed  # nor does a start
-    there[0], there[1], there[2]
-    assert computed == ["shard-00000.safetensors", "shard-00001.safetensors"]
-    batch_of(stored(target, path))  # another run
-    assert sorted(computed) == sorted(file.name for file in path.glob("shard-*.safetensors"))
-
-
-def test_few_shards_are_open_at_a_time_and_each_is_proven_once(target, whole: Path, monkeypatch):
+def test_few_shards_are_open_at_a_time(target, whole: Path, monkeypatch):
     monkeypatch.setattr(offline, "OPEN", 2)
-    proven: list[str] = []
-    monkeypatch.setattr(offline, "cached_checksum", lambda file: None)  # as where nothing can be written
-    original = offline.checksum
-    monkeypatch.setattr(offline, "checksum", lambda file: proven.append(file.name) or original(file))
     rows = stored(target, whole)
     for row in [*range(len(rows)), *range(len(rows))]:
         rows[row]
         assert len(rows.opened) <= 2
-    assert len(proven) == len(rows.files) > 2
+    assert len(rows.files) > 2
 
 
 def test_no_mask_of_a_packed_row_is_made(target: Target, monkeypatch: pytest.MonkeyPatch):

@@ -183,38 +183,41 @@ def test_another_model_is_refused(
     assert said.startswith(f"hidden_states.url={engine[0]} serves another model than {tmp_path / 'other'}: {why}")
 
 
-class Answers(BaseHTTPRequestHandler):
-    """Return completions like an engine that extracts no hidden states."""
-
-    body = b'{"data": [{"id": "tiny"}], "choices": []}'
-
-    def log_message(self, *words: Any) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self.do_POST()
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.send_response(200 if self.path.startswith("/v1/") else 404)
-        self.end_headers()
-        self.wfile.write(self.body)
-
-
 @pytest.mark.parametrize(
     "path, message",
     [
         ("/v1", "answers without hidden states: start it as in conf/hidden_states/server.yaml"),
         ("", "status 404"),
+        ("/v1", r"names .*mine.safetensors, which is not a file of this request"),
     ],
 )
-def test_an_engine_without_hidden_states_is_refused(path: str, message: str, target: Target, tmp_path: Path):
-    packed = Packed(documents(40, 25), length=32, seed=0)
+def test_a_server_that_is_no_engine_is_refused_and_its_file_stays(
+    path: str, message: str, target: Target, tmp_path: Path
+):
+    mine = tmp_path / "mine.safetensors"
+    mine.write_text("not an engine's")
+    body: dict[str, Any] = {"data": [{"id": "tiny"}], "choices": []}
+    body |= {"kv_transfer_params": {"hidden_states_path": str(mine)}} if "mine" in message else {}
+
+    class Answers(BaseHTTPRequestHandler):
+        def log_message(self, *words: Any) -> None:
+            pass
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200 if self.path.startswith("/v1/") else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        do_GET = do_POST
+
     other = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     threading.Thread(target=other.serve_forever, daemon=True).start()
+    packed, url = Packed(documents(40, 25), length=32, seed=0), f"http://127.0.0.1:{other.server_port}{path}"
     with pytest.raises(EngineError, match=message):
-        server(packed, target, [2], 1, f"http://127.0.0.1:{other.server_port}{path}", str(tmp_path), patience=30)
+        server(packed, target, [2], 1, url, str(tmp_path), patience=30)
     other.shutdown()
+    assert mine.exists()
 
 
 def test_bad_requests_are_answered_and_harm_nobody(engine: tuple[str, Path]):
@@ -233,22 +236,6 @@ def test_bad_requests_are_answered_and_harm_nobody(engine: tuple[str, Path]):
     connection = http.client.HTTPConnection(address, timeout=30)
     connection.request("GET", "/v1/models")
     assert connection.getresponse().status == 200
-
-
-def test_an_engine_that_names_another_file_is_refused_and_the_file_stays(target: Target, tmp_path: Path):
-    mine = tmp_path / "mine.safetensors"
-    mine.write_text("not an engine's")
-
-    class Names(Answers):
-        body = json.dumps({"data": [{"id": "tiny"}], "kv_transfer_params": {"hidden_states_path": str(mine)}}).encode()
-
-    other = ThreadingHTTPServer(("127.0.0.1", 0), Names)
-    threading.Thread(target=other.serve_forever, daemon=True).start()
-    url = f"http://127.0.0.1:{other.server_port}/v1"
-    with pytest.raises(EngineError, match=r"names .*mine.safetensors, which is not a file of this request"):
-        server(Packed(documents(40, 25), length=32, seed=0), target, [2], 1, url, str(tmp_path), patience=30)
-    other.shutdown()
-    assert mine.exists()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

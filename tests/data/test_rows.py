@@ -41,26 +41,6 @@ def answer(text: str, **more) -> dict:
     return {"role": "assistant", "content": text, **more}
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"conversations": SHAREGPT},
-        {"messages": HI},
-        {"data": ["hi", "hello"]},
-        {"messages": json.dumps(HI)},
-        {"question": "hi", "response": "hello"},
-        {"prompt": HI[:1], "completion": HI[1:]},
-        {"prompt": "hi", "chosen": HI, "rejected": [HI[0], answer("no")]},
-    ],
-)
-@pytest.mark.parametrize("column", ["system", "system_prompt", "system_message"])
-def test_a_system_prompt_in_a_column_of_its_own_is_the_first_message(row: dict, column: str):
-    if "chosen" not in row:
-        assert said(row | {column: "Be brief."}) == [BRIEF, *HI]
-    for nothing in ("", " ", None):
-        assert said(row | {column: nothing}) == HI
-
-
 def test_a_system_prompt_in_a_column_is_there_where_heads_are_measured():
     asked = [{"role": "user", "content": text} for text in ("a", "b")]
     for row, turns in (
@@ -115,25 +95,19 @@ def test_a_row_can_say_of_all_its_answers_which_are_learned(mask: dict):
     assert learned({"messages": [ASKED, answer("bad"), ASKED, answer("good")]} | mask) == ["good<|im_end|>"]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": HI, "weight": 0},
-        {"messages": [HI[0], answer("hello", weight=0)]},
-        {"prompt": "hi", "response": "hello", "train": False},
-        {"prompt": HI[:1], "completion": HI[1:], "label": False},
-        {"prompt": "hi", "completion": "hello", "label": False},
-        {"prompt": "hi", "completion": "hello", "label": 0},
-        {"messages": HI, "label": False},
-        {"messages": HI, "kto_tag": False},
-        {"messages": HI, "weight": "0.0"},
-        {"messages": HI, "loss_mask": 0},
-        {"chosen": HI, "rejected": HI, "train": False},
-    ],
-)
-def test_a_row_without_an_answer_to_learn_is_dropped_by_that_name(row: dict):
-    with pytest.raises(SkippedRow, match="no answer in it that is to be learned"):
-        learned(row)
+NOT_LEARNED = [
+    {"messages": HI, "weight": 0},
+    {"messages": [HI[0], answer("hello", weight=0)]},
+    {"prompt": "hi", "response": "hello", "train": False},
+    {"prompt": HI[:1], "completion": HI[1:], "label": False},
+    {"prompt": "hi", "completion": "hello", "label": False},
+    {"prompt": "hi", "completion": "hello", "label": 0},
+    {"messages": HI, "label": False},
+    {"messages": HI, "kto_tag": False},
+    {"messages": HI, "weight": "0.0"},
+    {"messages": HI, "loss_mask": 0},
+    {"chosen": HI, "rejected": HI, "train": False},
+]
 
 
 @pytest.mark.parametrize(
@@ -149,6 +123,19 @@ def test_a_row_without_an_answer_to_learn_is_dropped_by_that_name(row: dict):
         ({"messages": [ASKED, answer([{"type": "tool_use", "name": "f"}])]}, "neither text nor an image"),
         ({"messages": [ASKED, answer([{"type": "text", "text": "a"}, {"type": "tool_use"}])]}, "neither text nor"),
         ({"messages": HI, "system": [1]}, "neither text nor an image"),
+        ([1], "not an object"),
+        ({"id": 3}, "no conversation and no text"),
+        ({"messages": []}, "without a turn"),
+        ({"messages": [{"role": "critic", "content": "no"}]}, "a role that is not known"),
+        ({"messages": [{"content": "no"}]}, "without a role"),
+        ({"messages": [{"role": "user", "content": " "}]}, "an empty turn"),
+        ({"messages": [{"role": "user", "content": None}]}, "an empty turn"),
+        ({"messages": [{"role": "user", "content": 7}]}, "not text"),
+        ({"messages": [None, None]}, "neither text nor a message"),
+        ({"messages": [answer(None, tool_calls=[{}])]}, "a tool call without a name"),
+        ({"text": "  "}, "no text in it"),
+        ({"text": "\ud800"}, "surrogate"),
+        *((row, "no answer in it that is to be learned") for row in NOT_LEARNED),
     ],
 )
 def test_what_cannot_be_read_as_it_is_meant_is_refused_by_name(row: dict, reason: str):
@@ -184,22 +171,26 @@ def test_what_an_arrow_file_adds_to_its_rows_is_not_there(tmp_path: Path):
     assert [tools(row.value["tools"]) for row in read] == [[call] for call in calls]
 
 
-@pytest.mark.parametrize("column", ["answer", "answers", "output"])
-@pytest.mark.parametrize("value", [["hello", "hey"], ["", "hello"], {"value": "hello", "aliases": ["hey"]}])
-def test_of_alternative_answers_the_first_is_the_answer(column: str, value):
-    assert said({"question": "hi", column: value}) == HI
-    assert said({"question": "hi", column: {"text": ["hello", "hey"], "answer_start": [0, 1]}}) == HI
-
-
-def test_what_a_question_is_about_belongs_to_it():
-    for row in ({"instruction": "Sum up.", "context": "A text."}, {"question": "Sum up.", "input": "A text."}):
-        assert said(row | {"response": "So."})[0]["content"] == "Sum up.\n\nA text."
-        assert said(row | {"response": "So.", "context": " ", "input": None})[0]["content"] == "Sum up."
+TEXT_PART, IMAGE_PART = {"type": "text", "text": "hi"}, {"type": "image_url"}
 
 
 @pytest.mark.parametrize(
     "row",
     [
+        {"messages": HI},
+        {"messages": [{"role": "user", "content": [TEXT_PART]}, HI[1]]},
+        {"messages": [{"role": "user", "content": [IMAGE_PART, TEXT_PART]}, HI[1]]},
+        {"messages": json.dumps(HI)},
+        {"messages": numpy.array(HI, dtype=object)},
+        {"conversations": SHAREGPT},
+        {"prompt": "hi", "prompt_id": "1", "messages": HI},  # UltraChat
+        {"id": "0", "data": ["hi", "hello"]},  # UltraChat, as first published
+        {"prompt": "hi", "response": "hello"},
+        {"question": "hi", "answer": "hello"},  # GSM8K
+        {"problem": "hi", "solution": "hello", "lang": "python"},  # Magicoder
+        {"instruction": "hi", "input": "", "output": "hello"},  # Alpaca
+        {"prompt": HI[:1], "completion": HI[1:]},  # TRL
+        {"prompt": "hi", "chosen": HI, "rejected": [HI[0], answer("no")]},
         {"prompt": json.dumps(HI[:1]), "completion": json.dumps(HI[1:])},
         {"chosen": json.dumps(HI), "rejected": json.dumps(HI[:1])},
         {
@@ -214,29 +205,51 @@ def test_what_a_question_is_about_belongs_to_it():
         {"messages": [], "input": "hi", "output": "hello"},
         {"response": "", "instruction": "hi", "output": "hello"},
         {"problem": "hi", "solution": "hello", "answer": "o"},
-        {"messages": numpy.array(HI, dtype=object)},
     ],
 )
-@pytest.mark.parametrize("column", [{}, {"system": "Be brief."}, {"system": [{"type": "text", "text": "Be brief."}]}])
-def test_one_conversation_has_many_layouts(row: dict, column: dict):
-    assert said(row | column) == [BRIEF, *HI][not column :]
+def test_one_conversation_has_many_layouts_with_and_without_a_system_prompt(row: dict):
+    for column in ("system", "system_prompt", "system_message"):
+        for system in ("Be brief.", [{"type": "text", "text": "Be brief."}]):
+            assert said(row | {column: system}) == [BRIEF, *HI]
+        for nothing in ("", " ", None):
+            assert said(row | {column: nothing}) == HI
+    assert said(row) == HI
 
 
-def test_turns_before_a_prompt_are_learned_as_the_others():
-    for history in ([["a", "b"]], json.dumps([["a", "b"]]), [{"role": "user", "content": "a"}, answer("b")]):
-        row = {"instruction": "hi", "output": "hello", "history": history}
-        assert said(row) == [{"role": "user", "content": "a"}, answer("b"), *HI]
-    assert said({"query": "hi", "response": "hello", "history": []}) == HI
+JSON_TEXTS = ('{"from": "a", "to": "b"}', '[{"from": "a"}]', "[1]", "[[")
+ALTERNATIVES = (
+    ["hello", "hey"],
+    ["", "hello"],
+    {"value": "hello", "aliases": ["hey"]},
+    {"text": ["hello"], "start": [0]},
+)
+ABOUT = {"role": "user", "content": "Sum up.\n\nA text."}
+EARLIER = [{"role": "user", "content": "a"}, answer("b")]
+THOUGHTS = [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "hello"}]
 
 
-def test_an_answer_that_is_json_stays_text():
-    for text in ('{"from": "a", "to": "b"}', '[{"from": "a"}]', "[1]", "[["):
-        assert said({"prompt": "hi", "response": text})[1]["content"] == text
-
-
-def test_thoughts_are_found_among_the_parts_of_an_answer():
-    parts = [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "hello"}]
-    assert said({"messages": [HI[0], answer(parts)]}) == [HI[0], answer("hello", reasoning_content="so")]
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        # of alternative answers the first one
+        *(({"question": "hi", name: value}, HI) for name in ("answer", "answers", "output") for value in ALTERNATIVES),
+        # an answer that is JSON is text
+        *(({"prompt": "hi", "response": text}, [HI[0], answer(text)]) for text in JSON_TEXTS),
+        # what a question is about belongs to it
+        ({"instruction": "Sum up.", "context": "A text.", "response": "So."}, [ABOUT, answer("So.")]),
+        ({"question": "Sum up.", "input": "A text.", "response": "So."}, [ABOUT, answer("So.")]),
+        ({"instruction": "hi", "context": " ", "input": None, "response": "hello"}, HI),
+        # turns before a prompt
+        ({"instruction": "hi", "output": "hello", "history": [["a", "b"]]}, [*EARLIER, *HI]),
+        ({"instruction": "hi", "output": "hello", "history": json.dumps([["a", "b"]])}, [*EARLIER, *HI]),
+        ({"instruction": "hi", "output": "hello", "history": EARLIER}, [*EARLIER, *HI]),
+        ({"query": "hi", "response": "hello", "history": []}, HI),
+        # reasoning among the parts of an answer
+        ({"messages": [HI[0], answer(THOUGHTS)]}, [HI[0], answer("hello", reasoning_content="so")]),
+    ],
+)
+def test_columns_that_belong_to_a_conversation(row: dict, messages: list[dict]):
+    assert said(row) == messages
 
 
 def test_a_tool_answers_with_any_json():
@@ -317,11 +330,7 @@ TURNS = [{"role": "user", "content": "a"}, answer("b"), {"role": "user", "conten
         (BARE, MARKS, ["b<|user|>", "d<|user|>"]),  # GLM's: the next turn's mark
         (BARE, MARKS[:2], ["b<eos>", "d<eos>"]),  # nothing that could be one: the end token
         # An end token at the end of the chat alone is what every answer ends with, unless all have an end mark.
-        (
-            BARE.replace("{{ end }}", ONLY_LAST),
-            MARKS[:2],
-            ["b<eos>", "d<eos>"],
-        ),
+        (BARE.replace("{{ end }}", ONLY_LAST), MARKS[:2], ["b<eos>", "d<eos>"]),
         (
             BARE.replace("{{ m.content }}", "{{ m.content }}<|end|>\n").replace("{{ end }}", ONLY_LAST),
             [*MARKS, "<|end|>"],

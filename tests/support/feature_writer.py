@@ -23,7 +23,7 @@ def rows() -> Packed:
 
 
 def facts(target: Target) -> dict:
-    return offline.describe(rows(), target, LAYERS, "float32", None, 2)
+    return offline.describe(rows(), target, LAYERS, "float32", 2)
 
 
 def main(path: str, folder: str, rank: str) -> None:

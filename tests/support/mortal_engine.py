@@ -50,15 +50,15 @@ class Mortal(extract.Handler):
         if self.way == "answered":
             die()
 
-    def give(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    def answer(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         if self.way == "busy":
             self.send({"error": {"message": "later"}}, 503)
         elif self.way == "not json":
             self.send({})
         elif self.way == "other tokens":
-            super().give(name, tensors | {"token_ids": tensors["token_ids"] + 1})
+            super().answer(name, tensors | {"token_ids": tensors["token_ids"] + 1})
         else:
-            super().give(name, tensors | ({"half": torch.ones(1)} if self.way == "half" else {}))
+            super().answer(name, tensors | ({"half": torch.ones(1)} if self.way == "half" else {}))
 
 
 def die() -> None:

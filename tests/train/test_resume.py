@@ -64,7 +64,6 @@ def test_a_finished_run_keeps_no_checkpoints(reference: Path):
         "history.json",
         "metrics.json",
         "report.html",
-        "data_card.html",
         "data_card.json",
     }
 

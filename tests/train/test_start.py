@@ -73,14 +73,11 @@ def test_a_damaged_shard_that_a_loaders_worker_meets_is_named(here, tiny_path: P
     ]
     ended = here(*given, "output_dir=out")
     assert ended.code == 0, ended.err
-    with (tmp_path / "stored/shard-00000.safetensors").open("r+b") as shard:
-        shard.seek(-9, os.SEEK_END)
-        shard.write(b"\x55" * 9)
+    file = tmp_path / "stored/shard-00000.safetensors"
+    os.truncate(file, file.stat().st_size - 9)
     said = complaint(end(program(*given, "output_dir=again", "trainer.dataloader_num_workers=2", cwd=tmp_path)))
-    assert said == (
-        "stored/shard-00000.safetensors is damaged, its checksum is not the manifest's; delete it and the manifest, and both "
-        "are written again"
-    )
+    assert said.startswith("stored/shard-00000.safetensors is damaged (")
+    assert said.endswith("; delete it and the manifest, and both are written again")
     for name in ("shard-00000.safetensors", "manifest.json"):
         (tmp_path / "stored" / name).unlink()
     assert here(*given, "output_dir=again").code == 0
@@ -104,25 +101,6 @@ def test_out_of_memory_says_which_setting_to_change(error, here, tiny_path: Path
     assert said.endswith(f"; `{command}` says what fits")
     said = complaint(here(*given, "output_dir=one", "trainer.per_device_train_batch_size=1"))
     assert "hidden_states=offline" in said and "halve" not in said
-
-
-@pytest.mark.parametrize("loss", ["rkl", "xpress loss_args={weights:{rkl:0.1}}", "hass"])
-def test_a_loss_of_what_is_not_stored_is_refused_before_anything_is_written(here, tmp_path: Path, loss: str):
-    named, *weights = loss.split()
-    given = [
-        "target=test_model",
-        "head=eagle3",
-        "hidden_states=offline",
-        "hidden_states.path=stored",
-        "hidden_states.top_k=8",
-        f"loss={named}",
-        *weights,
-    ]
-    said = complaint(here(*given, "output_dir=out"))
-    assert re.search(
-        rf"^hidden_states.top_k=8 stores .* loss={'rkl' if weights else named} .*: set hidden_states.top_k", said
-    )
-    assert not (tmp_path / "stored").exists()
 
 
 def test_the_c_library_keeps_what_is_freed_on_a_cpu_only(monkeypatch):

@@ -39,17 +39,27 @@ def chat(chat_path):
 
 def written(target, file, tokens, batch=4, settings=SETTINGS):
     magpie.write(target, ChatFormat(target.text_tokenizer), settings, file, tokens, batch)
+    return read(file)
+
+
+@pytest.fixture(scope="module")
+def own(chat, tmp_path_factory):
+    """Return a file of rows with at least 2,000 tokens of answers."""
+    written(chat, file := tmp_path_factory.mktemp("own") / "rows.jsonl", 2000)
+    return file
+
+
+def read(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_rows_are_conversations_as_the_template_has_them(chat, tmp_path):
-    rows = written(chat, tmp_path / "rows.jsonl", 2000)
-    kept = [row for row in rows if "dropped" not in row]
+def test_rows_are_conversations_as_the_template_has_them(chat, own):
+    kept = [row for row in read(own) if "dropped" not in row]
     words, form = chat.text_tokenizer, ChatFormat(chat.text_tokenizer)
     assert sum(end - start for row in kept for start, end in row["written"]) >= 2000
     assert {len(row["written"]) for row in kept} == {1, 2}  # some go on
     for row in kept:
-        assert len(row["asked"]) == len(row["written"]) and len(row["temperatures"]) >= 2 * len(row["written"])
+        assert len(row["asked"]) == len(row["written"])
         messages = []
         for (asked, asked_end), (start, end) in zip(row["asked"], row["written"], strict=True):
             messages.append({"role": "user", "content": words.decode(row["tokens"][asked:asked_end])})
@@ -75,8 +85,8 @@ def test_a_row_depends_on_its_number_alone_and_a_killed_writer_continues(chat, t
 
 
 def test_what_is_left_is_estimated_before_the_first_row_is_done(chat, tmp_path, monkeypatch, capsys):
-    for module, name in ((progress, "FIRST"), (progress, "EVERY"), (magpie, "LONG"), (magpie, "SURE")):
-        monkeypatch.setattr(module, name, -1)
+    for name in ("FIRST", "EVERY"):
+        monkeypatch.setattr(progress, name, -1)
     written(chat, tmp_path / "rows.jsonl", 200)
     said = capsys.readouterr().err
     lines = [line for line in said.splitlines() if line.startswith("self-written text: ")]
@@ -90,9 +100,7 @@ def test_greedy_answers_are_the_targets_own_and_those_that_repeat_themselves_are
     monkeypatch.setattr(magpie, "MAX_REJECTED", 12)
     with pytest.raises(ValueError, match="answer that repeats itself"):
         written(chat, tmp_path / "rows.jsonl", 500, settings=MagpieSettings(max_question=120, max_answer=50, greedy=1))
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    row = next(row for row in rows if row["dropped"] == "answer that repeats itself")
-    assert row["temperatures"][1] == 0.0
+    row = next(row for row in read(tmp_path / "rows.jsonl") if row["dropped"] == "answer that repeats itself")
     for place in range(len(row["tokens"]) - 40, len(row["tokens"])):  # the best successor of each token
         best = chat.model(torch.tensor([[row["tokens"][place - 1]]])).logits.argmax()
         assert row["tokens"][place] == best
@@ -228,20 +236,12 @@ def test_an_answer_is_cut_where_it_repeats_itself():
     assert loops(looped) and 60 < before_loop(looped) < 80
 
 
-def rows_file(tmp_path, chat, tokens=900):
-    file = tmp_path / "rows.jsonl"
-    written(chat, file, tokens)
-    return file
-
-
-def test_a_corpus_of_rows_learns_from_answers_and_tells_what_was_dropped(chat, tmp_path):
-    file = rows_file(tmp_path, chat)
-    words = chat.text_tokenizer
-    found = corpus(words, path=str(file), tokens=0, num_proc=1, cache_dir=str(tmp_path / "cache"))
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+def test_a_corpus_of_rows_learns_from_answers_and_tells_what_was_dropped(chat, own, tmp_path):
+    found = corpus(chat.text_tokenizer, path=str(own), tokens=0, num_proc=1, cache_dir=str(tmp_path / "cache"))
+    rows = read(own)
     kept = [row for row in rows if "dropped" not in row]
     assert found.card["rows"] == len(rows) and found.card["used"] == len(kept)
-    assert found.card["dropped"] == dict(RowFile(file).dropped)
+    assert found.card["dropped"] == dict(RowFile(own).dropped)
     assert "rows kept" in summary(found.card)
     by_text = {tuple(row["tokens"]): row for row in kept}
     for document in found.train:
@@ -250,27 +250,25 @@ def test_a_corpus_of_rows_learns_from_answers_and_tells_what_was_dropped(chat, t
         assert [n for n, flag in enumerate(document.loss_mask) if flag] == spans
 
 
-def test_a_run_takes_as_many_tokens_as_it_asks_for(chat, tmp_path):
-    file = rows_file(tmp_path, chat)
+def test_a_run_takes_as_many_tokens_as_it_asks_for(chat, own, tmp_path):
     settings = {"num_proc": 1, "cache_dir": str(tmp_path / "cache")}
-    few = corpus(chat.text_tokenizer, path=str(file), tokens=400, **settings)
-    lines = [json.loads(line) for line in file.read_text().splitlines()[: few.card["rows"]]]
+    few = corpus(chat.text_tokenizer, path=str(own), tokens=400, **settings)
+    lines = read(own)[: few.card["rows"]]
     counted = sum(end - start for row in lines for start, end in row.get("written", []))
     assert 400 <= counted < 400 + 2 * SETTINGS.max_answer
     with pytest.raises(ValueError, match=r"holds .* tokens of answers, fewer than data.tokens=99999: give 0 for all"):
-        corpus(chat.text_tokenizer, path=str(file), tokens=99999, **settings)
+        corpus(chat.text_tokenizer, path=str(own), tokens=99999, **settings)
     with pytest.raises(ValueError, match=r"nothing here lets a target write: give data.path=FILE"):
         corpus(chat.text_tokenizer)
 
 
-def test_rows_of_another_target_are_refused(chat, target, tmp_path):
-    file = rows_file(tmp_path, chat, 200)
+def test_rows_of_another_target_are_refused(own):
     with pytest.raises(ValueError, match=r"was written by .*, not by"):
-        RowFile(file, {"target": {"embedding_digest": "another", "name": "other"}})
+        RowFile(own, {"target": {"embedding_digest": "another", "name": "other"}})
 
 
-def test_a_server_writes_what_this_process_would(chat_path, chat, tmp_path):
-    own = {row["number"]: row for row in written(chat, tmp_path / "own.jsonl", 1500)}
+def test_a_server_writes_what_this_process_would(chat_path, chat, own, tmp_path):
+    here = {row["number"]: row for row in read(own)}
     file, form = tmp_path / "rows.jsonl", ChatFormat(chat.text_tokenizer)
     facts = [f"target.path={chat_path}", "target.device=cpu", "target.dtype=float32"]
     with served(tmp_path, *facts) as server:
@@ -278,9 +276,9 @@ def test_a_server_writes_what_this_process_would(chat_path, chat, tmp_path):
             magpie.write(chat, form, SETTINGS, file, tokens, 4, endpoint=f"{server.url}/v1")
     with RowFile(file, {"target": fingerprint(chat)}) as rows:
         assert rows.tokens >= 1500 and rows.about["endpoint"] == f"{server.url}/v1"
-        found = {number: row for _, row in rows.read() if (number := row["number"]) in own}
-    likes = {number for both in (own, found) for number, row in both.items() if "earlier" in row.get("dropped", "")}
-    assert len(found) > 10 and all(own[number] == row for number, row in found.items() if number not in likes)
+        found = {number: row for _, row in rows.read() if (number := row["number"]) in here}
+    likes = {number for both in (here, found) for number, row in both.items() if "earlier" in row.get("dropped", "")}
+    assert len(found) > 10 and all(here[number] == row for number, row in found.items() if number not in likes)
 
 
 def test_a_server_without_token_ids_cannot_write_a_data_set(chat, tmp_path, monkeypatch):
@@ -292,16 +290,8 @@ def test_a_server_without_token_ids_cannot_write_a_data_set(chat, tmp_path, monk
     choice = {"index": 0, "finish_reason": "stop", "text": "How do bees see?"}
     monkeypatch.setattr(openai.resources.AsyncCompletions, "create", lambda self, **request: create(**request))
     with pytest.raises(ValueError, match=r"returns no token ids"):
-        magpie.write(
-            chat,
-            ChatFormat(chat.text_tokenizer),
-            SETTINGS,
-            tmp_path / "rows.jsonl",
-            99,
-            4,
-            "http://127.0.0.1:9/v1",
-            "tiny",
-        )
+        form, url = ChatFormat(chat.text_tokenizer), "http://127.0.0.1:9/v1"
+        magpie.write(chat, form, SETTINGS, tmp_path / "rows.jsonl", 99, 4, url, "tiny")
 
 
 def test_settings_that_cannot_be(chat):

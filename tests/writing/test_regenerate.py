@@ -111,20 +111,6 @@ def test_other_settings_other_questions_and_a_changed_file_are_refused(file: Pat
         regenerate(file, output, server)
 
 
-def test_the_output_of_an_earlier_version_is_continued_with_its_settings(file: Path, tmp_path: Path):
-    """Check rows that have the settings themselves, without a file next to them that does."""
-    output, server = tmp_path / "out.jsonl", BadServer(("fine",))
-    regenerate(file, output, server)
-    settings = json.loads((tmp_path / "out.about.json").read_text())
-    (tmp_path / "out.about.json").unlink()
-    rows = [json.loads(line) | settings for line in output.read_text().splitlines()[:5]]
-    output.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match=r"other settings \(max_new_tokens 16\)"):
-        opened(output, SAMPLING._replace(max_new_tokens=3))
-    regenerate(file, output, server)
-    assert len(output.read_text().splitlines()) == 32
-
-
 def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
     output, server = tmp_path / "out.jsonl", BadServer(slow=0.1)
     given = [
@@ -216,10 +202,7 @@ def test_thoughts_are_kept_by_either_name_and_an_answer_without_content_says_so(
         asked.append(question)
         if question == "short":
             return {"message": {name: "hm"}}
-        return {
-            "finish_reason": "length",
-            "message": {"content": None} | ({name: "hm"} if question == "long" else {}),
-        }
+        return {"finish_reason": "length", "message": {"content": None} | ({name: "hm"} if question == "long" else {})}
 
     short, long, nothing = rows_of(stubbed(create), ["short", "long", "nothing"], tmp_path / "out.jsonl")
     assert short["messages"][-1] == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}

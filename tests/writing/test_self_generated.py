@@ -79,6 +79,3 @@ def test_a_killed_run_writes_the_rows_that_are_missing(target, tmp_path, monkeyp
     again = self_generated.write(target, texts, 10 * 8, 0, tmp_path / "killed.jsonl")
     assert list(again) == list(whole) and len(whole) == 10
     assert (tmp_path / "killed.jsonl").read_text().startswith("".join(lines[:4]))
-    save(list(whole)[:4], tmp_path / "old.safetensors")  # as an earlier version kept the text of a run
-    assert list(self_generated.write(target, texts, 10 * 8, 0, tmp_path / "old.jsonl")) == list(whole)[:4]
-    assert not (tmp_path / "old.jsonl").exists()

@@ -16,10 +16,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.train.data.conversations import assemble
-from foredraft.train.data.corpus import Corpus
+from foredraft.train.data.corpus import Corpus, highest_id
 from foredraft.train.data.documents import REJECTED, Document
 from foredraft.train.data.encoding import CODE, Encoder, encode, hash_of_code
-from foredraft.train.data.known_tokens import highest_id
 from foredraft.train.data.layouts import SkippedRow
 from foredraft.train.data.sources import Row, Source
 

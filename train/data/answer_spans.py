@@ -58,7 +58,8 @@ def learned(form: "ChatFormat", messages: list[Message], tools: Tools = None) ->
         if messages[number].get("weight", 1) <= 0:
             continue
         try:
-            text, spans = find_answer(form, messages[: number + 1], tools)
+            history = [form.shown(message) for message in messages[:number]]
+            text, spans = Turn(form, history, messages[number], tools).find_answer()
         except SkippedRow as error:
             reason = error
             continue
@@ -71,109 +72,141 @@ def learned(form: "ChatFormat", messages: list[Message], tools: Tools = None) ->
     return texts
 
 
-def find_answer(form: "ChatFormat", messages: list[Message], tools: Tools) -> tuple[str, list[Span]]:
-    """Return the conversation up to its last message, an answer, and the spans that the target wrote of it. Raises ValueError
-    for a template whose answers start otherwise than its generation prompts, SkippedRow for an answer without the reasoning
-    that the target starts with."""
-    history, answer = [form.shown(message) for message in messages[:-1]], messages[-1]
-    try:
-        written = with_thoughts(form, history, answer, tools) or without_thoughts(form, history, answer, tools)
-    except ValueError as error:
-        if isinstance(error, SkippedRow) or not form.tagged:
-            raise
-        shown = form.shown(answer)
-        text, before = form.write([*history, shown], tools=tools)[0], form.write(history, tools=tools)[0]
-        written = Written(text, common(text, before), None, shown)
-    calls = [call["function"]["name"] for call in answer.get("tool_calls") or []]
-    if any(name not in written.text[written.start :] for name in calls):
-        raise SkippedRow("a tool call that the chat template does not show")
-    text, end = with_end(form, history, answer, written, tools)
-    spans = [(written.start, end)]
-    if form.tagged and written.message is not None:
-        _, found = form.write([*history, written.message], marked=True, tools=tools, thinking=written.thinking)
-        spans = within(form, text, spans[0], found)
-    return text, [without_end(form, text, span, answer) for span in spans]
+class Turn(NamedTuple):
+    """Hold an answer, and the turns before it as the template wants them."""
 
+    form: "ChatFormat"
+    history: list[Message]
+    answer: Message
+    tools: Tools
 
-def with_thoughts(form: "ChatFormat", history: list[Message], answer: Message, tools: Tools) -> Written | None:
-    """Return an answer behind its reasoning; None if it has none, or if the template neither shows nor opens it."""
-    plain = split_reasoning(answer)
-    thoughts = "" if form.thinking is False else str(plain.get("reasoning_content") or "").strip("\n")
-    if not thoughts or not form.supports_reasoning:
-        return None
-    plain = {name: value for name, value in plain.items() if name not in THOUGHTS}
-    thinking = form.switched_to(True)
-    prompt, _ = form.write(history, True, tools=tools, thinking=thinking)
-    without, _ = form.write([*history, plain], tools=tools, thinking=thinking)
+    def render(self, *said: Message, prompt: bool = False, thinking: bool | None = None) -> str:
+        """Return the turns before the answer, and these messages."""
+        return self.form.write([*self.history, *said], prompt, tools=self.tools, thinking=thinking)[0]
 
-    def shown(message: Message) -> Written | None:
-        text, _ = form.write([*history, message], tools=tools, thinking=thinking)
-        if text == without:
+    def find_answer(self) -> tuple[str, list[Span]]:
+        """Return the conversation up to the answer, and the spans that the target wrote of it. Raises ValueError for a
+        template whose answers start otherwise than its generation prompts, SkippedRow for an answer without the reasoning
+        that the target starts with."""
+        form, answer = self.form, self.answer
+        try:
+            written = self.with_thoughts() or self.without_thoughts()
+        except ValueError as error:
+            if isinstance(error, SkippedRow) or not form.tagged:
+                raise
+            text, shown = self.render(form.shown(answer)), form.shown(answer)
+            written = Written(text, common(text, self.render()), None, shown)
+        calls = [call["function"]["name"] for call in answer.get("tool_calls") or []]
+        if any(name not in written.text[written.start :] for name in calls):
+            raise SkippedRow("a tool call that the chat template does not show")
+        text, end = self.with_end(written)
+        spans = [(written.start, end)]
+        if form.tagged and written.message is not None:
+            whole = [*self.history, written.message]
+            _, marked = form.write(whole, marked=True, tools=self.tools, thinking=written.thinking)
+            spans = within(form, text, spans[0], marked)
+        return text, [without_end(form, text, span, answer) for span in spans]
+
+    def behind_prompt(self, message: Message, thinking: bool | None, thoughts: str = "") -> Written:
+        """Return a message behind its generation prompt, with reasoning that the template leaves out between both."""
+        prompt, text = self.render(prompt=True, thinking=thinking), self.render(message, thinking=thinking)
+        if not thoughts and text.startswith(prompt):
+            return Written(text, len(prompt), thinking, message)
+        return Written(prompt + thoughts + self.after_header(prompt, text, thinking), len(prompt), thinking, None)
+
+    def with_thoughts(self) -> Written | None:
+        """Return an answer behind its reasoning; None if it has none, or if the template neither shows nor opens it."""
+        form, plain = self.form, split_reasoning(self.answer)
+        thoughts = "" if form.thinking is False else str(plain.get("reasoning_content") or "").strip("\n")
+        if not thoughts or not form.supports_reasoning:
             return None
-        written = Written(text, len(prompt), thinking, message)
-        if not text.startswith(prompt):
-            rest = after_header(form, history, prompt, text, tools, thinking)
-            written = Written(prompt + rest, len(prompt), thinking, None)
-        return written if thoughts.strip() in written.text[len(prompt) :] else None
+        plain = {name: value for name, value in plain.items() if name not in THOUGHTS}
+        thinking = form.switched_to(True)
 
-    if by_name := shown(plain | dict.fromkeys(THOUGHTS, thoughts)):
-        return by_name
-    if opened := OPENED.search(prompt):
-        close = opened[1][0] + "/" + opened[1][1:]
-        close = f"\n{close}\n\n" if prompt.endswith("\n") else close
-        rest = after_header(form, history, prompt, without, tools, thinking)
-        return Written(prompt + thoughts + close + rest, len(prompt), thinking, None)
-    if form.opens_reasoning or "</think>" not in form.template:
-        return None
-    said = plain["content"] or ""
-    tags = f"<think>\n{thoughts}\n</think>\n\n"  # SmolLM3 wrote them so
-    if "reasoning_content" not in answer:
-        tags = answer["content"].removesuffix(said)
-    if in_text := shown(plain | {"content": tags + said}):
-        return in_text
-    rest = after_header(form, history, prompt, without, tools, thinking)
-    tags = tags.lstrip() if tags.lstrip().startswith("<think>") else "<think>" + tags
-    return Written(prompt + tags + rest, len(prompt), thinking, None)
+        def shown(message: Message) -> Written | None:
+            if self.render(message, thinking=thinking) == self.render(plain, thinking=thinking):
+                return None
+            written = self.behind_prompt(message, thinking)
+            return written if thoughts.strip() in written.text[written.start :] else None
 
+        if by_name := shown(plain | dict.fromkeys(THOUGHTS, thoughts)):
+            return by_name
+        prompt = self.render(prompt=True, thinking=thinking)
+        if opened := OPENED.search(prompt):
+            close = opened[1][0] + "/" + opened[1][1:]
+            return self.behind_prompt(
+                plain, thinking, thoughts + (f"\n{close}\n\n" if prompt.endswith("\n") else close)
+            )
+        if form.opens_reasoning or "</think>" not in form.template:
+            return None
+        said = plain["content"] or ""
+        tags = f"<think>\n{thoughts}\n</think>\n\n"  # SmolLM3 wrote them so
+        if "reasoning_content" not in self.answer:
+            tags = self.answer["content"].removesuffix(said)
+        if in_text := shown(plain | {"content": tags + said}):
+            return in_text
+        tags = tags.lstrip() if tags.lstrip().startswith("<think>") else "<think>" + tags
+        return self.behind_prompt(plain, thinking, tags)
 
-def without_thoughts(form: "ChatFormat", history: list[Message], answer: Message, tools: Tools) -> Written:
-    """Return an answer that was written with thinking off, where the template has that switch."""
-    thinking = form.switched_to(False)
-    plain = {name: value for name, value in split_reasoning(answer).items() if name not in THOUGHTS}
-    plain = plain if form.supports_reasoning else answer
-    prompt, _ = form.write(history, True, tools=tools, thinking=thinking)
-    text, _ = form.write([*history, plain], tools=tools, thinking=thinking)
-    written = Written(text, len(prompt), thinking, plain)
-    if not text.startswith(prompt):
-        rest = after_header(form, history, prompt, text, tools, thinking)
-        written = Written(prompt + rest, len(prompt), thinking, None)
-    if (written.message is None and OPENED.search(prompt)) or EMPTY.match(written.text, len(prompt)):
-        raise SkippedRow("an answer without the reasoning that its target starts with")
-    return written
-
-
-def after_header(
-    form: "ChatFormat", history: list[Message], prompt: str, text: str, tools: Tools, thinking: bool | None
-) -> str:
-    """Return what the template writes of an answer behind that part of its header which the generation prompt has too.
-
-    Both are compared from the last message on: Mistral's template shows a system prompt in the last question only. Raises
-    ValueError if the header has more than the prompt, but for the empty reasoning that some templates write."""
-    stand_in = {"role": "assistant", "content": STAND_IN}
-    header, found, _ = form.write([*history, stand_in], tools=tools, thinking=thinking)[0].partition(STAND_IN)
-    asked = str(history[-1]["content"]).strip() if history else ""
-    begin = max(0, header.rfind(asked))
-    since = prompt[max(0, prompt.rfind(asked)) :]
-    at = begin + len(form.shared(since, header[begin:]))
-    more = at < len(header) and at < begin + len(since)
-    if not found or text[:at] != header[:at] or (more and not EMPTY.fullmatch(header, at)):
-        raise ValueError(
-            f"{form.name} starts an answer otherwise than its generation prompt does ({prompt[-40:]!r}), so the "
-            "loss mask cannot be found: give a template with {% generation %} marks (data.template=FILE)"
-            + (", or another data.thinking" if form.switch else "")
+    def without_thoughts(self) -> Written:
+        """Return an answer that was written with thinking off, where the template has that switch."""
+        plain = {name: value for name, value in split_reasoning(self.answer).items() if name not in THOUGHTS}
+        written = self.behind_prompt(
+            plain if self.form.supports_reasoning else self.answer, self.form.switched_to(False)
         )
-    empty = EMPTY.match(text, at)
-    return text[empty.end() if empty else at :]
+        opened = written.message is None and OPENED.search(written.text[: written.start])
+        if opened or EMPTY.match(written.text, written.start):
+            raise SkippedRow("an answer without the reasoning that its target starts with")
+        return written
+
+    def after_header(self, prompt: str, text: str, thinking: bool | None) -> str:
+        """Return what the template writes of an answer behind that part of its header which the generation prompt has too.
+
+        Both are compared from the last message on: Mistral's template shows a system prompt in the last question only. Raises
+        ValueError if the header has more than the prompt, but for the empty reasoning that some templates write."""
+        stand_in = {"role": "assistant", "content": STAND_IN}
+        header, found, _ = self.render(stand_in, thinking=thinking).partition(STAND_IN)
+        asked = str(self.history[-1]["content"]).strip() if self.history else ""
+        begin = max(0, header.rfind(asked))
+        since = prompt[max(0, prompt.rfind(asked)) :]
+        at = begin + len(self.form.shared(since, header[begin:]))
+        more = at < len(header) and at < begin + len(since)
+        if not found or text[:at] != header[:at] or (more and not EMPTY.fullmatch(header, at)):
+            raise ValueError(
+                f"{self.form.name} starts an answer otherwise than its generation prompt does ({prompt[-40:]!r}), so the "
+                "loss mask cannot be found: give a template with {% generation %} marks (data.template=FILE)"
+                + (", or another data.thinking" if self.form.switch else "")
+            )
+        empty = EMPTY.match(text, at)
+        return text[empty.end() if empty else at :]
+
+    def with_end(self, written: Written) -> tuple[str, int]:
+        """Return the text with what the target must write to stop, and where that ends."""
+        ends, text = self.form.turn_end, written.text.removesuffix(self.form.turn_end.chat)
+        end = len(text.rstrip())
+        if self.answer.get("finish_reason") == "length" or text[written.start : end].endswith(ends.mark or "\0"):
+            return text, end
+        calls = self.answer.get("tool_calls") and (ends.mark or ends.next_turn)
+        if calls and (mark := self.mark_after_calls(written.thinking)):
+            return text + mark, len(text + mark)
+        if not ends.next_turn:
+            return text, end
+        text = text if ends.next_turn != self.form.tokenizer.eos_token else text[:end]
+        return text + ends.next_turn, len(text + ends.next_turn)
+
+    def mark_after_calls(self, thinking: bool | None) -> str:
+        """Return the mark of the tools' results after an answer that only calls them and has no end mark; "" if there is
+        none."""
+        results = [
+            {"role": "tool", "content": STAND_IN, "name": call["function"]["name"], "tool_call_id": call.get("id")}
+            for call in self.answer["tool_calls"]
+        ]
+        try:
+            text = self.render(self.answer, thinking=thinking)
+            followed = self.render(self.answer, *results, thinking=thinking)
+        except SkippedRow:
+            return ""
+        return next_mark(self.form, followed[len(text) :]) if followed.startswith(text) else ""
 
 
 def common(one: str, other: str) -> int:
@@ -202,44 +235,6 @@ def next_mark(form: "ChatFormat", text: str) -> str:
     marks = "|".join(re.escape(mark) for mark in form.marks if mark != form.tokenizer.bos_token)
     found = re.match(rf"\s*(?:{marks})", text) if marks else None
     return found[0] if found else eos
-
-
-def with_end(
-    form: "ChatFormat", history: list[Message], answer: Message, written: Written, tools: Tools
-) -> tuple[str, int]:
-    """Return the text with what the target must write to stop, and where that ends."""
-    ends, calls = form.turn_end, answer.get("tool_calls") or []
-    text = written.text.removesuffix(ends.chat)
-    end = len(text.rstrip())
-    if answer.get("finish_reason") == "length" or text[written.start : end].endswith(ends.mark or "\0"):
-        return text, end
-    if (
-        calls
-        and (ends.mark or ends.next_turn)
-        and (mark := mark_after_calls(form, history, answer, written.thinking, tools))
-    ):
-        return text + mark, len(text + mark)
-    if not ends.next_turn:
-        return text, end
-    text = text if ends.next_turn != form.tokenizer.eos_token else text[:end]
-    return text + ends.next_turn, len(text + ends.next_turn)
-
-
-def mark_after_calls(
-    form: "ChatFormat", history: list[Message], answer: Message, thinking: bool | None, tools: Tools
-) -> str:
-    """Return the mark of the tools' results after an answer that only calls them and has no end mark; "" if there is none."""
-    results = [
-        {"role": "tool", "content": STAND_IN, "name": call["function"]["name"], "tool_call_id": call.get("id")}
-        for call in answer["tool_calls"]
-    ]
-    messages = [*history, answer]
-    try:
-        text, _ = form.write(messages, tools=tools, thinking=thinking)
-        followed, _ = form.write([*messages, *results], tools=tools, thinking=thinking)
-    except SkippedRow:
-        return ""
-    return next_mark(form, followed[len(text) :]) if followed.startswith(text) else ""
 
 
 def within(form: "ChatFormat", text: str, span: Span, marked: list[Span]) -> list[Span]:

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -85,6 +86,16 @@ def from_texts(
     if not len(documents):
         raise ValueError(f"the data ({card['source']}) gives no tokens to train on")
     return Corpus(documents, validation, test, card)
+
+
+def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the highest id of a tokenizer, which may be above the number of its tokens: ids have holes."""
+    return highest_of(tokenizer, len(tokenizer))
+
+
+@lru_cache(8)
+def highest_of(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
+    return max(tokenizer.get_vocab().values(), default=0)
 
 
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -10,28 +10,19 @@ from torch import Tensor
 
 from foredraft.heads import vocab
 from foredraft.heads.hub.card import aligned, percent
-from foredraft.inference.evaluation import plots
-from foredraft.inference.evaluation.pages import write_page
-from foredraft.inference.evaluation.plots import Bar
 from foredraft.train.data.documents import Document, Documents
-
-BINS = 12  # of the histogram
 
 
 def describe(documents: Sequence[Document]) -> dict[str, Any]:
-    """Return counts of the documents that are trained on, their hash (tokens and masks), and the histogram of their
-    lengths."""
+    """Return counts of the documents that are trained on, and their hash (tokens and masks)."""
     found = Documents.of(documents)
     lengths = found.sizes
-    edges = sorted({int(edge) for edge in np.linspace(lengths.min(), lengths.max() + 1, BINS + 1)})
-    counts = np.histogram(lengths, edges)[0].tolist() if len(edges) > 1 else [len(lengths)]
     return {
         "documents": len(found),
         "tokens": int(lengths.sum()),
         "supervised_share": round(found.supervised / int(lengths.sum()), 4),
         "median_length": int(np.median(lengths)),
         "longest": int(lengths.max()),
-        "histogram": {"from": edges[: len(counts)], "documents": counts},
         "hash": found.digest,
     }
 
@@ -46,7 +37,7 @@ def lines(card: dict[str, Any]) -> list[tuple[str, str]]:
     """Return (label, value) pairs, ready to be printed and shown."""
     shown = []
     for name, value in card.items():
-        if name in ("histogram", "first_dropped"):
+        if name == "first_dropped":
             continue
         if name == "dropped":
             first = card.get("first_dropped", {})
@@ -63,16 +54,6 @@ def summary(card: dict[str, Any]) -> str:
     return aligned(lines(card), indent="  ")
 
 
-def histogram(card: dict[str, Any]) -> str:
-    """Draw the lengths as a chart."""
-    shape = card["histogram"]
-    bars = [
-        Bar(f"from {edge:,} tokens", count, plots.depth_color(1), f"{100 * count / card['documents']:.1f} %")
-        for edge, count in zip(shape["from"], shape["documents"], strict=True)
-    ]
-    return plots.bar_chart("Lengths of the documents", bars)
-
-
 def check_same(directory: Path, card: dict[str, Any]) -> None:
     """Raise ValueError where the run in `directory` has learned from other text than this."""
     file = directory / "data_card.json"
@@ -85,7 +66,4 @@ def check_same(directory: Path, card: dict[str, Any]) -> None:
 
 
 def save(directory: Path, card: dict[str, Any]) -> None:
-    """Write data_card.json and data_card.html."""
     (directory / "data_card.json").write_text(json.dumps(card, indent=2) + "\n")
-    shown = {"lines": lines(card), "histogram": histogram(card)}
-    write_page(directory / "data_card.html", "data_card.html.jinja", "foredraft.train.data", **shown)

@@ -5,9 +5,8 @@ The arrays may be memory-mapped (an Arrow file of `datasets`): then all processe
 
 import hashlib
 import json
-import mmap
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,9 +15,6 @@ import numpy as np
 from foredraft.heads.target_model.images import ImageReader
 
 BLOCK = 1 << 22  # tokens that are looked at together
-# Tokens read out of mapped files before their pages are given back: all that were ever touched would count as this process's
-# memory, though the machine has them once for all processes, and can drop them.
-KEPT = 1 << 20
 REJECTED = 2  # the flag of a token of the loss where a draft was rejected (train/data/accepted.py)
 
 
@@ -28,58 +24,57 @@ class Document(NamedTuple):
     images: Sequence[str] = ()  # where its images are (heads.target_model.images.open_image), in their order
 
 
-class MappedFile:
-    """Map an Arrow file of `datasets` into memory: its columns `tokens` (lists of int32) and `flags` (of uint8). A copy in
-    another process, which a loader's worker gets, maps the file again."""
+class Chunk:
+    """Hold tokens (int32) and flags (uint8, 0 where a token is not in the loss) of several documents, end to end. place: the
+    Arrow file and the number in it, if the arrays are mapped: another process, such as a loader's worker, maps it again."""
 
-    def __init__(self, path: str):
-        import pyarrow.ipc  # with its libraries, which most runs need not load
-
-        self.path = path
-        with open(path, "rb") as opened:
-            self.pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        table = pyarrow.ipc.open_stream(pyarrow.py_buffer(self.pages)).read_all()
-        parts = [table.column(name).chunks for name in ("tokens", "flags")]
-        self.tokens, self.flags = ([part.values.to_numpy(zero_copy_only=True) for part in column] for column in parts)
-        self.offsets = [part.offsets.to_numpy().astype(np.int64) for part in parts[0]]
+    def __init__(self, tokens: np.ndarray, flags: np.ndarray, place: tuple[str, int] | None = None):
+        self.tokens, self.flags, self.place = tokens, flags, place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return MappedFile, (self.path,)
+        return (Chunk, (self.tokens, self.flags)) if self.place is None else (mapped_chunk, self.place)
+
+
+@cache
+def mapped_arrays(path: str) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Map an Arrow file of `datasets`, with columns `tokens` (lists of int32) and `flags` (of uint8), into memory. Return the
+    tokens, the flags and the offsets of each chunk."""
+    import pyarrow.ipc  # with its libraries, which most runs need not load
+
+    table = pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all()
+    chunks = zip(table.column("tokens").chunks, table.column("flags").chunks, strict=True)
+    return [
+        (tokens.values.to_numpy(), flags.values.to_numpy(), tokens.offsets.to_numpy().astype(np.int64))
+        for tokens, flags in chunks
+    ]
+
+
+def mapped_chunk(path: str, number: int) -> Chunk:
+    return Chunk(*mapped_arrays(path)[number][:2], place=(path, number))
 
 
 class Documents(Sequence[Document]):
-    """Store documents in few arrays: document n is `tokens[chunk[n]][begin[n] : begin[n] + sizes[n]]`, and the same stretch
-    of `flags`.
+    """Store documents in few arrays: document n is `chunks[chunk[n]].tokens[begin[n] : begin[n] + sizes[n]]`, and the same
+    stretch of its flags.
 
-    tokens: int32 arrays. flags: uint8 arrays, 0 where a token is not in the loss. `chunk`, `begin`, `sizes`: (documents,)
-    int64. weights: of the loss of a token, by its flag; None weighs all alike. files: where arrays lie that are mapped.
+    `chunk`, `begin`, `sizes`: (documents,) int64. weights: of the loss of a token, by its flag; None weighs all alike.
     reader: of its images; None without images. images: pyarrow's strings, JSON of a document's images or nothing, of which
     document n has number pictured[n], an int64.
     """
 
     weights: np.ndarray | None = None
-    files: Sequence[MappedFile] = ()
     reader: ImageReader | None = None
     images: Any = None
     pictured: np.ndarray | None = None
 
-    def __init__(
-        self,
-        tokens: list[np.ndarray],
-        flags: list[np.ndarray],
-        chunk: np.ndarray,
-        begin: np.ndarray,
-        sizes: np.ndarray,
-    ):
-        self.tokens, self.flags = tokens, flags
-        self.chunk, self.begin, self.sizes = chunk, begin, sizes
-        self.touched = 0  # tokens, since pages were given back
+    def __init__(self, chunks: list[Chunk], chunk: np.ndarray, begin: np.ndarray, sizes: np.ndarray):
+        self.chunks, self.chunk, self.begin, self.sizes = chunks, chunk, begin, sizes
 
     @classmethod
     def flat(cls, tokens: np.ndarray, flags: np.ndarray, sizes: np.ndarray) -> "Documents":
         """Return documents that lie one after the other in two arrays."""
         sizes = sizes.astype(np.int64)
-        return cls([tokens], [flags], np.zeros_like(sizes), sizes.cumsum() - sizes, sizes)
+        return cls([Chunk(tokens, flags)], np.zeros_like(sizes), sizes.cumsum() - sizes, sizes)
 
     @classmethod
     def of(cls, documents: Sequence[Document]) -> "Documents":
@@ -94,37 +89,20 @@ class Documents(Sequence[Document]):
     @classmethod
     def joined(cls, parts: Sequence["Documents"]) -> "Documents":
         """Return the documents of all parts, in order, without a copy."""
-        arrays = np.cumsum([0, *(len(part.tokens) for part in parts)])
+        chunks: list[Chunk] = []
         columns = [np.empty((3, 0), np.int64)]
-        columns += [np.stack([p.chunk + first, p.begin, p.sizes]) for p, first in zip(parts, arrays, strict=False)]
-        chunk, begin, sizes = np.concatenate(columns, axis=1)
-        found = cls([t for p in parts for t in p.tokens], [f for p in parts for f in p.flags], chunk, begin, sizes)
-        found.files = [file for part in parts for file in part.files]
-        return found
+        for part in parts:
+            columns.append(np.stack([part.chunk + len(chunks), part.begin, part.sizes]))
+            chunks += part.chunks
+        return cls(chunks, *np.concatenate(columns, axis=1))
 
     @classmethod
     def mapped(cls, path: str) -> "Documents":
         """Return the documents of an Arrow file of `datasets`, without a copy."""
-        file = MappedFile(path)
-        chunk = np.repeat(np.arange(len(file.offsets)), [len(part) - 1 for part in file.offsets])
-        begin, sizes = np.concatenate([np.stack([part[:-1], np.diff(part)]) for part in file.offsets], axis=1)
-        found = cls(file.tokens, file.flags, chunk, begin, sizes)
-        found.files = [file]
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out arrays that are mapped: (file, number) stands for each of them."""
-        state = self.__dict__.copy()
-        for name in ("tokens", "flags"):
-            mapped = {id(a): (f, n) for f, file in enumerate(self.files) for n, a in enumerate(getattr(file, name))}
-            state[name] = [mapped.get(id(array), array) for array in state[name]]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state
-        for name in ("tokens", "flags"):
-            files = [getattr(file, name) for file in self.files]
-            setattr(self, name, [files[a[0]][a[1]] if isinstance(a, tuple) else a for a in state[name]])
+        offsets = [part for _, _, part in mapped_arrays(path)]
+        chunk = np.repeat(np.arange(len(offsets)), [len(part) - 1 for part in offsets])
+        begin, sizes = np.concatenate([np.stack([part[:-1], np.diff(part)]) for part in offsets], axis=1)
+        return cls([mapped_chunk(path, number) for number in range(len(offsets))], chunk, begin, sizes)
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -149,20 +127,14 @@ class Documents(Sequence[Document]):
         return (pyarrow.compute.binary_length(self.images).to_numpy() > 0)[self.pictured]
 
     def token_slice(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and flags of a part of document `number`, without a copy. Give back mapped pages now and then."""
-        self.touched += stop - start
-        if self.touched > KEPT:
-            self.touched = 0
-            for file in self.files:
-                file.pages.madvise(mmap.MADV_DONTNEED)
-        chunk, begin = self.chunk[number], self.begin[number]
-        part = slice(begin + start, begin + stop)
-        return self.tokens[chunk][part], self.flags[chunk][part]
+        """Return tokens and flags of a part of document `number`, without a copy."""
+        chunk, begin = self.chunks[self.chunk[number]], self.begin[number]
+        return chunk.tokens[begin + start : begin + stop], chunk.flags[begin + start : begin + stop]
 
     def select(self, numbers: np.ndarray) -> "Documents":
         """Return these documents, in this order, of the same arrays."""
-        found = Documents(self.tokens, self.flags, self.chunk[numbers], self.begin[numbers], self.sizes[numbers])
-        found.weights, found.files, found.reader = self.weights, self.files, self.reader
+        found = Documents(self.chunks, self.chunk[numbers], self.begin[numbers], self.sizes[numbers])
+        found.weights, found.reader = self.weights, self.reader
         if self.pictured is not None:
             found.images, found.pictured = self.images, self.pictured[numbers]
         return found

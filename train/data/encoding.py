@@ -20,9 +20,8 @@ from foredraft.heads.target_model.images import ImageReader
 from foredraft.inference.evaluation.progress import Progress
 from foredraft.train.data.chat_template import ChatFormat, template_file
 from foredraft.train.data.columns import declared, has_images
-from foredraft.train.data.corpus import tokenize
+from foredraft.train.data.corpus import highest_id, tokenize
 from foredraft.train.data.documents import Document
-from foredraft.train.data.known_tokens import highest_id
 from foredraft.train.data.layouts import Message, SkippedRow
 from foredraft.train.data.sources import Row, Shard, Source
 
@@ -143,7 +142,7 @@ class Encoder:
     def rows(self, shards: Sequence[Shard]) -> Iterator[dict[str, Any]]:
         """Yield per row its documents, or one entry with the reason why it has none."""
         progress = Progress(f"encoding {self.source.path}")  # by each process
-        for row in islice(chain.from_iterable(map(self.source.read, shards)), self.source.max_samples):
+        for row in islice(chain.from_iterable(shard() for shard in shards), self.source.max_samples):
             progress.add()
             blank: dict[str, Any] = {"first": True, "tokens": [], "flags": [], "raw": "", "reason": ""}
             blank |= {"where": row.where, "key": 0, "images": ""}

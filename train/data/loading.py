@@ -9,9 +9,8 @@ from omegaconf import DictConfig
 
 from foredraft.heads.target_model import Target
 from foredraft.train.data.conversations import HeldOut
-from foredraft.train.data.corpus import Corpus, Held, tokenize
+from foredraft.train.data.corpus import Corpus, Held, highest_id, tokenize
 from foredraft.train.data.documents import Documents
-from foredraft.train.data.known_tokens import Vocabulary, highest_id
 
 WRITES = "foredraft.train.writing.magpie.corpus"  # lets the target write what is not there yet
 READS_IMAGES = "foredraft.train.data.conversations.corpus"
@@ -29,15 +28,21 @@ def load_corpus(settings: DictConfig, target: Target) -> Corpus:
 
 
 def drop_unknown_tokens(data: Corpus, target: Target) -> Corpus:
-    """Return the corpus without documents that hold a token which the target lacks. Its card counts them and names the token.
-    Raises ValueError if nothing is left to train on."""
-    tokenizer, vocabulary = target.text_tokenizer, Vocabulary.of(target)
-    if highest_id(tokenizer) < min(vocabulary):
+    """Return the corpus without documents that hold a token which the target lacks: some tokenizers have tokens beyond the
+    embeddings. Its card counts them and names the token. Raises ValueError if nothing is left to train on."""
+    tokenizer, num_embeddings = target.text_tokenizer, target.model.get_input_embeddings().num_embeddings
+    if highest_id(tokenizer) < min(num_embeddings, target.vocab_size):
         return data
     lacking: dict[Any, int] = {}  # the token, by the place of the document or by its text
 
     def known(documents: Documents, text: str | None = None) -> np.ndarray:
-        unknown = vocabulary.unknown(documents)
+        """Return the numbers of documents of which the target has all tokens. It can read more than it writes logits of."""
+        unknown = np.full(len(documents), -1, np.int64)
+        for numbers, tokens, flags in documents.blocks():
+            beyond = (tokens >= num_embeddings) | ((tokens >= target.vocab_size) & (flags > 0))
+            lacks = np.flatnonzero(beyond)[::-1]  # so that the first one of a document is written last
+            ends = documents.sizes[numbers.start : numbers.stop].cumsum()
+            unknown[numbers.start + np.searchsorted(ends, lacks, side="right")] = tokens[lacks]
         for number in np.flatnonzero(unknown >= 0).tolist():
             place = (int(documents.chunk[number]), int(documents.begin[number])) if text is None else text
             lacking[place] = int(unknown[number])

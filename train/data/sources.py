@@ -5,8 +5,9 @@ A row that cannot be read is a `SkippedRow` with its reason, never lost.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,19 +35,12 @@ SHARD = 1 << 24  # bytes of a file of JSON Lines that one process reads at a tim
 SHARD_ROWS = 10_000  # and rows of a dataset from the Hub
 
 
-class Shard(NamedTuple):
-    """Name a part of a source's rows, which one process reads."""
-
-    reader: str  # of READERS
-    path: str
-    start: int  # byte of a file of lines, row group of a Parquet file, row of an Arrow file
-    stop: int
-    first: int  # number of its first line or row
-
-
 class Row(NamedTuple):
     where: str  # "file.jsonl:12", "row 12"
     value: Any  # the row as it was read, or why it could not be
+
+
+Shard = Callable[[], Iterator[Row]]  # reads a part of a source's rows, in any process
 
 
 @dataclass(frozen=True)
@@ -66,7 +60,7 @@ class Source:
 
     def rows(self) -> Iterator[Row]:
         """Return every row, in order. Raise ValueError that names a path with nothing to read."""
-        return islice(chain.from_iterable(map(self.read, self.shards())), self.max_samples)
+        return islice(chain.from_iterable(shard() for shard in self.shards()), self.max_samples)
 
     def shards(self) -> list[Shard]:
         """Return all rows, in parts that several processes may read. With max_samples a dataset on the Hub is one part."""
@@ -74,25 +68,10 @@ class Source:
         if here:
             return [shard for file in here for shard in shards(file)]
         if self.max_samples is not None:
-            return [Shard("hub", self.path, 0, self.max_samples, 0)]
-        table = hub(self, streamed=False)
-        found: list[Shard] = []
-        first = 0
-        for file in table.cache_files:
-            rows = len(table.from_file(file["filename"]))
-            found += [
-                Shard("arrow", file["filename"], row, min(row + SHARD_ROWS, rows), first + row)
-                for row in range(0, rows, SHARD_ROWS)
-            ]
-            first += rows
-        # A split such as train[:10%] is a part of its files.
-        return found if first == len(table) else [Shard("hub", self.path, 0, len(table), 0)]
-
-    def read(self, shard: Shard) -> Iterator[Row]:
-        if shard.reader != "hub":
-            return READERS[shard.reader](shard)
-        rows = hub(self, streamed=self.max_samples is not None)
-        return (Row(f"row {number}", without_nulls(value)) for number, value in enumerate(rows))
+            return [partial(table, hub(self, streamed=True), 0)]
+        rows = hub(self, streamed=False)
+        starts = range(0, len(rows), SHARD_ROWS)
+        return [partial(table, rows.select(range(at, min(at + SHARD_ROWS, len(rows)))), at) for at in starts]
 
     def conversation(self, row: Row, images: bool = False) -> list[Message] | str:
         """Return the row's conversation, with its images or without, or its raw text. Raise SkippedRow."""
@@ -161,26 +140,28 @@ def shards(file: Path) -> list[Shard]:
         if file.suffix == ".parquet":
             raise ValueError(f"{file} is not a Parquet file: its first bytes are {begins[:4]!r}, not b'PAR1'")
         if begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-            return [Shard("array", str(file), 0, 0, 0)]
+            return [partial(json_array, file)]
         opened.seek(0)
-        found, start, line = [], 0, 0
+        found: list[Shard] = []
+        start, line = 0, 0
         while part := opened.read(SHARD):
             part += opened.readline()
-            found.append(Shard("lines", str(file), start, start + len(part), line))
+            found.append(partial(json_lines, file, start, start + len(part), line))
             start, line = start + len(part), line + part.count(b"\n")
     return found
 
 
-def json_lines(shard: Shard) -> Iterator[Row]:
-    """Read line by line, not by `datasets`, whose reader rejects a whole file for one bad line or one odd type."""
-    with open(shard.path, "rb") as lines:
-        lines.seek(shard.start)
-        for number, line in enumerate(lines, start=shard.first + 1):
+def json_lines(file: Path, start: int, stop: int, first: int) -> Iterator[Row]:
+    """Read some bytes of a file, of which `first` lines come before, line by line. (The reader of `datasets` rejects a whole
+    file for one bad line or one odd type.)"""
+    with file.open("rb") as lines:
+        lines.seek(start)
+        for number, line in enumerate(lines, start=first + 1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
-                yield Row(f"{Path(shard.path).name}:{number}", parsed(line))
-            if lines.tell() >= shard.stop:
+                yield Row(f"{file.name}:{number}", parsed(line))
+            if lines.tell() >= stop:
                 return
 
 
@@ -195,9 +176,8 @@ def parsed(line: bytes) -> Any:
         return SkippedRow("not JSON")
 
 
-def json_array(shard: Shard) -> Iterator[Row]:
+def json_array(file: Path) -> Iterator[Row]:
     """Read a file that is one list of rows, as ShareGPT is published."""
-    file = Path(shard.path)
     rows = parsed(file.read_bytes().removeprefix(b"\xef\xbb\xbf"))
     if isinstance(rows, SkippedRow):
         raise ValueError(f"{file} starts like a list of rows but is {rows}: write one JSON object per line")
@@ -213,28 +193,24 @@ def parquet_shards(file: Path) -> list[Shard]:
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{file} is not a readable Parquet file: {' '.join(str(error).split())[:300]}") from error
     rows = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
-    return [Shard("parquet", str(file), group, group + 1, sum(rows[:group])) for group in range(len(rows))]
+    return [partial(parquet, file, group, sum(rows[:group])) for group in range(len(rows))]
 
 
-def parquet(shard: Shard) -> Iterator[Row]:
+def parquet(file: Path, group: int, first: int) -> Iterator[Row]:
+    """Read a group of rows, of which `first` come before."""
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(shard.path) as file:
-            parts = file.iter_batches(row_groups=range(shard.start, shard.stop), batch_size=256)
-            for number, value in enumerate((row for part in parts for row in part.to_pylist()), start=shard.first):
-                yield Row(f"row {number}", without_nulls(value))
+        with pyarrow.parquet.ParquetFile(file) as opened:
+            parts = opened.iter_batches(row_groups=[group], batch_size=256)
+            yield from table((row for part in parts for row in part.to_pylist()), first)
     except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{shard.path} cannot be read: {' '.join(str(error).split())[:300]}") from error
+        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from error
 
 
-def arrow(shard: Shard) -> Iterator[Row]:
-    """Yield the rows of what `datasets` has downloaded."""
-    import datasets  # seconds to import, and most runs read files
-
-    table = datasets.Dataset.from_file(shard.path)
-    for number in range(shard.start, shard.stop):
-        yield Row(f"row {shard.first + number - shard.start}", without_nulls(table[number]))
+def table(rows: Iterable[dict], first: int) -> Iterator[Row]:
+    """Yield rows of a table with their numbers. `first` rows come before."""
+    return (Row(f"row {number}", without_nulls(value)) for number, value in enumerate(rows, start=first))
 
 
 def without_nulls(value: Any) -> Any:
@@ -245,12 +221,9 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-READERS = {"lines": json_lines, "array": json_array, "parquet": parquet, "arrow": arrow}
-
-
 def read(file: Path) -> Iterator[Row]:
     """Yield all rows of a file."""
-    return (row for shard in shards(file) for row in READERS[shard.reader](shard))
+    return chain.from_iterable(shard() for shard in shards(file))
 
 
 def hub(source: Source, streamed: bool) -> Any:

@@ -37,15 +37,10 @@ def is_test(relative: Path) -> bool:
     return any(name.startswith("test") or name == "idle_test" for name in relative.parts)
 
 
-def documents(wanted: str, root: Path | None = None, tests: bool = True) -> Iterator[tuple[Path, str]]:
-    """Yield path (relative to `root`) and text of every file of the part `wanted`, in a fixed order.
-
-    `root` defaults to the running Python's library. Files that are not UTF-8, not mostly ASCII, or
-    not mostly words (tables of numbers) are left out.
-    """
-    if wanted not in PARTS:
-        raise ValueError(f"part={wanted!r} is not one of {', '.join(PARTS)}")
-    root = root or Path(sysconfig.get_path("stdlib"))
+def documents(wanted: str, tests: bool = True) -> Iterator[tuple[Path, str]]:
+    """Yield path (relative to the library) and text of every file of the part `wanted`, in a fixed order. Files that are not
+    UTF-8, not mostly ASCII, or not mostly words (tables of numbers) are left out."""
+    root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if LEFT_OUT & set(relative.parts) or part(relative) != wanted:

@@ -3,17 +3,13 @@
 A shard is a safetensors file of some packed rows:
 
     features   (rows, length, layers * hidden)   what the head reads
-    last       (rows, length, hidden)            the last hidden state, which gives the teacher logits; or, with top_k:
-    top_values (rows, length, k)                 the target's k largest logits, in float32 or bfloat16
-    top_ids    (rows, length, k) int32           and their tokens
+    last       (rows, length, hidden)            the last hidden state, which gives the teacher logits
     *_scale    (rows, length, layers) float32    with float8 only: what a stored position is multiplied by
 
-manifest.json is written last and names target, layers, data and every shard's checksum. A shard has its final name only
-when it is complete, so a killed writer continues where it was, and several processes write side by side. `<shard>.checked`
-says of which file, by size and time of its last change, the checksum was right: it is computed once.
+manifest.json is written last and names target, layers, data and shards. A shard has its final name only when it is complete,
+so a killed writer continues where it was, and several processes write side by side.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -25,6 +21,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -37,14 +34,14 @@ from foredraft.heads.target_model.ends import drop_layers, refuse
 from foredraft.inference.evaluation.progress import Progress
 from foredraft.train.data.packing import Packed, collate
 from foredraft.train.hidden_states.online import forward_target
-from foredraft.train.hidden_states.shard import AGAIN, Shard
 from foredraft.train.hidden_states.storage import DTYPES, store
 from foredraft.train.runtime import distributed
 
 MANIFEST, PROBE = "manifest.json", "probe.safetensors"
 SHARD_BYTES = 1 << 30  # of a shard, which a process holds in memory while it writes it; a row may be larger
-OPEN = 64  # shards at a time: a system has a limit of files, often 1,024
 OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
+OPEN = 64  # shards at a time: a system has a limit of files, often 1,024
+AGAIN = "delete it and the manifest, and both are written again"
 
 
 def offline(
@@ -54,35 +51,30 @@ def offline(
     batch: int,
     path: str,
     dtype: str = "bfloat16",
-    top_k: int | None = None,
     shard_rows: int = 256,
-    verify: bool = True,
     load_full_target: bool = True,
     extra_layer_ids: list[int] | None = None,
 ) -> "StoredRows":
     """Return the rows with the target's hidden states, read from `path`. They are written there first if need be.
 
-    dtype: float32, bfloat16 or float8 (e4m3, a scale per position). top_k: number of logits to store in place of the last
-    hidden state, which is smaller if the hidden size is above 3 * top_k. verify: compare a shard with its checksum when it
-    is first read. load_full_target: keep the target's layers, which nothing but measurements need once all is stored.
-    extra_layer_ids: hidden states to store in addition to those of `layers`, so that other heads read the same files.
-    shard_rows: rows per file at most; as many as SHARD_BYTES hold where those are fewer.
+    dtype: float32, bfloat16 or float8 (e4m3, a scale per position). load_full_target: keep the target's layers, which nothing
+    but measurements need once all is stored. extra_layer_ids: hidden states to store in addition to those of `layers`, so
+    that other heads read the same files. shard_rows: rows per file at most; as many as SHARD_BYTES hold where those are
+    fewer.
 
     Raise ValueError that names what does not fit: the target, the layers, the data, a shard.
     """
     if dtype not in DTYPES:
         raise ValueError(f"hidden_states.dtype={dtype} is not known: {', '.join(DTYPES)}")
-    if shard_rows < 1 or (top_k is not None and not 1 <= top_k <= target.vocab_size):
-        raise ValueError(
-            f"hidden_states.shard_rows={shard_rows} and hidden_states.top_k={top_k} must be at least 1 (top_k null: none)"
-        )
+    if shard_rows < 1:
+        raise ValueError(f"hidden_states.shard_rows={shard_rows} must be at least 1")
     if target.is_collective:
         raise ValueError(
             f"hidden_states=offline: each process writes its own shards, and target.sharding={target.sharding} needs all of "
             "them to read together"
         )
     directory = Path(path)
-    facts = describe(packed, target, sorted({*layers, *(extra_layer_ids or [])}), dtype, top_k, shard_rows)
+    facts = describe(packed, target, sorted({*layers, *(extra_layer_ids or [])}), dtype, shard_rows)
     distributed.check_shared(directory, "hidden_states.path")
     if (directory / MANIFEST).exists():
         compare(json.loads((directory / MANIFEST).read_text()), facts | {"layers": layers}, directory)
@@ -98,21 +90,19 @@ def offline(
         wait_for([directory / MANIFEST])
     if not load_full_target and not target.embeddings_only:
         drop_layers(target)
-    return StoredRows(packed, directory, layers, verify)
+    return StoredRows(packed, directory, layers)
 
 
-def describe(
-    packed: Packed, target: Target, layers: list[int], dtype: str, top_k: int | None, shard_rows: int
-) -> dict[str, Any]:
+def describe(packed: Packed, target: Target, layers: list[int], dtype: str, shard_rows: int) -> dict[str, Any]:
     """Return the manifest without the shards."""
-    row = bytes_per_position(target, layers, dtype, top_k) * packed.length
+    row = bytes_per_position(target, layers, dtype) * packed.length
     return {
         "target": target.name,
         "target_hash": None if target.embeddings_only else target_hash(target),
         "ends_hash": ends_hash(target),
         "layers": list(layers),
         "dtype": dtype,
-        "top_k": top_k,
+        "top_k": None,  # stores of earlier versions may have the largest logits in place of `last`
         "rows": len(packed),
         "length": packed.length,
         "tokens": packed.tokens,
@@ -161,16 +151,15 @@ def names(facts: dict) -> list[str]:
     return [f"shard-{number:05d}.safetensors" for number in range(-(-facts["rows"] // facts["shard_rows"]))]
 
 
-def bytes_per_position(target: Target, layers: list[int], dtype: str, top_k: int | None) -> int:
-    item, scale = DTYPES[dtype].itemsize, 4 if dtype == "float8" else 0
-    last = target.hidden_size * item + scale if top_k is None else top_k * (max(item, 2) + 4)
-    return len(layers) * (target.hidden_size * item + scale) + last
+def bytes_per_position(target: Target, layers: list[int], dtype: str) -> int:
+    scale = 4 if dtype == "float8" else 0
+    return (len(layers) + 1) * (target.hidden_size * DTYPES[dtype].itemsize + scale)
 
 
 def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: int, rank: int, processes: int) -> None:
     """Write every shard that is missing and falls to this process (one in `processes`). Print first how large they are, and
     raise ValueError if the disk has less free."""
-    each = bytes_per_position(target, facts["layers"], facts["dtype"], facts["top_k"])
+    each = bytes_per_position(target, facts["layers"], facts["dtype"])
     total = each * facts["rows"] * facts["length"]
     directory.mkdir(parents=True, exist_ok=True)
     present = {file.name for file in directory.glob("shard-*.safetensors")}
@@ -181,12 +170,12 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
     if need > free:
         raise ValueError(
             f"hidden_states.path={directory} has {size(free)} free and the features take {size(need)}: store them as "
-            "float8 or with top_k, take fewer rows or another disk, or hidden_states=online"
+            "float8, take fewer rows or another disk, or hidden_states=online"
         )
     progress = Progress("hidden states stored", facts["rows"] if processes == 1 else None)
     for number, name in list(enumerate(names(facts)))[rank::processes]:
         if name in present:
-            check_owner(Shard(directory / name), facts)
+            open_shard(directory / name, facts)
             progress.total = None  # fewer are left
             continue
         start = number * facts["shard_rows"]
@@ -196,19 +185,23 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
         save_file(tensors, half, metadata={"foredraft": json.dumps({name: facts[name] for name in OWNER})})
         with half.open("rb") as opened:
             os.fsync(opened.fileno())
-        cache_checksum(half, directory / name, checksum(half))
         half.rename(directory / name)  # complete or absent
     progress.close()
 
 
-def check_owner(shard: Shard, facts: dict) -> None:
-    """Raise ValueError where a shard was written for another target, other layers or other data."""
-    found = shard.owner
-    wrong = [f"{name} {found.get(name)}, not {facts[name]}" for name in OWNER[:-1] if found.get(name) != facts[name]]
+def open_shard(file: Path, facts: dict) -> Any:
+    """Open a shard. Raise ValueError where it is damaged, or was written for another target, other layers or other data."""
+    try:
+        opened = safe_open(file, "pt")
+        owner = json.loads((opened.metadata() or {}).get("foredraft", "{}"))
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{file} is damaged ({error}); {AGAIN}") from error
+    wrong = [f"{name} {owner.get(name)}, not {facts[name]}" for name in OWNER[:-1] if owner.get(name) != facts[name]]
     if wrong:
         raise ValueError(
-            f"{shard.file.name} was written for {found.get('target')} ({'; '.join(wrong)}) and does not belong here: {AGAIN}"
+            f"{file} was written for {owner.get('target')} ({'; '.join(wrong)}) and does not belong here: {AGAIN}"
         )
+    return opened
 
 
 @torch.no_grad()
@@ -221,12 +214,7 @@ def shard(
         text = PackedBatch(**send_to_device(collate(items), target.device))
         aux_hidden_states, last = forward_target(target, text, facts["layers"])
         stored = store("features", aux_hidden_states, facts["dtype"], len(facts["layers"]))
-        if facts["top_k"] is None:
-            stored |= store("last", last, facts["dtype"], len(facts["layers"]))
-        else:
-            top = target.logits(last).topk(facts["top_k"])
-            values = top.values.to(torch.float32 if facts["dtype"] == "float32" else torch.bfloat16)
-            stored |= {"top_ids": top.indices.to(torch.int32), "top_values": values}
+        stored |= store("last", last, facts["dtype"], 1)
         for name, tensor in stored.items():
             if name not in found:
                 found[name] = torch.empty(len(rows), *tensor.shape[1:], dtype=tensor.dtype)
@@ -258,8 +246,7 @@ class StoredProbe:
 
 def write_manifest(facts: dict, directory: Path) -> None:
     """Write the manifest; the same shards give the same bytes."""
-    files = [directory / name for name in names(facts)]
-    shards = [{"file": file.name, "sha256": cached_checksum(file) or checksum(file)} for file in files]
+    shards = [{"file": name} for name in names(facts)]
     half = directory / f"{MANIFEST}.part"
     half.write_text(json.dumps(facts | {"shards": shards}, indent=2) + "\n")
     half.rename(directory / MANIFEST)
@@ -272,43 +259,18 @@ def wait_for(files: list[Path]) -> None:
         time.sleep(0.2)
 
 
-def checksum(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def cached_checksum(file: Path) -> str | None:
-    """Return the checksum of the unchanged file, if it was computed before."""
-    try:
-        facts = json.loads(Path(f"{file}.checked").read_text())
-    except (OSError, ValueError):
-        return None
-    found = file.stat()
-    return facts["sha256"] if (facts["size"], facts["changed"]) == (found.st_size, found.st_mtime_ns) else None
-
-
-def cache_checksum(file: Path, name: Path, sha256: str) -> None:
-    """Remember a checksum. file: the shard that has, or will have, this name."""
-    found = file.stat()
-    part = Path(f"{name}.checked.{os.getpid()}")
-    with contextlib.suppress(OSError):  # others' features may be read where nothing can be written
-        part.write_text(json.dumps({"sha256": sha256, "size": found.st_size, "changed": found.st_mtime_ns}))
-        part.rename(f"{name}.checked")
-
-
 class StoredRows(Dataset):
     """Read packed rows with their stored hidden states; only what is indexed is read."""
 
-    def __init__(self, packed: Packed, directory: Path, layers: list[int], verify: bool):
+    def __init__(self, packed: Packed, directory: Path, layers: list[int]):
         manifest = json.loads((directory / MANIFEST).read_text())
-        self.packed, self.manifest, self.verify = packed, manifest, verify
+        self.packed, self.manifest = packed, manifest
         self.columns = [manifest["layers"].index(layer) for layer in layers]
         self.files = [directory / entry["file"] for entry in manifest["shards"]]
         for file in self.files:
             if not file.exists():
                 raise ValueError(f"{file} is missing: delete {directory / MANIFEST} and it is written again")
-        self.opened: dict[int, Shard] = {}
-        self.proven: set[int] = set()  # shards whose checksum is right
+        self.opened: dict[int, Any] = {}
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -317,9 +279,10 @@ class StoredRows(Dataset):
         number, place = divmod(row, self.manifest["shard_rows"])
         if number not in self.opened:
             while len(self.opened) >= OPEN:
-                self.opened.pop(next(iter(self.opened))).file.close()  # the first one that was opened
-            self.opened[number] = self.checked(number)
-        stored = self.opened[number].row(place)
+                self.opened.pop(next(iter(self.opened)))  # the first one that was opened
+            self.opened[number] = open_shard(self.files[number], self.manifest)
+        shard = self.opened[number]
+        stored = {name: shard.get_slice(name)[place] for name in shard.keys()}  # noqa: SIM118 -- no dict
         if self.columns != list(range(len(self.manifest["layers"]))):
             parts = stored["features"].unflatten(-1, (len(self.manifest["layers"]), -1))
             stored["features"] = parts[..., self.columns, :].flatten(-2)
@@ -327,18 +290,6 @@ class StoredRows(Dataset):
                 stored["features_scale"] = stored["features_scale"][..., self.columns]
         text = {name: value for name, value in self.packed[row].items() if name != "images"}  # they are in the features
         return text | stored
-
-    def checked(self, number: int) -> Shard:
-        """Open a shard. Raise ValueError if it is damaged, or belongs to another run."""
-        file, sha256 = self.files[number], self.manifest["shards"][number]["sha256"]
-        shard = Shard(file)
-        check_owner(shard, self.manifest)
-        if self.verify and number not in self.proven and cached_checksum(file) != sha256:
-            if checksum(file) != sha256:
-                raise ValueError(f"{file} is damaged, its checksum is not the manifest's; {AGAIN}")
-            cache_checksum(file, file, sha256)
-        self.proven.add(number)
-        return shard
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"opened": {}}  # a loader's worker opens the files itself

@@ -18,16 +18,10 @@ def online(packed: Packed, target: Target, layers: list[int], batch: int) -> Dat
 
 
 def several_documents(text: PackedBatch) -> bool:
-    """Return whether a row of this batch contains more than one document."""
+    """Return whether a row of this batch contains more than one document, by `multiple_documents` if it is known."""
+    if text.multiple_documents is not None:
+        return text.multiple_documents
     return bool((text.documents != text.documents[:, :1]).any())
-
-
-def needs_per_document_forward(target: Target, text: PackedBatch) -> bool:
-    """Return whether the documents of this batch are forwarded side by side. Under fsdp all processes must, whatever their
-    rows."""
-    if target.sharding == "fsdp" or text.images is not None:
-        return True
-    return several_documents(text) if text.multiple_documents is None else text.multiple_documents
 
 
 def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tuple[Tensor, Tensor]:
@@ -46,7 +40,7 @@ def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tupl
         if target.capabilities.packed_rows and not pictured:
             mask = target.masks.packed(text.document_starts(), target.dtype)
             reading = target.forward(text.tokens, text.positions, mask, None, wanted, 1)
-        elif needs_per_document_forward(target, text):
+        elif target.sharding == "fsdp" or images is not None or several_documents(text):  # under fsdp all must
             reading = forward_documents(target, text.tokens, text.documents, wanted, images)
         else:
             reading = target.forward(text.tokens, text.positions, None, None, wanted, 1)

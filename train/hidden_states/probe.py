@@ -3,7 +3,7 @@
 import copy
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,22 +21,11 @@ BEST = 4  # tokens that rounding may exchange
 EXACT, HALF, QUANTIZED = 1e-3, 0.05, 0.3
 
 
-class Probe(NamedTuple):
-    tokens: list[int]
-    states: Tensor  # (tokens, layers + 1, hidden) float32 on the host, of every layer
-    target: Target
-
-
 def probe_text(packed: Packed) -> list[int]:
     """Return the tokens of the longest document in the first row."""
     row = packed[0]
     longest = max(spans([row["documents"].tolist()]), key=lambda span: span.stop - span.start)
     return row["tokens"][longest.start : longest.stop][:TOKENS].tolist()
-
-
-def all_states(target: Target, norm: nn.Module, tokens: list[int]) -> Tensor:
-    """Return hidden states in the order of a Probe."""
-    return read_states(target, norm, tokens, range(target.num_layers + 1)).float().cpu()
 
 
 @torch.no_grad()
@@ -125,31 +114,15 @@ def check_writes_alike(url: str, target: Target, last: Tensor, written: Sequence
         )
 
 
-def find_columns(url: str, given: Tensor, probe: Probe, wanted: Sequence[int]) -> list[int]:
-    """Find the layers `wanted` among those that the engine gave for the probe, (tokens, layers, hidden). Raise EngineError if
-    one is missing, or none is the target's."""
-    target = probe.target
-    if given.shape[-1] != target.hidden_size:
-        raise EngineError(
-            f"hidden_states.url={url} serves another model than {target.name}, whose states have {target.hidden_size} "
-            f"numbers and not {given.shape[-1]}"
-        )
+def check_states(url: str, target: Target, given: Tensor, expected: Tensor) -> None:
+    """Raise EngineError unless the engine's states (tokens, layers, hidden) are those that the target computes, but for
+    rounding."""
     rounded = given.dtype != torch.float32 or target.dtype != torch.float32
     most = QUANTIZED if target.quantization else HALF if rounded else EXACT
-    found: dict[int, int] = {}
-    for column, states in enumerate(given.float().split(1, dim=1)):
-        # Of the tokens the median: the first one's states may be a thousand times as large as all others.
-        far = ((probe.states - states).norm(dim=-1) / probe.states.norm(dim=-1)).median(dim=0).values
-        layer = int(far.nan_to_num(torch.inf).argmin())
-        if not far[layer] <= most:
-            raise EngineError(
-                f"hidden_states.url={url} serves another model than {target.name}: its states are {far[layer]:.1%} from "
-                f"those of the nearest layer, {layer}, and rounding explains {most:.1%}"
-            )
-        found[layer] = column
-    if not set(wanted) <= found.keys():
+    # Of the tokens the median: the first one's states may be a thousand times as large as all others.
+    far = ((given.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).median(dim=0).values.nan_to_num(torch.inf)
+    if far.max() > most:
         raise EngineError(
-            f"hidden_states.url={url} gives layers {sorted(found)} and the head needs {sorted(set(wanted))}: start the "
-            "engine with these (conf/hidden_states/server.yaml shows how)"
+            f"hidden_states.url={url} serves another model than {target.name}: its states are {far.max():.1%} from those of "
+            f"this target, and rounding explains {most:.1%}"
         )
-    return [found[layer] for layer in wanted]

@@ -6,7 +6,7 @@ other, `dataloader_num_workers * dataloader_prefetch_factor` batches wait at mos
 training, whenever their answers came. An engine that dies is waited for (train/hidden_states/engine.py).
 
 The trainer has the target's ends alone: the final norm, since an engine gives the last state before it, and an lm_head that
-must make of that state what the engine writes. With all of the target it compares every layer (train/hidden_states/probe.py).
+must make of that state what the engine writes. With all of the target it compares the states (train/hidden_states/probe.py).
 """
 
 import hashlib
@@ -24,14 +24,13 @@ from foredraft.heads.target_model.documents import spans
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states.engine import Client
 from foredraft.train.hidden_states.probe import (
-    Probe,
-    all_states,
+    check_states,
     check_writes_alike,
     final_norm,
-    find_columns,
     named_columns,
     on_host,
     probe_text,
+    read_states,
 )
 from foredraft.train.runtime import distributed
 
@@ -64,17 +63,16 @@ def server(
     client, urls = connect(url, run, timeout, patience)
     norm, wanted = final_norm(target), [*layers, target.num_layers]
     tokens = probe_text(packed)
-    probe = None if target.embeddings_only else Probe(tokens, all_states(target, norm, tokens), target)
+    expected = None if target.embeddings_only else read_states(target, norm, tokens, wanted).float().cpu()
     for one in urls:
         given = client.states(tokens, [one])
-        if probe is not None:
-            client.columns[one] = find_columns(one, given, probe, wanted)
-        else:
-            columns = named_columns(one, target, given, client.layers(one), wanted)
-            for count in PREFIXES:
-                last = client.states(tokens[:count], [one])[-1:, columns[-1]]
-                check_writes_alike(one, target, norm(last.to(target.device)), client.written(one))
-            client.columns[one] = columns
+        columns = named_columns(one, target, given, client.layers(one), wanted)
+        if expected is not None:
+            check_states(one, target, given[:, columns], expected)
+        for count in PREFIXES if expected is None else ():
+            last = client.states(tokens[:count], [one])[-1:, columns[-1]]
+            check_writes_alike(one, target, norm(last.to(target.device)), client.written(one))
+        client.columns[one] = columns
     client.delete_stale_files()
     return ServedRows(packed, client, urls, on_host(norm), [layer == target.num_layers for layer in layers])
 

@@ -4,18 +4,14 @@ import torch
 from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
-# By safetensors' names.
-STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
 LARGEST = 448.0  # of float8_e4m3fn
 
 
 def store(name: str, tensor: Tensor, dtype: str, layers: int) -> dict[str, Tensor]:
     """Return the tensors to write. float8 has one scale per position and layer, whose sizes differ by orders of magnitude."""
-    if not tensor.is_floating_point():
-        return {name: tensor}
     if dtype != "float8":
         return {name: tensor.to(DTYPES[dtype])}
-    parts = tensor.float().unflatten(-1, (layers if name == "features" else 1, -1))
+    parts = tensor.float().unflatten(-1, (layers, -1))
     scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
     return {name: (parts / scale).flatten(-2).to(torch.float8_e4m3fn), f"{name}_scale": scale[..., 0]}
 
@@ -29,14 +25,5 @@ def restore(stored: dict[str, Tensor], name: str) -> Tensor:
 
 
 def unpack(stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a stored batch, on the head's device, as online.forward_target does. With top_k the second is
-    (batch, length, 2 k): values, then token ids, which are exact in float32 up to 16 million."""
-    if "last" in stored:
-        return restore(stored, "features"), restore(stored, "last")
-    return restore(stored, "features"), torch.cat([stored["top_values"].float(), stored["top_ids"].float()], dim=-1)
-
-
-def sparse(top: Tensor, vocab: int) -> Tensor:
-    """Return logits (..., vocab) from values and ids (..., 2 k); a token that was not kept has probability 0."""
-    values, ids = top.chunk(2, dim=-1)
-    return values.new_full((*top.shape[:-1], vocab), -1e4).scatter(-1, ids.long(), values)
+    """Return a stored batch, on the head's device, as online.forward_target does."""
+    return restore(stored, "features"), restore(stored, "last")

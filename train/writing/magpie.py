@@ -15,7 +15,6 @@ conversation whose question holds the answers of its first: long prompts, and an
 import hashlib
 import itertools
 import json
-import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -39,8 +38,6 @@ from foredraft.train.writing.self_chat import MagpieSettings, SelfChat, TurnPref
 from foredraft.train.writing.writers import Conversation, Server, in_process, through_server
 from foredraft.train.writing.written_rows import RowFile
 
-LONG = 3600  # seconds left, from which on the user is told how to stop early
-SURE = 20  # seconds after which the seconds left are known well enough for that
 MAX_REJECTED = 100  # rows of which none is kept, after which no other is tried
 EXHAUSTED = 1000  # the same, where earlier rows were kept
 
@@ -57,7 +54,6 @@ class Writer:
         self.check_context()
         self.kept, self.tried = rows.kept, len(rows.done) if rows.kept else 0  # when a row was last kept
         self.progress: Progress
-        self.advised = False
 
     def write(self, tokens: int, batch: int, server: Server | None = None) -> None:
         """Write until the file has `tokens` in the loss. Unfinished rows are left: their numbers are written next time."""
@@ -74,9 +70,6 @@ class Writer:
         unfinished = sum(len(text) for request, text in texts.items() if not request.stop_strings)  # not questions
         note = f"{100 * self.rows.kept / max(1, tried):.0f} % of {tried:,} rows kept"
         progress.add(self.rows.tokens + unfinished - progress.done, note)
-        if (progress.seconds_left or 0) > LONG and time.perf_counter() - progress.start > SURE and not self.advised:
-            self.advised = True
-            report("Ctrl-C loses no row that is done: data.tokens=0 then takes what the file holds")
 
     def conversations(self, tokens: int) -> Iterator[Conversation]:
         """Yield rows to write until the file has `tokens` in the loss."""
@@ -89,9 +82,9 @@ class Writer:
 
     def check_context(self) -> None:
         """Raise ValueError where the target's context has no room for a question, or for an answer to the shortest one."""
-        topics = {None if seed.endswith("...") else seed for seed in self.settings.seeds} or {None}
-        opening = max(len(self.prefixes.opening(topic)) for topic in topics)
-        around = len(self.prefixes.tokens(self.prefixes.before + self.prefixes.after)) + 1
+        prefixes, topics = self.prefixes, {None if seed.endswith("...") else seed for seed in self.settings.seeds}
+        opening = max(len(prefixes.opening(topic)) for topic in topics or {None})
+        around = len(prefixes.tokens(prefixes.before + prefixes.after)) + 1
         for name, before in (("max_question", opening), ("max_answer", around)):
             most, context = getattr(self.settings, name), self.target.context
             if context is not None and before + most > context:
@@ -108,14 +101,18 @@ class Writer:
         dropped = len(rows.done) - self.tried
         if dropped < (EXHAUSTED if self.kept else MAX_REJECTED):
             return
-        advice = "is it one that was trained to chat? Else give data=text or data=conversations"
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in rows.dropped.most_common(3))
         if self.kept:
+            some = f"the last {dropped}"
             advice = (
                 f"Set data.tokens=0 to use the {rows.tokens:,} tokens of {rows.path}, or data.seeds for other questions"
             )
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in rows.dropped.most_common(3))
-        last = f"{'the last ' if self.kept else ''}{dropped} questions that {self.target.name} wrote"
-        raise ValueError(f"none of {last} is kept (of all rows: {reasons}): {advice}")
+        else:
+            some = str(dropped)
+            advice = "is it one that was trained to chat? Else give data=text or data=conversations"
+        raise ValueError(
+            f"none of {some} questions that {self.target.name} wrote is kept (of all rows: {reasons}): {advice}"
+        )
 
 
 def read_lines(key: str, file: str | None) -> tuple[str, ...]:
@@ -162,7 +159,10 @@ def write(
     }
     with RowFile(file, about, wait=True) as rows:
         if rows.tokens < tokens:
-            report(f"{endpoint or 'the target'} writes {tokens - rows.tokens:,} tokens into {file}")
+            report(
+                f"{endpoint or 'the target'} writes {tokens - rows.tokens:,} tokens into {file}. Ctrl-C loses no finished "
+                "row: data.tokens=0 then takes what the file holds"
+            )
             server = None if endpoint is None else Server(endpoint, model)
             Writer(target, TurnPrefixes(form), settings, rows).write(tokens, batch, server)
 

@@ -112,7 +112,7 @@ class SelfChat:
         self.number, self.target, self.prefixes, self.settings, self.rules = number, target, prefixes, settings, rules
         self.draw, self.ends = random.Random(f"{settings.seed} {number}"), frozenset(target.eos_token_ids)
         self.start, self.dropped = 0, ""
-        self.last, self.tokens, self.temperatures = list[int](), list[int](), list[float]()
+        self.last, self.tokens = list[int](), list[int]()
         self.written, self.asked = list[list[int]](), list[list[int]]()
 
     async def row(self, ask: Ask) -> Row:
@@ -127,11 +127,10 @@ class SelfChat:
         if task is not None and self.written:
             with self.attempt():
                 await self.answer_task(task)
-        row: Row = {"number": self.number, "dropped": self.dropped, "tokens": self.last}
-        if self.written:
-            row = {"number": self.number, "tokens": self.tokens, "written": self.written, "asked": self.asked}
-            row |= {"starts": [0, self.start]} if 0 < self.start < len(self.tokens) else {}
-        return row | {"temperatures": self.temperatures}
+        if not self.written:
+            return {"number": self.number, "dropped": self.dropped, "tokens": self.last}
+        row: Row = {"number": self.number, "tokens": self.tokens, "written": self.written, "asked": self.asked}
+        return row | ({"starts": [0, self.start]} if 0 < self.start < len(self.tokens) else {})
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -202,7 +201,6 @@ class SelfChat:
 
     async def reply(self, prompt: list[int], params: SamplingParams, most: int, stops: tuple[str, ...] = ()) -> Reply:
         seed, context = self.draw.getrandbits(40), self.target.context
-        self.temperatures.append(params.temperature)
         self.last = prompt
         if context is not None and len(prompt) + most > context:
             raise SkippedRow("conversation longer than the context")

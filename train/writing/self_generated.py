@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.numpy import load_file
 
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.target_model import Target
@@ -50,8 +49,6 @@ def write(target: Target, texts: Documents, tokens: int, seed: int, file: Path, 
     """Return a part of the target's text, about `tokens` tokens, after writing what the file lacks of it. All parts have one
     size, and together form one endless list of rows. Of several processes the first one writes, and the others wait. Raise
     ValueError if no document has a start to continue."""
-    if (earlier := file.with_suffix(".safetensors")).exists():
-        return load(earlier)  # a run that an earlier version started
     size = max(1, -(-tokens // NEW))
     with RowFile(file, {"target": fingerprint(target)}, "output_dir", wait=True) as rows:
         if len(rows.done) < size:
@@ -126,13 +123,6 @@ def flat(tokens: np.ndarray, lengths: list[int], given: list[int]) -> Documents:
     return Documents.flat(tokens.astype(np.int32), flags.astype(np.uint8), np.array(lengths))
 
 
-def load(file: Path, count: int | None = None) -> Documents:
-    """Return the first documents of a file next to a target's weights, or of a run of an earlier version."""
-    tensors = load_file(file)
-    lengths, given = tensors["lengths"][:count], tensors["given"][:count]
-    return flat(tensors["tokens"][: lengths.sum(dtype=np.int64)], lengths.tolist(), given.tolist())
-
-
 def stored(target: Target, source: str, tokens: int) -> Documents | None:
     """Return at least `tokens` tokens that these very weights wrote from this source, by the file's metadata, or None if
     there are fewer."""
@@ -142,6 +132,9 @@ def stored(target: Target, source: str, tokens: int) -> Documents | None:
     with safe_open(file, framework="np") as opened:
         if opened.metadata() != {"source": source, "embedding_digest": fingerprint(target)["embedding_digest"]}:
             return None
-        written = (opened.get_tensor("lengths") - opened.get_tensor("given")).cumsum(dtype=np.int64)
-    count = int((written < tokens).sum()) + 1
-    return None if count > len(written) else load(file, count)
+        lengths, given = opened.get_tensor("lengths"), opened.get_tensor("given")
+        count = int(((lengths - given).cumsum(dtype=np.int64) < tokens).sum()) + 1
+        if count > len(lengths):
+            return None
+        text = opened.get_slice("tokens")[: int(lengths[:count].sum(dtype=np.int64))]
+    return flat(text, lengths[:count].tolist(), given[:count].tolist())

@@ -44,9 +44,9 @@ class RowFile:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Return what FILE.about.json says. Earlier versions put the settings of regeneration into each row instead."""
+        """Return what FILE.about.json says."""
         note = self.path.with_suffix(".about.json")
-        return json.loads(note.read_text()) if note.is_file() else next((row for _, row in self.read()), {})
+        return json.loads(note.read_text()) if note.is_file() else {}
 
     @property
     def tokens(self) -> int:
