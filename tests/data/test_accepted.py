@@ -36,7 +36,7 @@ def test_the_token_in_the_place_of_a_rejected_draft_is_marked(target: Target, tm
     assert data.card["rows"] == 32 and data.card["used"] == 30
     assert {reason.split(":")[0]: n for reason, n in data.card["dropped"].items()} == {
         "no tokens in it": 1,
-        "no request as a server logs it": 1,
+        "no conversation and no text in it": 1,
     }
     for number in range(len(data.train)):
         _, flags = data.train.token_slice(number, 0, 18)

@@ -73,21 +73,22 @@ def corpus(
     if val_path is not None:
         given = source | {"split": "test", "data_files": None, "max_samples": None}
         encoders.append(Encoder(tokenizer, Source(val_path, **given), template, thinking, images))
-    encoded = [encode(encoder, cache_dir, num_proc) for encoder in encoders]
-    return assemble(encoded, encoders, weights, val_split, val_path is not None)
+    return assemble(encoders, weights, val_split, num_proc, cache_dir, val_path is not None)
 
 
 def assemble(
-    encoded: list[Any],
     encoders: Sequence[Encoder],
     weights: list[float] | None,
     val_split: float,
+    num_proc: int | None,
+    cache_dir: str | None,
     last_is_test: bool = False,
 ) -> Corpus:
-    """Build the corpus of encoded sets, of which the last may be only for the test. Raise ValueError if nothing in it can be
+    """Build the corpus of several sets, of which the last may be only for the test. Raise ValueError if nothing in it can be
     trained on."""
     import datasets  # seconds to import, which most runs need not wait for
 
+    encoded = [encode(encoder, cache_dir, num_proc) for encoder in encoders]
     whole = datasets.concatenate_datasets(encoded)
     path = ", ".join(encoder.source.path for encoder in encoders)
     firsts, keys, reasons = (whole.data.column(name).to_numpy() for name in ("first", "key", "reason"))

@@ -16,31 +16,21 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from foredraft.heads.target_model import messages as target_messages
 from foredraft.heads.target_model.images import ImageReader
 from foredraft.inference.evaluation.progress import Progress
 from foredraft.train.data.chat_template import ChatFormat, template_file
 from foredraft.train.data.columns import declared, has_images
 from foredraft.train.data.corpus import highest_id, tokenize
-from foredraft.train.data.documents import Document
+from foredraft.train.data.documents import REJECTED, Document
 from foredraft.train.data.layouts import Message, SkippedRow
 from foredraft.train.data.sources import Row, Shard, Source
 
-# What makes documents of rows.
-CODE = (
-    "sources",
-    "columns",
-    "layouts",
-    "../../heads/target_model/messages",
-    "chat_template",
-    "answer_spans",
-    "corpus",
-    "encoding",
-)
 TRIED = 256  # rows that are encoded before all others, to see whether the template fits
 
 
 class Encoder:
-    """Encode rows of a source as documents. (train/data/accepted.py has rows of another kind.)"""
+    """Encode rows of a source as documents."""
 
     def __init__(
         self,
@@ -62,7 +52,10 @@ class Encoder:
         written = file.read_text() if file is not None and file.is_file() else self.tokenizer.chat_template
         settings = repr((self.source.digest(), written, self.thinking, self.tokenizer.special_tokens_map, words))
         settings += "" if self.images is None else self.images.digest
-        return hashlib.sha256(hash_of_code(CODE) + settings.encode()).hexdigest()[:16]
+        code = b"".join(
+            map(Path.read_bytes, [*sorted(Path(__file__).parent.glob("*.py")), Path(target_messages.__file__)])
+        )
+        return hashlib.sha256(code + settings.encode()).hexdigest()[:16]
 
     def documents(self, row: Row) -> tuple[list[Document], Any]:
         """Return a row's documents (a reasoning model's conversation can give several), and the conversation or text that
@@ -70,6 +63,8 @@ class Encoder:
         template fits no row."""
         if isinstance(row.value, dict) and row.value.get("tokens") and row.value.keys() & {"written", "dropped"}:
             return self.as_written(row.value)
+        if isinstance(row.value, dict) and row.value.keys() >= {"prompt_ids", "ids", "accepted", "drafted"}:
+            return self.as_logged(row.value)
         messages = self.source.conversation(row, self.images is not None)
         if isinstance(messages, str):
             return list(tokenize(self.tokenizer, [messages])), messages
@@ -111,6 +106,21 @@ class Encoder:
             return found, messages
         asked = row.get("asked", [[0, row["written"][0][0]]])
         return found, [{"role": "user", "content": self.tokenizer.decode(tokens[a:b])} for a, b in asked]
+
+    def as_logged(self, row: dict[str, Any]) -> tuple[list[Document], Any]:
+        """Return the document of a row as a server logs it (accepted.py)."""
+        prompt, ids = row["prompt_ids"], row["ids"]
+        if not prompt or not ids:
+            raise SkippedRow("no tokens in it: the server logs them with log_text=true only")
+        if max(*prompt, *ids) > highest_id(self.tokenizer):
+            raise SkippedRow("tokens of another target")
+        flags = [0] * len(prompt) + [1] * len(ids)
+        end = len(prompt) + 1  # the prompt's own step gave the first
+        for accepted, drafted in zip(row["accepted"], row["drafted"], strict=False):
+            end += accepted + 1
+            if accepted < drafted and end <= len(flags):
+                flags[end - 1] = REJECTED
+        return [Document([*prompt, *ids], flags)], [{"role": "user", "content": repr(prompt)}]
 
     def check(self) -> None:
         """Raise ValueError if there is no row, and for a template that fits none of the first ones, or by which nothing
@@ -203,11 +213,6 @@ def encode(encoder: Encoder, cache_dir: str | None, num_proc: int | None) -> Any
         )
     except datasets.exceptions.DatasetGenerationError as error:
         raise error.__cause__ or error from None
-
-
-def hash_of_code(names: tuple[str, ...]) -> bytes:
-    """Return a hash of these files, named from this folder."""
-    return hashlib.sha256(b"".join((Path(__file__).parent / f"{name}.py").read_bytes() for name in names)).digest()
 
 
 def key(messages: list[Message] | str) -> int:

@@ -80,14 +80,12 @@ def spec_bench() -> Iterator[Row]:
 
 def question(row: Row, category: str) -> Question:
     """Read one question. Raise ValueError, with the row's place, for a row that is not a prompt."""
-    value = row.value
-    if isinstance(value, SkippedRow) or not isinstance(value, dict):
-        raise ValueError(
-            f"{row.where} contains no prompt: {value if isinstance(value, SkippedRow) else 'not an object'}"
-        )
+    value = row.value if isinstance(row.value, dict) else {}
     category = str(value.get("category") or category)
     asked = next((value[name] for name in ("turns", "prompt", "question") if value.get(name)), None)
     try:
+        if not isinstance(row.value, dict):
+            raise row.value if isinstance(row.value, SkippedRow) else SkippedRow("not an object")
         if isinstance(value.get("messages"), list):
             messages = turns(value["messages"])
             messages = messages if has_system(messages) else system(value) + messages
@@ -99,9 +97,9 @@ def question(row: Row, category: str) -> Question:
         if isinstance(asked, str | list):
             said = turns([asked] if isinstance(asked, str) else asked, all_user=True)
             return Question(category, [[*(system(value) if one is said[0] else []), one] for one in said])
+        raise SkippedRow("it needs `turns`, `messages`, `question` or `prompt`")
     except SkippedRow as reason:
         raise ValueError(f"{row.where} contains no prompt: {reason}") from None
-    raise ValueError(f"{row.where} contains no prompt: it needs `turns`, `messages`, `question` or `prompt`")
 
 
 def tokenize(

@@ -24,7 +24,7 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -47,13 +47,20 @@ class Transient(Exception):
 TRANSIENT = (Transient, OSError, http.client.HTTPException, SafetensorError, ValueError, LookupError, TypeError)
 
 
+class States(NamedTuple):
+    """Hold what an engine returns for a text."""
+
+    tensor: Tensor  # (tokens, layers, hidden), in the dtype of the engine
+    layers: list[int] | None  # None if the engine does not report them
+    written: list[int]  # the token that it wrote; empty if it does not report it
+
+
 class Client:
     def __init__(self, tag: str, timeout: float, patience: float):
         """Connect to engines. tag: part of the name of every file that is written for this client. timeout: seconds for one
         answer. patience: seconds until a request that nobody answers ends the run."""
         self.tag, self.timeout, self.patience = tag, timeout, patience
         self.models: dict[str, str] = {}  # as each engine calls what it serves
-        self.answers: dict[str, dict[str, Any]] = {}  # of each the latest
         self.columns: dict[str, list[int]] = {}  # which of its layers are wanted, and in which order
         self.folders: set[Path] = set()  # where files were found
         self.process, self.busy, self.stopping, self.said = os.getpid(), False, False, False
@@ -97,15 +104,15 @@ class Client:
             for file in folder.glob(f"*{self.tag}*"):
                 file.unlink(missing_ok=True)
 
-    def states(self, tokens: list[int], urls: list[str]) -> Tensor:
-        """Return (tokens, layers, hidden), in the dtype of the engine: of the first, or if it is gone of the next one, and so
-        on. Raise EngineError for a request that is refused, or that nobody has answered for `patience` seconds."""
+    def states(self, tokens: list[int], urls: list[str]) -> States:
+        """Return the states of the first engine, or if it is gone of the next one, and so on. Raise EngineError for a request
+        that is refused, or that nobody has answered for `patience` seconds."""
         begun, wait = time.monotonic(), 0.25
         for url in itertools.cycle(urls):
             try:
                 found = self.ask(url, tokens)
                 self.said = False
-                return found[:, self.columns[url]] if url in self.columns else found
+                return found._replace(tensor=found.tensor[:, self.columns[url]]) if url in self.columns else found
             except EngineError:
                 raise
             except TRANSIENT as error:
@@ -122,14 +129,6 @@ class Client:
             wait = min(2.0, 2 * wait)
         raise AssertionError("no urls")
 
-    def layers(self, url: str) -> list[int] | None:
-        """Return the layers that the engine gave last; None if it does not report them."""
-        return self.answers[url]["kv_transfer_params"].get("layers")
-
-    def written(self, url: str) -> list[int]:
-        """Return the token that the engine wrote last; empty if it does not report it."""
-        return self.answers[url]["choices"][0].get("token_ids") or []
-
     def say(self, line: str) -> None:
         """Print a line once for each time that engines are gone."""
         if not self.said:
@@ -141,12 +140,13 @@ class Client:
         parent = multiprocessing.parent_process()
         return self.stopping or (parent is not None and not parent.is_alive())
 
-    def ask(self, url: str, tokens: list[int]) -> Tensor:
+    def ask(self, url: str, tokens: list[int]) -> States:
         if url not in self.models:
             self.models[url] = self.send(url, "models")["data"][0]["id"]
         asked = {"model": self.models[url], "prompt": tokens, "max_tokens": 1, "temperature": 0.0}
-        answer = self.answers[url] = self.send(url, "completions", asked | {"return_token_ids": True})
-        path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+        answer = self.send(url, "completions", asked | {"return_token_ids": True})
+        parameters, choices = answer.get("kv_transfer_params") or {}, answer.get("choices") or [{}]
+        path = parameters.get("hidden_states_path")
         if path is None:
             raise EngineError(
                 f"hidden_states.url={url} answers without hidden states: start it as in conf/hidden_states/server.yaml"
@@ -156,7 +156,8 @@ class Client:
                 f"hidden_states.url={url} names {path}, which is not a file of this request: its id is not in the name"
             )
         self.folders.add(Path(path).parent)
-        return collect(Path(path), tokens, time.monotonic() + self.timeout)
+        tensor = collect(Path(path), tokens, time.monotonic() + self.timeout)
+        return States(tensor, parameters.get("layers"), choices[0].get("token_ids") or [])
 
     def send(self, url: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the answer. vLLM names files by the request's id, which starts with `tag`."""

@@ -13,12 +13,10 @@ from foredraft.heads.target_model.documents import spans
 from foredraft.heads.target_model.ends import HINT_FULL_TARGET, end_modules
 from foredraft.heads.target_model.sharding import full_tensor
 from foredraft.train.data.packing import Packed
-from foredraft.train.hidden_states.engine import EngineError
+from foredraft.train.hidden_states.engine import EngineError, States
 
 TOKENS = 64  # of a probe, at most
 BEST = 4  # tokens that rounding may exchange
-# How far an engine's states may be from the target's own: both in float32; rounded to half precision; of packed weights.
-EXACT, HALF, QUANTIZED = 1e-3, 0.05, 0.3
 
 
 def probe_text(packed: Packed) -> list[int]:
@@ -79,16 +77,14 @@ def on_host(norm: nn.Module) -> nn.Module:
     return found
 
 
-def named_columns(
-    url: str, target: Target, given: Tensor, named: Sequence[int] | None, wanted: Sequence[int]
-) -> list[int]:
-    """Find the layers `wanted` among those that the engine gave, (tokens, layers, hidden), by the numbers that it reports;
-    vLLM reports none (None), and gives those that it was told, in ascending order. Raise EngineError if they do not fit."""
-    last, count = target.num_layers, given.shape[1]
-    if given.shape[-1] != target.hidden_size:
+def named_columns(url: str, target: Target, given: States, wanted: Sequence[int]) -> list[int]:
+    """Find the layers `wanted` among those that the engine gave, by the numbers that it reports; vLLM reports none, and gives
+    those that it was told, in ascending order. Raise EngineError if they do not fit."""
+    (_, count, width), last, named = given.tensor.shape, target.num_layers, given.layers
+    if width != target.hidden_size:
         raise EngineError(
             f"hidden_states.url={url} serves another model than {target.name}, whose states have {target.hidden_size} "
-            f"numbers and not {given.shape[-1]}"
+            f"numbers and not {width}"
         )
     if set(wanted) == {last}:
         return [count - 1] * len(wanted)
@@ -111,18 +107,4 @@ def check_writes_alike(url: str, target: Target, last: Tensor, written: Sequence
         raise EngineError(
             f"hidden_states.url={url} serves another model than {target.name}: it writes token {written[0]} where the "
             f"lm_head of {target.name} makes {best[0]} of the same state"
-        )
-
-
-def check_states(url: str, target: Target, given: Tensor, expected: Tensor) -> None:
-    """Raise EngineError unless the engine's states (tokens, layers, hidden) are those that the target computes, but for
-    rounding."""
-    rounded = given.dtype != torch.float32 or target.dtype != torch.float32
-    most = QUANTIZED if target.quantization else HALF if rounded else EXACT
-    # Of the tokens the median: the first one's states may be a thousand times as large as all others.
-    far = ((given.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).median(dim=0).values.nan_to_num(torch.inf)
-    if far.max() > most:
-        raise EngineError(
-            f"hidden_states.url={url} serves another model than {target.name}: its states are {far.max():.1%} from those of "
-            f"this target, and rounding explains {most:.1%}"
         )

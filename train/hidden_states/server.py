@@ -5,8 +5,8 @@ Every document of a packed row is a prompt. The DataLoader is the queue: each of
 other, `dataloader_num_workers * dataloader_prefetch_factor` batches wait at most, and they come in the order of the
 training, whenever their answers came. An engine that dies is waited for (train/hidden_states/engine.py).
 
-The trainer has the target's ends alone: the final norm, since an engine gives the last state before it, and an lm_head that
-must make of that state what the engine writes. With all of the target it compares the states (train/hidden_states/probe.py).
+The trainer needs only the target's ends: the final norm, since an engine gives the last state before it, and an lm_head that
+must make of that state what the engine writes (train/hidden_states/probe.py).
 """
 
 import hashlib
@@ -24,13 +24,11 @@ from foredraft.heads.target_model.documents import spans
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states.engine import Client
 from foredraft.train.hidden_states.probe import (
-    check_states,
     check_writes_alike,
     final_norm,
     named_columns,
     on_host,
     probe_text,
-    read_states,
 )
 from foredraft.train.runtime import distributed
 
@@ -53,8 +51,8 @@ def server(
     documents.
 
     run: the directory of the run. timeout: seconds for one answer. patience: seconds that all engines may be gone.
-    load_full_target: used where the target is loaded (train/hidden_states/ends.py); loaded layers are compared with the
-    engine's. Raises EngineError, a ValueError, for one that does not answer, gives other layers, or serves another model.
+    load_full_target: used where the target is loaded (train/hidden_states/ends.py). Raises EngineError, a ValueError, for one
+    that does not answer, gives other layers, or serves another model.
     """
     if packed.store.reader is not None:
         raise ValueError(
@@ -63,15 +61,12 @@ def server(
     client, urls = connect(url, run, timeout, patience)
     norm, wanted = final_norm(target), [*layers, target.num_layers]
     tokens = probe_text(packed)
-    expected = None if target.embeddings_only else read_states(target, norm, tokens, wanted).float().cpu()
     for one in urls:
         given = client.states(tokens, [one])
-        columns = named_columns(one, target, given, client.layers(one), wanted)
-        if expected is not None:
-            check_states(one, target, given[:, columns], expected)
-        for count in PREFIXES if expected is None else ():
-            last = client.states(tokens[:count], [one])[-1:, columns[-1]]
-            check_writes_alike(one, target, norm(last.to(target.device)), client.written(one))
+        columns = named_columns(one, target, given, wanted)
+        for count in PREFIXES:
+            given = client.states(tokens[:count], [one])
+            check_writes_alike(one, target, norm(given.tensor[-1:, columns[-1]].to(target.device)), given.written)
         client.columns[one] = columns
     client.delete_stale_files()
     return ServedRows(packed, client, urls, on_host(norm), [layer == target.num_layers for layer in layers])
@@ -99,9 +94,9 @@ class EngineStates:
         assert len(tokens) == 1, "one text"
         url, last = self.urls[0], self.target.num_layers
         given = self.client.states(tokens[0].tolist(), [url])
-        columns = named_columns(url, self.target, given, self.client.layers(url), layers)
+        columns = named_columns(url, self.target, given, layers)
         self.client.delete_stale_files()
-        states = given.to(self.target.device, self.target.dtype)
+        states = given.tensor.to(self.target.device, self.target.dtype)
         return torch.cat(
             [self.norm(states[:, c]) if layer == last else states[:, c] for c, layer in zip(columns, layers)], -1
         )[None]
@@ -125,7 +120,7 @@ class ServedRows(Dataset):
         turn = row % len(self.urls)
         urls = self.urls[turn:] + self.urls[:turn]
         with self.client.asking(), ThreadPoolExecutor(AT_ONCE) as pool:
-            parts = list(pool.map(lambda prompt: self.client.states(prompt, urls), prompts))
+            parts = list(pool.map(lambda prompt: self.client.states(prompt, urls).tensor, prompts))
         states = parts[0].new_zeros(len(text["tokens"]), *parts[0].shape[1:])  # 0 for padding
         for span, part in zip(found, parts, strict=True):
             states[span.start : span.stop] = part

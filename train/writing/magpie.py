@@ -31,7 +31,7 @@ from foredraft.inference.request import Request
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.conversations import assemble
 from foredraft.train.data.corpus import Corpus
-from foredraft.train.data.encoding import Encoder, encode
+from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.sources import Source
 from foredraft.train.writing.question_filters import QuestionFilter
 from foredraft.train.writing.self_chat import MagpieSettings, SelfChat, TurnPrefixes
@@ -208,5 +208,5 @@ def corpus(
     paths = [conversations] if isinstance(conversations, str) else conversations or []
     encoders = [Encoder(tokenizer, Source(str(file), max_samples=lines))]
     encoders += [Encoder(tokenizer, Source(one), template, thinking) for one in paths]
-    data = assemble([encode(encoder, cache_dir, num_proc) for encoder in encoders], encoders, weights, val_split)
+    data = assemble(encoders, weights, val_split, num_proc, cache_dir)
     return data._replace(card=data.card | {"rows_kept": rows.kept / max(1, len(rows.done))})
