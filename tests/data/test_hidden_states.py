@@ -61,18 +61,17 @@ def whole(target, tmp_path_factory) -> Path:
     return path
 
 
-def test_bf16_is_rounding_and_nothing_else(target, tmp_path: Path):
-    for given, exact in zip(read(target, tmp_path / "bfloat16", "bfloat16"), hidden(target), strict=True):
-        assert given.dtype == torch.bfloat16
-        # Half a unit in the last of eight binary places; sums of another order of rows may tip one over.
-        assert ((given.float() - exact).abs() <= 2**-8 * exact.abs() + 1e-5).all()
-
-
-def test_fp8_keeps_three_binary_places_of_every_layer(target, tmp_path: Path):
-    for given, exact in zip(read(target, tmp_path / "float8", "float8"), hidden(target), strict=True):
-        given, exact = (x.unflatten(-1, (-1, target.hidden_size)) for x in (given, exact))
+@pytest.mark.parametrize(("dtype", "relative", "absolute"), [("bfloat16", 2**-8, 0), ("float8", 2**-4, 2**-9 / 448)])
+def test_stored_states_are_rounded_and_nothing_else(
+    target, tmp_path: Path, dtype: str, relative: float, absolute: float
+):
+    """Check half a unit in the last of eight binary places, or of four of each layer's scale. Sums of another order of rows
+    may tip one over."""
+    for given, exact in zip(read(target, tmp_path, dtype), hidden(target), strict=True):
+        assert given.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+        given, exact = (x.float().unflatten(-1, (-1, target.hidden_size)) for x in (given, exact))
         largest = exact.abs().amax(-1, keepdim=True)
-        assert ((given - exact).abs() <= 2**-4 * exact.abs() + 2**-9 / 448 * largest + 1e-5).all()
+        assert ((given - exact).abs() <= relative * exact.abs() + absolute * largest + 1e-5).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float8"])

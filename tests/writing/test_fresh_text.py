@@ -49,12 +49,6 @@ def test_more_text_goes_on_where_the_last_ended(target, tmp_path: Path, monkeypa
     assert list(kept) == list(parts[5])
 
 
-def test_workers_that_would_run_the_target_are_refused(here, tiny_path: Path, folder: Path):
-    given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out"]
-    said = complaint(here(*given, *FRESH, "+trainer.dataloader_num_workers=2"))
-    assert said.startswith("trainer.dataloader_num_workers=2: with fresh_text=true the process that reads rows runs")
-
-
 @pytest.mark.nightly
 def test_two_processes_read_the_text_that_one_does(tiny_path: Path, folder: Path, tmp_path: Path):
     given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", *FRESH]
@@ -97,6 +91,10 @@ def test_processes_wait_longer_for_new_text_than_for_each_other(tiny_path: Path,
     [
         (["self_generated_tokens=0"], "self_generated_tokens=0 lets the target write none"),
         (["hidden_states=offline"], "set hidden_states=online"),
+        (
+            ["+trainer.dataloader_num_workers=2"],
+            "dataloader_num_workers=2: with fresh_text=true the process that reads",
+        ),
     ],
 )
 def test_what_cannot_be_written_anew_is_refused(here, tiny_path: Path, folder: Path, changes, words):
