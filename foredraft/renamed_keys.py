@@ -59,7 +59,8 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
     "loss.top_k_weight": "loss_args",
     "loss.weights": "loss_args",
     "optimizer": "trainer.optim",
-    "optimizer.matrix_lr": "trainer.muon_lr",
+    "optimizer.matrix_lr": "trainer.learning_rate",
+    "trainer.muon_lr": "trainer.learning_rate",
     "strategy.arguments": "strategy_args",
     "strategy.name": "strategy",
     # keys of plan

@@ -104,6 +104,7 @@ class DraftHead(nn.Module, ABC):
     limit: int | None = None  # deepest draft that it can make; None for no limit
     pruned: bool = False  # does it draft from a subset of the vocabulary?
     imported: bool = False  # was it trained by another program?
+    lm_head_is_targets: bool = False  # are its projections the target's rows, which do not train?
     d2t: Tensor
     t2d: Tensor
 
@@ -170,7 +171,7 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def projections(self) -> list[nn.Linear]:
-        """Return the head's trained projections to the draft vocabulary."""
+        """Return the head's projections to the draft vocabulary."""
         return []
 
     @property
@@ -180,9 +181,12 @@ class DraftHead(nn.Module, ABC):
         return [parameter for module in (*embeddings, *self.projections) for parameter in module.parameters()]
 
     @torch.no_grad()
-    def init_projections(self, target: Target, counts: Tensor | None) -> None:
+    def init_projections(self, target: Target, counts: Tensor | None, lm_head: str = "trained") -> None:
         """Initialize the projections with the target's lm_head. Pruned ones get its rows of the most frequent tokens by
-        `counts` (vocab,). A quantized lm_head has no rows to copy."""
+        `counts` (vocab,). A quantized lm_head has no rows to copy. lm_head: "target" freezes the rows, so that rare tokens
+        are not overfitted and only the layers have gradients and optimizer states; "trained" lets them learn."""
+        if lm_head not in ("target", "trained"):
+            raise ValueError(f"head.lm_head={lm_head} is not one of target, trained")
         rows = target.lm_head_rows
         if self.pruned:
             assert counts is not None, "pruning needs the tokens' counts"
@@ -192,6 +196,14 @@ class DraftHead(nn.Module, ABC):
         for projection in self.projections:
             if rows is not None and rows.shape == projection.weight.shape:
                 projection.weight.copy_(rows)
+        if lm_head == "target" and rows is not None:
+            self.lm_head_is_targets = bool(self.projections)
+            self.freeze_projections()
+
+    def freeze_projections(self) -> None:
+        """Keep projections that are the target's rows from training."""
+        for projection in self.projections if self.lm_head_is_targets else ():
+            projection.requires_grad_(False)
 
     @property
     def draft_ids(self) -> Tensor | None:

@@ -102,14 +102,15 @@ class DFlashHead(BlockHead):
         window: int | None = None,
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
+        lm_head: str = "target",
         **own: Any,
     ) -> "DFlashHead":
         """Make a new head.
 
         block_size: positions of a block. num_hidden_layers: decoder layers of the head. target_layer_ids: hidden states
         that it takes; None uses as many as it has layers, spread as in the paper. mask_token_id: None chooses a token that
-        hardly occurs in text. window: of all its layers but the last; None for full attention. draft_vocab_size, counts: as
-        in EAGLE-3. own: as in `own_defaults`."""
+        hardly occurs in text. window: of all its layers but the last; None for full attention. draft_vocab_size, counts,
+        lm_head: as in EAGLE-3. own: as in `own_defaults`."""
         layers = target_layer_ids
         if layers is None:
             layers = spread_layers(target.num_layers, num_hidden_layers)
@@ -125,7 +126,7 @@ class DFlashHead(BlockHead):
         layout = sample_from_anchor, causal, window, types, draft_vocab_size
         head = cls(config, layers, block_size, mask, *layout, **own)
         head.init_like(target)
-        head.init_projections(target, counts)
+        head.init_projections(target, counts, lm_head)
         head.attach(target)
         return head.to(target.device)
 

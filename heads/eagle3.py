@@ -105,13 +105,15 @@ class Eagle3Head(LayerHead):
         target_layer_ids: list[int] | None = None,
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
+        lm_head: str = "target",
         fc_norm: bool = False,
         norm_output: bool = False,
         qk_norm: bool = False,
     ) -> "Eagle3Head":
         """Make a new head. target_layer_ids: None uses the three of the paper, the outputs of decoder layers 1, n // 2 - 1
         and n - 4, counted from 0. draft_vocab_size: needs `counts` (vocab,), how often each token occurs in the training
-        text; None, or a size that is not below the target's, drafts from the whole vocabulary.
+        text; None, or a size that is not below the target's, drafts from the whole vocabulary. lm_head: see
+        `DraftHead.init_projections`.
 
         Initial weights come from the target: the rows of its lm_head, a last norm that gives them inputs of the usual size,
         and an fc whose columns undo the different sizes of the three layers' hidden states, for which the published layer
@@ -126,7 +128,7 @@ class Eagle3Head(LayerHead):
                 head.fc.weight.div_(llama_config.aux_sizes(layers, target).to(head.fc.weight.device))
         llama_config.init_norm(head.norm, target)
         llama_config.init_near_identity(head.layer)
-        head.init_projections(target, counts)
+        head.init_projections(target, counts, lm_head)
         return head.to(target.device)
 
     def on_train_begin(self, target: Target) -> None:

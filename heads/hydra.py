@@ -120,15 +120,16 @@ class HydraHead(RecurrentHead):
         dropout: float = 0.0,
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
+        lm_head: str = "target",
     ) -> "HydraHead":
         """Make a new head whose first drafts are the target's own prediction: every MLP passes the hidden state through,
         and every projection is the target's lm_head. prefix: add Hydra++'s layer. dropout: only with prefix.
-        draft_vocab_size, counts: as in EAGLE-3."""
+        draft_vocab_size, counts, lm_head: as in EAGLE-3."""
         config = llama_config.config_like(target) if prefix else None
         sizes = target.hidden_size, target.vocab_size, num_heads, mlp_layers
         head = cls(*sizes, config, dropout, draft_vocab_size, target.name)
         head.attach(target)
-        head.init_projections(target, counts)
+        head.init_projections(target, counts, lm_head)
         if prefix:
             llama_config.init_near_identity(head.prefix_embeding_layer.layer)
             with torch.no_grad():  # nearly the identity

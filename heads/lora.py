@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from transformers.pytorch_utils import Conv1D
 
+from foredraft.heads.base import DraftHead
+
 SCALE = 2.0
 LINEAR = (nn.Linear, Conv1D)  # GPT-2 has the latter
 
@@ -28,7 +30,8 @@ def add(module: nn.Module, rank: int) -> None:
     """Add low-rank additions, zero at first, to the linear layers of a head or a model. From now on only these learn."""
     if rank < 1:
         raise ValueError(f"lora_r={rank} is the rank of what is learned, at least 1; null trains all weights")
-    layers = [part for part in module.modules() if isinstance(part, LINEAR)]
+    frozen = module.projections if isinstance(module, DraftHead) and module.lm_head_is_targets else []
+    layers = [part for part in module.modules() if isinstance(part, LINEAR) and part not in frozen]
     if any(parametrize.is_parametrized(layer) for layer in layers):
         raise ValueError(f"lora_r={rank} and head.lora_r tune the same layers: set one of them")
     module.requires_grad_(False)

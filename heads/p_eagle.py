@@ -77,10 +77,11 @@ class PEagleHead(BlockHead):
         mask_token_id: int | None = None,
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
+        lm_head: str = "target",
     ) -> "PEagleHead":
         """Make a new head that is initialized from the target as EAGLE-3 is, with a copy of the target's embedding.
         num_depths: tokens drafted. num_hidden_layers: decoder layers of the head. target_layer_ids, draft_vocab_size,
-        counts: as in EAGLE-3. mask_token_id: None chooses a token that hardly occurs in text."""
+        counts, lm_head: as in EAGLE-3. mask_token_id: None chooses a token that hardly occurs in text."""
         layers = default_aux_layer_ids(target.num_layers) if target_layer_ids is None else target_layer_ids
         layers = check_layers(layers, target.num_layers)
         if num_depths < 2 or num_hidden_layers < 1:
@@ -98,7 +99,7 @@ class PEagleHead(BlockHead):
             head.mask_hidden.mul_(sizes)  # as large as the hidden states that it replaces
             head.embed_tokens.weight.copy_(target.embeddings)
         llama_config.init_near_identity(*head.own_layers)
-        head.init_projections(target, counts)
+        head.init_projections(target, counts, lm_head)
         return head.to(target.device)
 
     def on_train_begin(self, target: Target) -> None:

@@ -13,6 +13,16 @@ from torch import Tensor, nn
 
 from foredraft.heads.target_model.loading import has_bfloat16_products
 
+RMS = 0.2  # root mean square of AdamW's updates, which "match_rms_adamw" gives to Muon's
+
+
+def multiplies_faster_in_bfloat16(device: torch.device) -> bool:
+    """Return whether large products are faster in bfloat16 than in float32: on GPUs that compute them, and on CPUs with
+    matrix units (AMX). With AVX512_BF16 alone they run at half of float32's rate, although weights in bfloat16, of which
+    decoding reads every one for a few tokens, are faster there."""
+    amx = device.type != "cpu" or torch.cpu._is_amx_tile_supported()
+    return amx and has_bfloat16_products(device)
+
 
 class Float32Muon(torch.optim.Muon):
     """Orthogonalize in float32, with the state of torch's Muon, which uses bfloat16 whatever the weights are.
@@ -29,8 +39,7 @@ class Float32Muon(torch.optim.Muon):
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
                 update = orthogonal(parameter.grad.lerp(momentum, group["momentum"]), group)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                rows, columns = parameter.shape
-                parameter.add_(update, alpha=-group["lr"] * max(1, rows / columns) ** 0.5)
+                parameter.add_(update, alpha=-group["lr"] * RMS * max(parameter.shape) ** 0.5)
 
 
 def orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
@@ -79,10 +88,10 @@ def muon(
     betas: tuple[float, float],
     weight_decay: float = 0.0,
     epsilon: float = 1e-8,
-    muon_lr: float = 0.05,
 ) -> torch.optim.Optimizer:
-    """Return Muon for the matrices and AdamW for the rest. learning_rate, betas, epsilon: of AdamW's share; weight_decay: of
-    both, only on matrices. vocabulary: the head's `vocabulary_parameters`."""
+    """Return Muon for the matrices and AdamW for the rest. learning_rate: of both, since Muon's updates get the size of
+    AdamW's (arXiv:2502.16982, section 2.2). weight_decay: of both, only on matrices. betas, epsilon: of AdamW. vocabulary:
+    the head's `vocabulary_parameters`."""
     named = [parameter for parameter in module.parameters() if parameter.requires_grad]
     by_token = {id(parameter) for parameter in vocabulary}
     matrices = [p for p in named if p.ndim == 2 and id(p) not in by_token]
@@ -90,8 +99,8 @@ def muon(
         return adamw(module, vocabulary, learning_rate, betas, weight_decay, epsilon)
     others = [p for p in named if p.ndim != 2 or id(p) in by_token]
     parts = groups(others, weight_decay)
-    kind = torch.optim.Muon if has_bfloat16_products(named[0].device) else Float32Muon
-    first = kind(matrices, lr=muon_lr, weight_decay=weight_decay)
+    kind = torch.optim.Muon if multiplies_faster_in_bfloat16(named[0].device) else Float32Muon
+    first = kind(matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
     if not parts:  # torch refuses an optimizer of nothing
         return first
     return MuonAdamW(
@@ -118,15 +127,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "
 
 def build(name: str, module: nn.Module, vocabulary: Sequence[nn.Parameter], settings: Any) -> torch.optim.Optimizer:
     """Return the optimizer of this name. settings: HeadTrainingArguments."""
-    more = {"muon_lr": settings.muon_lr} if name == "muon" else {}
+    betas = settings.adam_beta1, settings.adam_beta2
     return OPTIMIZERS[name](
-        module,
-        vocabulary,
-        settings.learning_rate,
-        (settings.adam_beta1, settings.adam_beta2),
-        weight_decay=settings.weight_decay,
-        epsilon=settings.adam_epsilon,
-        **more,
+        module, vocabulary, settings.learning_rate, betas, settings.weight_decay, settings.adam_epsilon
     )
 
 

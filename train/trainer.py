@@ -29,7 +29,6 @@ from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.hub.client import HEAD
 from foredraft.heads.target_model import Target
-from foredraft.heads.target_model.loading import has_bfloat16_products
 from foredraft.train import optimizer
 from foredraft.train.data.packing import collate
 from foredraft.train.module import DistillationModel
@@ -40,7 +39,7 @@ from foredraft.train.runtime.memory import peak_memory
 from foredraft.train.runtime.strategy import load_full_weights, shard_on_cpus_too, without_weights
 
 NOT_HERE = {  # arguments of Trainer that would change nothing here, and what does
-    "optim_args": "set trainer.muon_lr",
+    "optim_args": "set trainer.learning_rate",
     "optim_target_modules": "choose trainer.optim=adamw or trainer.optim=muon",
     "label_smoothing_factor": "the labels are the target's own distributions: choose a loss",
     **dict.fromkeys(
@@ -78,7 +77,6 @@ class HeadTrainingArguments(TrainingArguments):
 
     bf16: bool = False  # are products in bfloat16?
     optim: str = "adamw"  # see train/optimizer.py
-    muon_lr: float = 0.05
     compile_head: str | None = None
     max_minutes: float = 0.0  # see FitToTime
     profile: bool = False  # see Profile
@@ -124,7 +122,7 @@ def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArg
         if settings[name] != fixed[name]:
             raise ValueError(f"trainer.{name}={settings[name]} has no effect on a head: leave it out")
     if settings.bf16 is None:
-        strategy["bf16"] = has_bfloat16_products(target.device)
+        strategy["bf16"] = optimizer.multiplies_faster_in_bfloat16(target.device)
     output_dir = str(Path(settings.output_dir) / checkpoints.UNFINISHED)
     return instantiate(settings, output_dir=output_dir, **fixed, **strategy)
 

@@ -90,7 +90,7 @@ def test_a_real_target_is_trained_as_published_and_the_test_model_in_minutes(mon
     assert demo.trainer.max_steps == 500 and demo.self_generated_tokens > 0 and demo.max_length == 256
     assert demo.trainer.optim == "muon" and demo.data._target_.endswith("standard_library")
     assert real.trainer.max_steps == -1 and real.self_generated_tokens == 0 and real.max_length == 2048
-    assert real.trainer.learning_rate == 1e-4 and real.trainer.optim == "adamw"
+    assert real.trainer.learning_rate == 1e-3 and real.trainer.optim == "muon"
     assert real.data._target_ == "foredraft.train.data.conversations.corpus"
     typed = composed(
         "train", "target=test_model", "trainer.optim=adamw", "trainer.max_steps=3", "data=text", "data.path=FILE"
@@ -107,8 +107,8 @@ def test_without_a_gpu_a_real_target_is_trained_for_hours(monkeypatch):
         return made.max_length, made.trainer.learning_rate, made.trainer.optim
 
     assert found() == (512, 3e-3, "muon")
-    assert found("data=accepted") == found("preset=gpu") == (2048, 1e-4, "adamw")
-    assert found("recipe=qwen3_8b_eagle3")[1:] == (1e-4, "adamw")
+    assert found("data=accepted") == found("preset=gpu") == (2048, 1e-3, "muon")
+    assert found("recipe=qwen3_8b_eagle3")[1:] == (1e-3, "muon")
 
 
 @pytest.mark.parametrize("name", ["tiny", "config.json", "test_model"])

@@ -41,7 +41,13 @@ def test_planned_bytes_and_flop_are_those_of_a_real_step(kind: str, bf16: bool, 
     """Compare with real tensors of a target with 63M parameters: weights, gradients and state exactly, the sum to 15 %, and
     the FLOP that torch counts to 6 %."""
     file = str(ROOT / "scripts/targets/llama-63m.json")
-    given = [f"target={file}", "target.dtype=float32", "max_length=256", f"trainer.bf16={str(bf16).lower()}"]
+    given = [
+        f"target={file}",
+        "target.dtype=float32",
+        "max_length=256",
+        f"trainer.bf16={str(bf16).lower()}",
+        "trainer.optim=adamw",
+    ]
     cfg = composed("plan", f"head={kind}", *given)
     target = instantiate(cfg.target, device="cpu")
     counts = {"counts": torch.ones(target.vocab_size).long()} if "draft_vocab_size" in cfg.head else {}

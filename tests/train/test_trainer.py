@@ -242,9 +242,9 @@ def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
     torch.manual_seed(0)
     ours, theirs = (nn.ModuleList([nn.Linear(24, 8), nn.Linear(8, 40)]) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
-    monkeypatch.setattr("foredraft.train.optimizer.has_bfloat16_products", lambda device: True)
-    exact = Float32Muon(matrices(ours), lr=0.05, weight_decay=0.1)
-    rounded = muon(theirs, [], 1e-3, (0.9, 0.95), weight_decay=0.1).parts[0]
+    monkeypatch.setattr("foredraft.train.optimizer.multiplies_faster_in_bfloat16", lambda device: True)
+    rounded = muon(theirs, [], 0.01, (0.9, 0.95), weight_decay=0.1).parts[0]
+    exact = Float32Muon(matrices(ours), lr=0.01, weight_decay=0.1)
     assert type(rounded) is torch.optim.Muon
     for step in range(4):
         for one, other in zip(matrices(ours), matrices(theirs), strict=True):
@@ -255,7 +255,7 @@ def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
     for one, other in zip(matrices(ours), matrices(theirs), strict=True):
         torch.testing.assert_close(one, other, atol=2e-3, rtol=0.02)
         assert exact.state[one].keys() == rounded.state[other].keys()
-    monkeypatch.setattr("foredraft.train.optimizer.has_bfloat16_products", lambda device: False)
+    monkeypatch.setattr("foredraft.train.optimizer.multiplies_faster_in_bfloat16", lambda device: False)
     assert type(muon(ours, [], 1e-3, (0.9, 0.95)).parts[0]) is Float32Muon
 
 
@@ -268,7 +268,7 @@ def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
     ],
 )
 def test_muon_takes_heads_of_matrices_alone_and_of_none(module, kind, monkeypatch):
-    monkeypatch.setattr("foredraft.train.optimizer.has_bfloat16_products", lambda device: False)
+    monkeypatch.setattr("foredraft.train.optimizer.multiplies_faster_in_bfloat16", lambda device: False)
     made = muon(module, [*module.parameters()] if module.out_features == 7 else [], 1e-3, (0.9, 0.95))
     assert type(made) is kind
     before = [parameter.detach().clone() for parameter in module.parameters()]

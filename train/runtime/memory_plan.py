@@ -131,9 +131,10 @@ def head_work(cfg: DictConfig, head: DraftHead, target: Target, vocabulary: set[
     if cfg.trainer.bf16:  # autocast's copies of the weights
         kept += 2 * sum(p.numel() for p in head.parameters() if p.requires_grad)
     # Gradients of the projections are summed over the chunks, apart from .grad.
-    kept += 4 * sum(p.numel() for module in head.projections for p in module.parameters())
+    learned = [p for module in head.projections for p in module.parameters() if p.requires_grad]
+    kept += 4 * sum(p.numel() for p in learned)
     flops += 2 * compared * target.vocab_size * width
-    flops += (6 if head.projections else 4) * drafts * drafted * width  # 4: with the target's lm_head, which is frozen
+    flops += (6 if learned else 4) * drafts * drafted * width  # 4: rows that do not learn
     return kept, flops
 
 

@@ -75,8 +75,8 @@ def choose(strategy: str, optim: str) -> str:
     if strategy.startswith("zero"):
         if optim == "muon":
             raise ValueError(
-                f"strategy={strategy} cuts matrices into pieces and Muon updates whole ones: set trainer.optim=adamw, or "
-                "strategy=fsdp"
+                f"strategy={strategy} cuts matrices into pieces and Muon updates whole ones: set trainer.optim=adamw "
+                "trainer.learning_rate=6e-4, or strategy=fsdp"
             )
         if importlib.util.find_spec("deepspeed") is None:
             raise ValueError(f"strategy={strategy} needs DeepSpeed: pip install 'foredraft[deepspeed]'")

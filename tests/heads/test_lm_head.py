@@ -1,0 +1,55 @@
+"""Drafts go through the target's own rows: they do not train, files record that, and `lm_head=trained` lets them learn."""
+
+import json
+
+import pytest
+import torch
+
+from foredraft.heads.checkpoint import read_head, save_head
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.vocab import most_frequent
+from foredraft.train.start import init_from
+from tests.support.batches import batch
+from tests.support.head_factory import build_head, criterion
+
+PROJECTING = ["dflash pruned", "eagle3", "eagle3_1", "hydra", "hydra_pp", "p_eagle"]
+SMALL = {"dflash pruned": {"kind": "dflash", "num_hidden_layers": 1}, "p_eagle": {"num_hidden_layers": 2}}
+
+
+def new_head(kind, target, **overrides):
+    return build_head(target=target, **{"kind": kind, "draft_vocab_size": 200} | SMALL.get(kind, {}) | overrides)
+
+
+@pytest.mark.parametrize("kind", PROJECTING)
+def test_rows_of_the_target_do_not_train(fresh, kind, tmp_path):
+    torch.manual_seed(0)
+    head = new_head(kind, fresh)
+    rows = fresh.lm_head_rows[most_frequent(torch.arange(fresh.vocab_size), 200)]
+    head.on_train_begin(fresh)
+    criterion(kind.split()[0], head, fresh)(*batch(20, 12)).loss.backward()
+    assert head.lm_head_is_targets and head.projections
+    for projection in head.projections:
+        assert torch.equal(projection.weight, rows)
+        assert all(parameter.grad is None for parameter in projection.parameters())
+    learned = [name for name, parameter in head.named_parameters() if parameter.grad is not None]
+    assert learned == [name for name, parameter in head.named_parameters() if parameter.requires_grad] != []
+    head.on_train_end()
+    save_head(head, tmp_path, fresh)
+    assert json.loads((tmp_path / "config.json").read_text())["foredraft"]["lm_head"] == "target"
+    continued = init_from(str(tmp_path), head, fresh)
+    assert not any(p.requires_grad for projection in continued.projections for p in projection.parameters())
+
+
+@pytest.mark.parametrize("kind", PROJECTING)
+def test_rows_learn_by_one_word(fresh, kind, tmp_path):
+    head = new_head(kind, fresh, lm_head="trained")
+    criterion(kind.split()[0], head, fresh)(*batch(20, 12)).loss.backward()
+    assert all(projection.weight.grad.any() for projection in head.projections)
+    save_head(head, tmp_path, fresh)
+    assert not read_head(tmp_path, fresh).lm_head_is_targets
+    assert all(parameter.requires_grad for parameter in init_from(str(tmp_path), head, fresh).parameters())
+
+
+def test_another_word_is_refused(fresh):
+    with pytest.raises(ValueError, match=r"head\.lm_head=own is not one of target, trained"):
+        Eagle3Head.for_target(fresh, lm_head="own")

@@ -1,0 +1,84 @@
+"""Find out why a head's acceptance is low: compare its first guesses with the target's tokens on different text.
+
+training rows < 0.9 of held-out rows?   more text: the head knows its training text by heart
+held-out rows < the prompts' answers?   other text: the head was trained on another domain
+outside the vocabulary, rare            what a larger draft vocabulary, or a frozen lm_head, could gain
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor
+
+from foredraft.heads.base import DraftHead, PackedBatch
+from foredraft.heads.target_model import Target
+from foredraft.inference import generate
+from foredraft.train import held_out
+from foredraft.train.data.corpus import Corpus, count_tokens
+from foredraft.train.data.documents import Document, Documents
+from foredraft.train.data.packing import collate
+from foredraft.train.losses import kl_div
+from foredraft.train.module import DistillationModel
+
+RARE = 6  # occurrences in the training text below which a token is rare
+
+
+class Line(NamedTuple):
+    text: str
+    tokens: int  # that the first drafts name
+    agreement: list[float]  # per depth: how often the first guess is the target's token
+    outside: float  # share of the target's tokens that the draft vocabulary lacks
+    rare: float  # share that occurs fewer than RARE times in the training text
+
+
+def audit(head: DraftHead, target: Target, data: Corpus, prompts: Sequence[list[int]], length: int) -> Iterator[Line]:
+    """Yield a line for training rows, held-out rows of `data`, and the target's greedy answers to `prompts`, of about 16,000
+    tokens each. length: of the packed rows."""
+    counts = count_tokens(data.train, target.vocab_size)
+    texts = {
+        "training rows": data.train,
+        "held-out rows": held_out.documents(target.text_tokenizer, data),
+        "answers to the prompts": Documents.of([answer(target, prompt, length) for prompt in prompts]),
+    }
+    model = DistillationModel(head, target, kl_div)
+    for name, documents in texts.items():
+        yield line(name, model, held_out.rows(documents, length, 0, target.context), counts)
+
+
+def answer(target: Target, prompt: list[int], length: int) -> Document:
+    """Return a prompt and the target's greedy answer, which alone counts."""
+    new = generate(target, None, torch.tensor([prompt], device=target.device), max_new_tokens=length // 2).new_tokens[0]
+    return Document([*prompt, *new], [False] * len(prompt) + [True] * len(new))
+
+
+@torch.no_grad()
+def line(name: str, model: DistillationModel, rows: list[dict[str, Any]], counts: Tensor) -> Line:
+    head, target = model.head, model.target
+    hits, named = torch.zeros(head.depth), torch.zeros(head.depth)
+    seen: list[Tensor] = []
+    for row in rows:
+        text = PackedBatch(**send_to_device(collate([row]), target.device))
+        for depth, guesses, best in model.guesses(text, *model.forward_target(text), ranks=1):
+            hits[depth - 1] += (guesses[:, 0] == best).sum().cpu()
+            named[depth - 1] += len(best)
+            if depth == 1:
+                seen.append(best.cpu())
+    tokens, ids = torch.cat(seen), head.draft_ids
+    outside = 0.0 if ids is None else (~torch.isin(tokens, ids.cpu())).float().mean().item()
+    rare = (counts[tokens] < RARE).float().mean().item()
+    return Line(name, len(tokens), (hits / named.clamp(min=1)).tolist(), outside, rare)
+
+
+def table(lines: Sequence[Line]) -> str:
+    """Return the lines as a table."""
+    heading = f"{'first guesses that are right':28}{'by depth':34}{'outside':>9}{'rare':>7}{'tokens':>9}"
+    shares = [" ".join(f"{share:.2f}" for share in one.agreement[:6]) for one in lines]
+    return "\n".join(
+        [heading]
+        + [
+            f"{one.text:28}{share:34}{one.outside:9.1%}{one.rare:7.1%}{one.tokens:9,}"
+            for one, share in zip(lines, shares, strict=True)
+        ]
+    )
