@@ -16,12 +16,13 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from foredraft.cli import entry
-from foredraft.heads import Target
+from foredraft.heads import Target, load_head
 from foredraft.inference import generate, load_drafter
 from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
 from foredraft.inference.evaluation.report import Report, terminal, write_report
 from foredraft.inference.evaluation.results import measure, samples
+from foredraft.train.audit import audit, table
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.prompt_sets import Prompt
@@ -47,6 +48,7 @@ def main(cfg: DictConfig) -> None:
 def evaluate(cfg: DictConfig, output: Path) -> None:
     if not isinstance(cfg.drafter, ListConfig):
         cfg.drafter = [cfg.drafter]
+    audited = heads_of(cfg) if cfg.audit else []
     check_same_run(output / "settings.json", cfg)
     target: Target = instantiate(cfg.target)
     prompts = read_prompts(cfg, target, output / "prompts.json")
@@ -61,13 +63,26 @@ def evaluate(cfg: DictConfig, output: Path) -> None:
     page = Report(f"Drafters for {target.name}", results.metadata, results, list(samples(benchmark)))
     write_report(output, page)
     print(f"\n{terminal(results)}\n\nreport: {output / 'report.html'}")
+    for path in audited:
+        head, asked = load_head(path, target, torch.float32), [prompt.tokens for prompt in prompts]
+        found = audit(head, target, load_corpus(cfg.data, target), asked, cfg.max_new_tokens)
+        print(f"\n{path}\n{table(list(found))}")
+
+
+def heads_of(cfg: DictConfig) -> list[str]:
+    """Return the directories or repositories of the heads among the drafters. Raises ValueError if there are none."""
+    given = [options if isinstance(options, str) else str(options.get("path", "")) for options in cfg.drafter]
+    paths = [path for path in (spec.partition("+")[0] for spec in given) if "/" in path and ":" not in path]
+    if not paths:
+        raise ValueError(f"audit=true is for trained heads, and drafter={given} names none: give a head's directory")
+    return paths
 
 
 def check_same_run(file: Path, cfg: DictConfig) -> None:
     """Save the settings. Raises ValueError if the directory contains a run with other settings; repeats may differ."""
     settings = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(settings, dict)
-    for name in ("repeats", "temperature", "rivals", "output_dir"):
+    for name in ("repeats", "temperature", "rivals", "audit", "output_dir"):
         del settings[name]
     if file.exists() and json.loads(file.read_text()) != settings:
         raise ValueError(

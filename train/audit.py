@@ -23,6 +23,7 @@ from foredraft.train.losses import kl_div
 from foredraft.train.module import DistillationModel
 
 RARE = 6  # occurrences in the training text below which a token is rare
+LENGTH = 512  # of the packed rows
 
 
 class Line(NamedTuple):
@@ -33,23 +34,26 @@ class Line(NamedTuple):
     rare: float  # share that occurs fewer than RARE times in the training text
 
 
-def audit(head: DraftHead, target: Target, data: Corpus, prompts: Sequence[list[int]], length: int) -> Iterator[Line]:
-    """Yield a line for training rows, held-out rows of `data`, and the target's greedy answers to `prompts`, of about 16,000
-    tokens each. length: of the packed rows."""
+def audit(
+    head: DraftHead, target: Target, data: Corpus, prompts: Sequence[list[int]], max_new_tokens: int
+) -> Iterator[Line]:
+    """Yield a line for training rows and held-out rows of `data`, and one for the target's greedy answers to `prompts`, each
+    of at most about 16,000 tokens. head: in float32."""
     counts = count_tokens(data.train, target.vocab_size)
     texts = {
         "training rows": data.train,
         "held-out rows": held_out.documents(target.text_tokenizer, data),
-        "answers to the prompts": Documents.of([answer(target, prompt, length) for prompt in prompts]),
+        "answers to the prompts": Documents.of([answer(target, prompt, max_new_tokens) for prompt in prompts]),
     }
     model = DistillationModel(head, target, kl_div)
     for name, documents in texts.items():
-        yield line(name, model, held_out.rows(documents, length, 0, target.context), counts)
+        yield line(name, model, held_out.rows(documents, LENGTH, 0, target.context), counts)
 
 
-def answer(target: Target, prompt: list[int], length: int) -> Document:
-    """Return a prompt and the target's greedy answer, which alone counts."""
-    new = generate(target, None, torch.tensor([prompt], device=target.device), max_new_tokens=length // 2).new_tokens[0]
+def answer(target: Target, prompt: list[int], max_new_tokens: int) -> Document:
+    """Return a prompt and the target's greedy answer. Only the answer counts."""
+    input_ids = torch.tensor([prompt], device=target.device)
+    new = generate(target, None, input_ids, max_new_tokens=max_new_tokens).new_tokens[0]
     return Document([*prompt, *new], [False] * len(prompt) + [True] * len(new))
 
 
@@ -73,12 +77,8 @@ def line(name: str, model: DistillationModel, rows: list[dict[str, Any]], counts
 
 def table(lines: Sequence[Line]) -> str:
     """Return the lines as a table."""
-    heading = f"{'first guesses that are right':28}{'by depth':34}{'outside':>9}{'rare':>7}{'tokens':>9}"
-    shares = [" ".join(f"{share:.2f}" for share in one.agreement[:6]) for one in lines]
-    return "\n".join(
-        [heading]
-        + [
-            f"{one.text:28}{share:34}{one.outside:9.1%}{one.rare:7.1%}{one.tokens:9,}"
-            for one, share in zip(lines, shares, strict=True)
-        ]
-    )
+    rows = [f"{'right first guesses':24}{'by depth':30}{'outside':>9}{'rare':>7}{'tokens':>8}"]
+    for one in lines:
+        shares = " ".join(f"{share:.2f}" for share in one.agreement[:6])
+        rows.append(f"{one.text:24}{shares:30}{one.outside:9.1%}{one.rare:7.1%}{one.tokens:8,}")
+    return "\n".join(rows)
