@@ -6,6 +6,7 @@ Ctrl-C stops an answer and not the chat. /new forgets the conversation, /quit or
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from hydra.utils import instantiate
 from jinja2 import TemplateError
@@ -30,10 +31,9 @@ def main(cfg: DictConfig) -> None:
     drafter = instantiate(cfg.drafter, target=target)
     params = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
     marks = Marks(Console(highlight=False), cfg.color)
-    chat = Chat(target, drafter, params, cfg.max_new_tokens, cfg.seed, marks)
-    marks.explain()
     opening = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
-    chat.messages += opening
+    chat = Chat(target, drafter, params, cfg.max_new_tokens, cfg.seed, marks, [*opening])
+    marks.explain()
     ask = reader(cfg.history)
     while True:
         try:
@@ -77,9 +77,8 @@ class Marks:
             return
         color = "" if self.console.no_color else "green and "
         self.write(f"{color}underlined" if self.has_styles else "in brackets", True)
-        self.write(
-            ": a draft that the target accepted. Everything else the target wrote itself, one token per forward.\n"
-        )
+        rest = "Everything else the target wrote itself, one token per forward."
+        self.write(f": a draft that the target accepted. {rest}\n")
 
     def write(self, text: str, drafted: bool = False) -> None:
         marked = self.wanted and drafted
@@ -98,22 +97,17 @@ class Marks:
             self.console.print()
 
 
+@dataclass
 class Chat:
     """Hold a conversation and answer its questions."""
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter,
-        params: SamplingParams,
-        max_new_tokens: int,
-        seed: int,
-        marks: Marks,
-    ):
-        """Start an empty conversation. seed: of answer 0; answer n has seed + n."""
-        self.target, self.drafter, self.params, self.max_new_tokens = target, drafter, params, max_new_tokens
-        self.seed, self.marks, self.console = seed, marks, marks.console
-        self.messages: list[dict[str, str]] = []
+    target: Target
+    drafter: Drafter
+    params: SamplingParams
+    max_new_tokens: int
+    seed: int  # of the next answer
+    marks: Marks
+    messages: list[dict[str, str]] = field(default_factory=list)
 
     def answer(self, question: str) -> None:
         """Stream the answer and its cost. After Ctrl-C the tokens up to then stay in the conversation."""
@@ -124,7 +118,7 @@ class Chat:
             request = self.request(asked)
             engine.add(request)
         except ValueError as error:
-            self.console.print(f"{error}; /new starts over", style="red")
+            self.marks.console.print(f"{error}; /new starts over", style="red")
             return
         writer = AnswerWriter(self.target, request.prompt, self.marks)
         try:
@@ -135,7 +129,7 @@ class Chat:
                     writer.push(output)
             engine.close()
         except KeyboardInterrupt:
-            self.console.print(" (stopped)", style="dim", end="")
+            self.marks.console.print(" (stopped)", style="dim", end="")
         self.messages = [*asked, {"role": "assistant", "content": writer.end()}]
         self.seed += 1
 
@@ -181,9 +175,8 @@ class AnswerWriter:
         seconds = max(time.perf_counter() - self.started, 1e-9)
         speed = f"{self.tokens} tokens, {self.gained / seconds:.1f} tokens/s"
         if self.forwards:
-            speed += (
-                f", acceptance length {self.gained / self.forwards:.2f} ({self.accepted} tokens were accepted drafts)"
-            )
+            length = self.gained / self.forwards
+            speed += f", acceptance length {length:.2f} ({self.accepted} tokens were accepted drafts)"
         self.marks.console.print(speed, style="dim")
         return self.text
 

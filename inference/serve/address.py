@@ -17,9 +17,8 @@ def check_exposed(host: str, api_key: str | None, insecure: bool) -> None:
     if api_key == "":
         raise ValueError("FOREDRAFT_API_KEY is empty: set a key, or unset it to serve this machine without one")
     if api_key is None and not insecure and not is_loopback(host):
-        raise ValueError(
-            f"host={host} can be reached by other machines: set FOREDRAFT_API_KEY, or set insecure=true to serve everyone"
-        )
+        remedy = "set FOREDRAFT_API_KEY, or set insecure=true to serve everyone"
+        raise ValueError(f"host={host} can be reached by other machines: {remedy}")
 
 
 def check_address(host: str, port: int) -> None:
@@ -28,6 +27,5 @@ def check_address(host: str, port: int) -> None:
     try:
         socket.create_server((host, port), family=family).close()
     except (OSError, OverflowError) as error:
-        raise ValueError(
-            f"the server cannot listen on host={host} port={port}: {error}; port=0 uses a free port"
-        ) from None
+        place = f"host={host} port={port}"
+        raise ValueError(f"the server cannot listen on {place}: {error}; port=0 uses a free port") from None

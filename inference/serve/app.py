@@ -19,13 +19,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
 from foredraft.inference.serve.accepted_log import AcceptedLog
+from foredraft.inference.serve.errors import ApiError
 from foredraft.inference.serve.followed_head import FollowedHead
-from foredraft.inference.serve.limits import Gate, Refused, error_response
+from foredraft.inference.serve.limits import Gate
 from foredraft.inference.serve.openai.protocol import ChatRequest, CompletionRequest
 from foredraft.inference.serve.openai.responses import ResponsesAnswer
 from foredraft.inference.serve.openai.responses_protocol import ResponsesRequest
 from foredraft.inference.serve.service import INTERNAL_ERROR, Service
-from foredraft.inference.serve.worker import Failed, QueueFull, Worker
+from foredraft.inference.serve.worker import Worker
 
 PAGE = Path(__file__).with_name("page.html")
 # Forbid content of other hosts, and embedding in other pages. Inline code is the page's.
@@ -33,7 +34,6 @@ PAGE_POLICY = (
     "default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-RETRY_AFTER = "1"  # seconds
 
 
 def create_app(
@@ -62,16 +62,17 @@ def create_app(
 
     app = FastAPI(title="foredraft", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.worker = worker
-
-    paths = set[str]()
+    add_answer_routes(app, service)
+    add_status_routes(app, service)
+    add_error_handlers(app)
+    paths = {route.path for route in app.routes if isinstance(route, Route)}
 
     def seen(path: str, status: int) -> None:
         service.metrics.requests.labels(path if path in paths else "other", status).inc()
 
-    protect(app, cors, api_key=api_key, max_body=max_body, seen=seen, local_only=local_only)
-    add_answer_routes(app, service)
-    add_status_routes(app, service)
-    paths |= {route.path for route in app.routes if isinstance(route, Route)}
+    app.add_middleware(Gate, api_key=api_key, max_body=max_body, seen=seen, local_only=local_only)
+    if cors:  # outermost: a preflight has no key
+        app.add_middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -113,42 +114,26 @@ def add_status_routes(app: FastAPI, service: Service) -> None:
         return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"content-security-policy": PAGE_POLICY})
 
 
-def protect(app: FastAPI, cors: Sequence[str], **gate: Any) -> None:
-    """Add the layers around the routes. gate: arguments of `Gate`."""
-    app.add_middleware(Gate, **gate)
-    if cors:  # outermost: a preflight has no key
-        app.add_middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])
-    add_error_handlers(app)
-
-
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(raw_request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         param = ".".join(str(part) for part in first["loc"][1:]) or None
-        message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
-            return error_response(
-                f"Unknown parameter: {param!r}: remove it", 400, param=param, code="unknown_parameter"
-            )
-        return error_response(f"{param}: {message}" if param else message, 400, param=param)
+            message, code = f"Unknown parameter: {param!r}: remove it", "unknown_parameter"
+            return ApiError(400, message, param, code).response()
+        message = first["msg"].removeprefix("Value error, ")
+        return ApiError(400, f"{param}: {message}" if param else message, param).response()
 
     @app.exception_handler(HTTPException)
     async def refused(raw_request: Request, error: HTTPException) -> Response:
-        facts = {"param": error.param, "code": error.code} if isinstance(error, Refused) else {}
-        return error_response(str(error.detail), error.status_code, dict(error.headers or {}), **facts)
-
-    @app.exception_handler(QueueFull)
-    async def full(raw_request: Request, error: QueueFull) -> Response:
-        return error_response("too many requests are waiting: try again later", 429, {"retry-after": RETRY_AFTER})
-
-    @app.exception_handler(Failed)
-    async def failed(raw_request: Request, error: Failed) -> Response:
-        return error_response(str(error), error.status)
+        if not isinstance(error, ApiError):  # such as an unknown path
+            error = ApiError(error.status_code, error.detail, headers=dict(error.headers or {}))
+        return error.response()
 
     @app.exception_handler(Exception)
     async def bug(raw_request: Request, error: Exception) -> Response:
-        return error_response(INTERNAL_ERROR, 500)
+        return ApiError(500, INTERNAL_ERROR).response()
 
 
 class JsonLines(logging.Formatter):

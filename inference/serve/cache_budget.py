@@ -18,10 +18,7 @@ log = logging.getLogger("foredraft.serve")
 
 FREE_SHARE = 0.9  # of a GPU's free memory: the rest is for forwards
 RAM_SHARE = 0.5  # of a computer's memory: the rest is for weights, forwards and other programs
-SLOTS, TOKENS = (
-    4,
-    8192,
-)  # slots that are kept if they have room for this many tokens each, shorter than the longest text
+SLOTS, TOKENS = 4, 8192  # slots that are kept if each has room for this many tokens, even if the longest text has more
 # Copies of a text's recurrent states: its slot's, those before and after a forward, and those rolled back to.
 STATES = 4
 
@@ -47,9 +44,8 @@ def slot_limits(
     longest = None if target.context is None else target.context + trees
     if not target.capabilities.batched:
         if cache_gib is not None:
-            raise ValueError(
-                f"cache_gib: {target.name} keeps a separate cache per text, which cannot be limited: use max_num_seqs instead"
-            )
+            reason = f"{target.name} keeps a separate cache per text, which cannot be limited"
+            raise ValueError(f"cache_gib: {reason}: use max_num_seqs instead")
         return SlotLimits(max_num_seqs, longest)
     size = memory_for_caches(target) if cache_gib is None else cache_gib * 2**30
     parts = [slot_bytes(target, drafter) for drafter in drafters]
@@ -79,9 +75,8 @@ def slot_limits(
     entries = entries if longest is None else min(entries, longest)
     if count < max_num_seqs:
         log.warning(
-            "the caches have room for %d texts of %d tokens at a time, not for max_num_seqs=%d: set a smaller "
-            "target.context, or a larger cache_gib",
-            *(count, entries - trees, max_num_seqs),
+            f"the caches have room for {count} texts of {entries - trees} tokens at a time, not for "
+            f"max_num_seqs={max_num_seqs}: set a smaller target.context, or a larger cache_gib"
         )
     return SlotLimits(count, entries)
 

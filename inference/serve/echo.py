@@ -47,12 +47,9 @@ class Echo(NamedTuple):
         scored: Sequence[Scored],
         skip_special_tokens: bool = True,
     ) -> "Echo":
-        detokenizer = Detokenizer(tokenizer, skip_special_tokens, prompt=())
-        if not scored:
-            text = detokenizer.decode(tokens)
-            return cls(text[: len(text) - len(Detokenizer(tokenizer, skip_special_tokens, tokens).pending())], [])
-        text, places = "", []
-        for token, score in zip(tokens, scored, strict=False):
-            places.append(TokenLogprob(token, *score, len(text), not detokenizer.tokens))
+        detokenizer, text, places = Detokenizer(tokenizer, skip_special_tokens, prompt=()), "", []
+        for number, token in enumerate(tokens):
+            if scored:
+                places.append(TokenLogprob(token, *scored[number], len(text), not detokenizer.tokens))
             text += detokenizer.push(token)
         return cls(text, places)

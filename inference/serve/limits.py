@@ -1,5 +1,4 @@
-"""Checks of every request before it is handled: API key, Host, and the type, size and duration of its body. Also errors in
-OpenAI's format.
+"""Checks of every request before it is handled: API key, Host, and the type, size and duration of its body.
 
 The key protects /v1/, as in vLLM. Other paths need none, on any host: / (the page), /health, /openapi.json and /metrics. They
 name models, tenants and heads and count requests, but never contain text.
@@ -7,40 +6,17 @@ name models, tenants and heads and count requests, but never contain text.
 
 import asyncio
 import hmac
-import json
 import re
 from collections.abc import Callable
-from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foredraft.inference.serve.address import is_loopback
+from foredraft.inference.serve.errors import ApiError
 
 MAX_HEADERS = 2**14  # bytes
 BODY_SECONDS = 120  # timeout for a whole body
-TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
-
-
-class Refused(HTTPException):
-    """Refuse a request with one of the error codes of OpenAI's API, which clients recognize."""
-
-    def __init__(self, status: int, message: str, param: str, code: str):
-        super().__init__(status, message)
-        self.param, self.code = param, code
-
-
-def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def error_response(message: str, status: int, headers: dict[str, str] | None = None, **facts: Any) -> Response:
-    # ASCII, because a message may quote half of a surrogate pair, which UTF-8 cannot encode.
-    body = json.dumps(error_body(message, status, **facts))
-    return Response(body, status, headers, media_type="application/json")
 
 
 class Gate:
@@ -65,10 +41,10 @@ class Gate:
                 async with asyncio.timeout_at(None if whole else ends):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"the body did not arrive within {BODY_SECONDS} seconds") from None
+                raise ApiError(408, f"the body did not arrive within {BODY_SECONDS} seconds") from None
             received, whole = received + len(message.get("body", b"")), not message.get("more_body", False)
             if received > self.max_body:
-                raise HTTPException(413, self.too_large)
+                raise self.too_large
             return message
 
         async def noted(message: Message) -> None:
@@ -77,32 +53,29 @@ class Gate:
             await send(message)
 
         refused = self.refusal(scope["method"], scope["path"], Headers(scope=scope))
-        await (refused or self.app)(scope, counted, noted)
+        await (refused.response() if refused else self.app)(scope, counted, noted)
 
     @property
-    def too_large(self) -> str:
-        return f"the body is larger than the limit of {self.max_body} bytes"
+    def too_large(self) -> ApiError:
+        message = f"the body is larger than the limit of {self.max_body} bytes"
+        return ApiError(413, message, headers={"connection": "close"})
 
-    def refusal(self, method: str, path: str, headers: Headers) -> Response | None:
+    def refusal(self, method: str, path: str, headers: Headers) -> ApiError | None:
         """Return the error of a request, before its body is read; None if it passes."""
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
-            return error_response(f"the headers are larger than {MAX_HEADERS} bytes", 431, {"connection": "close"})
+            return ApiError(431, f"the headers are larger than {MAX_HEADERS} bytes", headers={"connection": "close"})
         host = headers.get("host", "")
         if self.local_only and not is_loopback(re.sub(r":\d+$", "", host)):
-            return error_response(
-                f"Host {host[:100]!r} is not this machine: set FOREDRAFT_API_KEY, or start the server with insecure=true",
-                403,
-            )
+            remedy = "set FOREDRAFT_API_KEY, or start the server with insecure=true"
+            return ApiError(403, f"Host {host[:100]!r} is not this machine: {remedy}")
         if path.startswith("/v1/") and self.api_key is not None:
             given = headers.get("authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(), self.api_key.encode()):
                 wanted = {"www-authenticate": "Bearer"}
-                return error_response("the API key is missing or invalid", 401, wanted, code="invalid_api_key")
+                return ApiError(401, "the API key is missing or invalid", code="invalid_api_key", headers=wanted)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
             # Pages of other sites may send any other type, or none, without permission from the browser (CORS).
-            return error_response(f"Content-Type {kind!r} is not supported: send application/json", 415)
+            return ApiError(415, f"Content-Type {kind!r} is not supported: send application/json")
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self.max_body:
-            return error_response(self.too_large, 413, {"connection": "close"})
-        return None
+        return self.too_large if length.isdecimal() and int(length[:20]) > self.max_body else None

@@ -26,24 +26,19 @@ class Metrics:
         self.emitted = Counter("emitted_tokens", emitted, ["head"], **shared)
         self.first = Histogram("first_token_seconds", "Time to the first token", buckets=SECONDS, **shared)
         self.seconds = Histogram("request_seconds", "Time to the end of the answer", buckets=SECONDS, **shared)
-        engines = worker.engines
-        gauges: dict[str, tuple[str, Callable[[], float]]] = {
-            "open_requests": ("Texts that are decoded or waiting", lambda: worker.open),
-            "waiting_requests": ("Texts that are waiting", lambda: sum(len(engine.waiting) for engine in engines)),
-            "running_requests": (
-                "Texts that are decoded",
-                lambda: sum(len(engine.slots.unfinished()) for engine in engines),
-            ),
-            "prefix_cache_hit_rate": (
-                "Share of prompt tokens that were in the cache",
-                lambda: (
-                    sum(engine.slots.hits for engine in engines)
-                    / max(1, sum(engine.slots.looked_up for engine in engines))
-                ),
-            ),
-        }
-        for name, (meaning, value) in gauges.items():
+        slots = [engine.slots for engine in worker.engines]
+
+        def gauge(name: str, meaning: str, value: Callable[[], float]) -> None:
             Gauge(name, meaning, **shared).set_function(value)
+
+        def hit_rate() -> float:
+            return sum(one.hits for one in slots) / max(1, sum(one.looked_up for one in slots))
+
+        gauge("open_requests", "Texts that are decoded or waiting", lambda: worker.open)
+        waiting = "Texts that are waiting"
+        gauge("waiting_requests", waiting, lambda: sum(len(engine.waiting) for engine in worker.engines))
+        gauge("running_requests", "Texts that are decoded", lambda: sum(len(one.unfinished()) for one in slots))
+        gauge("prefix_cache_hit_rate", "Share of prompt tokens that were in the cache", hit_rate)
 
     def observe(self, answer: Answer, seconds: float) -> None:
         self.prompt_tokens.inc(answer.prompt_tokens)
@@ -54,7 +49,7 @@ class Metrics:
             self.emitted.labels(head).inc(choice.emitted)
         self.seconds.observe(seconds)
         if answer.failure is not None:
-            self.failures.labels(answer.failure.status).inc()
+            self.failures.labels(answer.failure.status_code).inc()
         if answer.first_token is not None:
             self.first.observe(answer.first_token)
 

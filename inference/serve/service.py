@@ -11,20 +11,19 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from foredraft import inference as decoding
 from foredraft.inference.grammar import Grammar, Grammars
 from foredraft.inference.serve.accepted_log import AcceptedLog
 from foredraft.inference.serve.echo import Echo, Scored, score
-from foredraft.inference.serve.limits import Refused
+from foredraft.inference.serve.errors import ApiError, context_exceeded
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.openai import tools
 from foredraft.inference.serve.openai.completion import Answer
 from foredraft.inference.serve.openai.prompts import PromptEncoder
 from foredraft.inference.serve.openai.protocol import ChatRequest, CommonRequest, CompletionRequest
-from foredraft.inference.serve.worker import TIMED_OUT, Failed, Worker
+from foredraft.inference.serve.worker import Worker
 
 log = logging.getLogger("foredraft.serve")
 DEFAULT_MAX_TOKENS = 2**16  # limit of an answer if neither request, config nor the target's context sets one
@@ -44,11 +43,11 @@ class EventStream(StreamingResponse):
         try:
             async for event in with_pings(answer.events()):
                 yield event
-        except Failed as failed:
-            yield answer.error_event(failed)
+        except ApiError as error:
+            yield answer.error_event(error)
         except Exception:
             log.exception("a stream failed")
-            answer.failure = Failed(INTERNAL_ERROR)
+            answer.failure = ApiError(500, INTERNAL_ERROR)
             yield answer.error_event(answer.failure)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -84,11 +83,10 @@ class Service:
         return {**facts, "max_model_len": self.worker.context(tenant=self.tenant(name))}
 
     def tenant(self, name: str | None) -> int:
-        """Return the tenant's number. Raises Refused for an unknown model."""
+        """Return the tenant's number. Raises ApiError for an unknown model."""
         if name is not None and name not in self.names:
-            served = ", ".join(map(repr, self.names))
-            message = f"The model {name!r} does not exist; served here: {served}"
-            raise Refused(404, message, "model", "model_not_found")
+            message = f"The model {name!r} does not exist; served here: {', '.join(map(repr, self.names))}"
+            raise ApiError(404, message, "model", "model_not_found")
         return 0 if name is None else self.names.index(name)
 
     async def answer(
@@ -114,48 +112,33 @@ class Service:
         """Submit the texts of a request. They are counted before they are encoded, which bounds the number of waiting
         requests. Their timeout starts here."""
         encode: Any = self.encoder.chat if isinstance(request, ChatRequest) else self.encoder.completion
-        loop, deadline = asyncio.get_running_loop(), time.monotonic() + self.worker.timeout
+        run, deadline = asyncio.get_running_loop().run_in_executor, time.monotonic() + self.worker.timeout
         try:
             with self.worker.reserved(request.num_texts):
                 async with asyncio.timeout(self.worker.timeout):
-                    prompts = await loop.run_in_executor(self.encoding, encode, request)
-                    grammar = None
-                    if request.has_grammar:
-                        grammar = await loop.run_in_executor(self.compiling, self.grammar, request)
+                    prompts = await run(self.encoding, encode, request)
+                    grammar = await run(self.compiling, self.grammar, request) if request.has_grammar else None
                     requests = self.requests(request, prompts, grammar, tenant)
-                    echoes = await self.echoes(request, prompts)
+                    wanted = isinstance(request, CompletionRequest) and request.echo
+                    echoes = [await self.echo(request, prompt) for prompt in prompts] if wanted else []
                 jobs = self.worker.submit(requests, request.speculative, tenant, deadline)
         except ValueError as error:
-            raise HTTPException(400, str(error)) from None
+            raise ApiError(400, str(error)) from None
         except TimeoutError:
-            raise Failed(TIMED_OUT.format(self.worker.timeout), 504) from None
+            raise self.worker.timed_out from None
         return form(self.worker, jobs, request, self.names[tenant], echoes)
 
-    async def echoes(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> list[Echo]:
-        """Return the prompts that precede their texts, with log-probabilities if requested."""
-        if isinstance(request, ChatRequest) or not request.echo:
-            return []
-        loop, found = asyncio.get_running_loop(), []
-        for prompt in prompts:
-            scored = [] if request.logprobs is None else await self.score(prompt, request.logprobs)
-            given = self.target.text_tokenizer, prompt, scored, request.skip_special_tokens
-            found.append(await loop.run_in_executor(self.encoding, Echo.of, *given))
-        return found
-
-    async def score(self, prompt: list[int], top: int) -> list[Scored]:
-        """Return the log-probabilities of a prompt's tokens. Chunks are computed between steps, of one prompt at a time."""
-        found = list[Scored]()
-        async with self.scoring:
-            chunks = score(self.target, prompt, top)
-            try:
+    async def echo(self, request: CommonRequest, prompt: list[int]) -> Echo:
+        """Return a prompt that precedes its texts, with log-probabilities if requested. These are computed in chunks between
+        steps, of one prompt at a time."""
+        scored = list[Scored]()
+        if request.top_tokens is not None:
+            async with self.scoring:
+                chunks = score(self.target, prompt, request.top_tokens)
                 while (chunk := await asyncio.wrap_future(self.worker.call(partial(next, chunks, None)))) is not None:
-                    found += chunk
-            except Failed:
-                raise
-            except Exception as error:
-                log.warning("scoring a prompt failed", exc_info=error)
-                raise Failed("scoring this prompt failed; see the server's log") from None
-        return found
+                    scored += chunk
+        args = self.target.text_tokenizer, prompt, scored, request.skip_special_tokens
+        return await asyncio.get_running_loop().run_in_executor(self.encoding, Echo.of, *args)
 
     def grammar(self, request: CommonRequest) -> Grammar | None:
         self.grammars = self.grammars or Grammars(self.target)
@@ -180,19 +163,15 @@ class Service:
         ]
 
     def max_new_tokens(self, request: CommonRequest, prompt: int, tenant: int) -> int:
-        """Return the maximum length of an answer to a prompt of this length. Raises Refused with OpenAI's message."""
+        """Return the maximum length of an answer to a prompt of this length. Raises ApiError if it exceeds the context."""
         context, most = self.worker.context(request.speculative, tenant), request.budget
-        wanted = 1 if most is None else most
         if context is None:
             return (self.max_tokens or DEFAULT_MAX_TOKENS) if most is None else most
+        wanted = 1 if most is None else most
         if prompt + wanted > context:
             where = "messages" if isinstance(request, ChatRequest) else "prompt"
-            message = (
-                f"This model's maximum context length is {context} tokens. However, you requested {prompt + wanted} "
-                f"tokens ({prompt} in the {where}, {wanted} in the completion). Please reduce the length of the {where} "
-                "or completion."
-            )
-            raise Refused(400, message, where, "context_length_exceeded")
+            requested = f"{prompt + wanted} tokens ({prompt} in the {where}, {wanted} in the completion)"
+            raise context_exceeded(context, requested, f"{where} or completion", where)
         return min(context - prompt, self.max_tokens or context) if most is None else most
 
     def finish(self, answer: Answer, path: str, tenant: int) -> None:

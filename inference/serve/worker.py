@@ -26,36 +26,25 @@ from foredraft.inference.drafters import Drafter
 from foredraft.inference.engine import Engine, RequestOutput
 from foredraft.inference.request import Request
 from foredraft.inference.serve.cache_budget import slot_limits
+from foredraft.inference.serve.errors import ApiError
 
 log = logging.getLogger("foredraft.serve")
 
 
 GOOD_STEPS, MAX_GOOD_STEPS = 16, 1024  # successful steps before the batch may grow again, see `BatchLimit`
-TIMED_OUT = "the request took longer than {:g} seconds"
+RETRY_LATER = {"retry-after": "1"}  # seconds
 ENGINE_DEAD = "the engine stopped after an error, and this server ends: try again later"
-
-
-class QueueFull(Exception):
-    """Report that too many requests are waiting."""
-
-
-class Failed(Exception):
-    """Report that a request ended without an answer."""
-
-    def __init__(self, message: str, status: int = 500):
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(eq=False)
 class Job:
     """Hold a request and the queue of its outputs, which all jobs of one client's request share. The last output has a
-    finish reason, or is a Failed."""
+    finish reason, or is an error."""
 
     request: Request
     deadline: float  # time.monotonic()
     loop: asyncio.AbstractEventLoop
-    outputs: "asyncio.Queue[tuple[Job, RequestOutput | Failed]]"
+    outputs: "asyncio.Queue[tuple[Job, RequestOutput | ApiError]]"
     engine: Engine
     delivered: int = 0  # number of sent tokens
 
@@ -143,15 +132,14 @@ class Worker(threading.Thread):
     @contextmanager
     def reserved(self, count: int) -> Iterator[None]:
         """Register `count` texts, all or none, before their prompts are encoded. Within the block, `submit` must follow; an
-        exception releases them. Raises QueueFull, Failed if the engine has stopped, or ValueError for more texts than could
-        ever be accepted."""
+        exception releases them. Raises ApiError if too many are waiting or the engine has stopped, or ValueError for more
+        texts than could ever be accepted."""
         if count > self.max_open:
             raise ValueError(f"{count} texts exceed the limit of {self.max_open} texts at a time: send fewer")
         with self.lock:
-            if self.dead:
-                raise Failed(ENGINE_DEAD, 503)
+            self.check_alive()
             if self.open + count > self.max_open:
-                raise QueueFull
+                raise ApiError(429, "too many requests are waiting: try again later", headers=RETRY_LATER)
             self.open += count
         try:
             yield
@@ -164,19 +152,15 @@ class Worker(threading.Thread):
         self, requests: list[Request], speculative: bool = True, tenant: int = 0, deadline: float | None = None
     ) -> list[Job]:
         """Submit reserved texts, all or none. tenant: number of the engine. deadline: on time.monotonic(); None is `timeout`
-        seconds from now. Raises ValueError for requests that could never be decoded, and Failed like `reserve`."""
+        seconds from now. Raises ValueError for requests that could never be decoded, ApiError if the engine has stopped."""
         engine = self.engines[tenant if speculative else -1]
         for request in requests:
             engine.check(request)  # thread-safe, because it changes nothing
         loop = asyncio.get_running_loop()
         deadline = time.monotonic() + self.timeout if deadline is None else deadline
-        outputs: asyncio.Queue[tuple[Job, RequestOutput | Failed]] = asyncio.Queue()
+        outputs: asyncio.Queue[tuple[Job, RequestOutput | ApiError]] = asyncio.Queue()
         jobs = [Job(request, deadline, loop, outputs, engine) for request in requests]
-        with self.lock:  # jobs that are in the inbox before `die` empties it fail there
-            if self.dead:
-                raise Failed(ENGINE_DEAD, 503)
-            for job in jobs:
-                self.inbox.put(partial(self.add, job))
+        self.put(*(partial(self.add, job) for job in jobs))
         return jobs
 
     def context(self, speculative: bool = True, tenant: int = 0) -> int | None:
@@ -185,17 +169,38 @@ class Worker(threading.Thread):
         engine = self.engines[tenant if speculative else -1]
         return min((most for most in (self.target.context, engine.max_text_tokens()) if most is not None), default=None)
 
+    @property
+    def timed_out(self) -> ApiError:
+        return ApiError(504, f"the request took longer than {self.timeout:g} seconds")
+
     def cancel(self, job: Job) -> None:
         self.inbox.put(partial(self.end, job))
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Call a function in the thread, between steps. The future can be canceled. Raises Failed."""
+        """Call a function in the thread, between steps. The future can be canceled. Raises ApiError."""
         future: Future[Any] = Future()
-        with self.lock:
-            if self.dead:
-                raise Failed(ENGINE_DEAD, 503)
-            self.inbox.put(partial(self.answer_call, future, function))
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                self.check_alive()
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self.put(run)
         return future
+
+    def put(self, *calls: Callable[[], None]) -> None:
+        with self.lock:  # calls that are in the inbox before `die` empties it fail there
+            self.check_alive()
+            for call in calls:
+                self.inbox.put(call)
+
+    def check_alive(self) -> None:
+        if self.dead:
+            raise ApiError(503, ENGINE_DEAD)
 
     def stop(self) -> None:
         self.inbox.put(None)
@@ -221,7 +226,7 @@ class Worker(threading.Thread):
             if (call := self.inbox.get()) is not None:
                 call()  # it fails, or registers a job that fails below
         for job in self.jobs.values():
-            self.send(job, Failed(ENGINE_DEAD, 503))
+            self.send(job, ApiError(503, ENGINE_DEAD))
         self.on_death()
 
     def drain_inbox(self) -> bool:
@@ -235,16 +240,6 @@ class Worker(threading.Thread):
                 return False
             call()
 
-    def answer_call(self, future: Future[Any], function: Callable[[], Any]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            if self.dead:
-                raise Failed(ENGINE_DEAD, 503)
-            future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-
     def add(self, job: Job) -> None:
         self.jobs[job.request] = job
         try:
@@ -252,9 +247,9 @@ class Worker(threading.Thread):
                 job.engine.add(job.request)
         except ValueError as error:
             # The drafter has been replaced by one with larger trees since the check.
-            self.end(job, Failed(str(error), 400))
+            self.end(job, ApiError(400, str(error)))
 
-    def end(self, job: Job, last: RequestOutput | Failed | None = None) -> None:
+    def end(self, job: Job, last: RequestOutput | ApiError | None = None) -> None:
         """End a job: free its slot, and send its last output. Repeated calls have no effect."""
         if self.jobs.pop(job.request, None) is None:
             return
@@ -264,7 +259,7 @@ class Worker(threading.Thread):
         if last is not None:
             self.send(job, last)
 
-    def send(self, job: Job, output: RequestOutput | Failed) -> None:
+    def send(self, job: Job, output: RequestOutput | ApiError) -> None:
         try:
             job.loop.call_soon_threadsafe(job.outputs.put_nowait, (job, output))
         except RuntimeError:  # the loop is closed, so nobody reads any more
@@ -273,7 +268,7 @@ class Worker(threading.Thread):
     def expire_jobs(self) -> None:
         now = time.monotonic()
         for job in [job for job in self.jobs.values() if job.deadline < now]:
-            self.end(job, Failed(TIMED_OUT.format(self.timeout), 504))
+            self.end(job, self.timed_out)
 
     def step(self, engine: Engine) -> None:
         try:
@@ -289,7 +284,7 @@ class Worker(threading.Thread):
         job.delivered += len(output.tokens)
         if output.finish_reason == "error":
             status = 500 if job.request.params.grammar is None else 400
-            self.end(job, Failed(f"{job.request.failure} for this text", status))
+            self.end(job, ApiError(status, f"{job.request.failure} for this text"))
         elif output.finish_reason is not None:
             self.end(job, output)
         else:
@@ -310,7 +305,7 @@ class Worker(threading.Thread):
             if lost or sequence.finish_reason is not None:
                 self.deliver(job, RequestOutput(job.request, lost, None, 1, sequence.finish_reason))
         if len(tried) == 1 and tried[0].request in self.jobs:
-            self.end(self.jobs[tried[0].request], Failed("decoding this request failed; see the server's log"))
+            self.end(self.jobs[tried[0].request], ApiError(500, "decoding this request failed; see the server's log"))
         engine.max_num_seqs = self.limits[engine].on_failure(len(tried))
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -22,7 +22,7 @@ from foredraft.train.learned_heads import LearnedHeads
 from tests.support.configs import composed
 from tests.support.head_factory import make_head
 from tests.support.processes import script, start
-from tests.support.serving import Served, served, wait_until
+from tests.support.serving import Served, on_cpu, served, wait_until
 
 PROMPT = "def add(self, other):"
 BETTER, SAME, WORSE = ([[emitted + i % 2, 10] for i in range(40)] for emitted in (30, 20, 10))
@@ -277,14 +277,7 @@ def folder(target: Target, tmp_path: Path) -> Path:
 
 
 def facts(tiny_path: Path, *more: str) -> list[str]:
-    given = [
-        f"target={tiny_path}",
-        "target.dtype=float32",
-        "target.device=cpu",
-        "served_model_name=tiny",
-        "drafter=given/",
-    ]
-    return [*given, "learn=true", *more]
+    return [*on_cpu(tiny_path), "served_model_name=tiny", "drafter=given/", "learn=true", *more]
 
 
 def text(server: Served, seed: int, **more: Any) -> str:

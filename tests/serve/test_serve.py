@@ -1,10 +1,7 @@
 """The openai package against `foredraft serve`: what it answers is the target's own text, in OpenAI's words."""
 
 import json
-import shutil
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import openai
 import pytest
@@ -13,43 +10,16 @@ import torch
 from foredraft.heads import Target
 from foredraft.inference import generate
 from tests.support import ROOT
-from tests.support.serving import Served, served
 
 MESSAGES = [{"role": "user", "content": "def add(self, other): é"}]
 PROMPT = "def add(self, other):"
 # As in DeepSeek-R1's, the prompt opens the reasoning. Qwen3 supports `enable_thinking`.
-THINKING = "{%- if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{# until </think> #}"
-
-
-@pytest.fixture(scope="module")
-def chatty(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save the tiny target with a chat template."""
-    path = tmp_path_factory.mktemp("chatty") / "tiny"
-    shutil.copytree(tiny_path, path)
-    template = (ROOT / "train" / "data" / "plain_chat.jinja").read_text()
-    (path / "chat_template.jinja").write_text(template + THINKING)
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(chatty: Path) -> Iterator[Served]:
-    """Serve with the target itself as drafter, so that drafts are accepted; their cost on this machine decides nothing."""
-    facts = [
-        f"target={chatty}",
-        "target.dtype=float32",
-        "target.device=cpu",
-        f"drafter=draft:{chatty}",
-        "drafter.tree=fixed",
-    ]
-    log = ["log_accepted=accepted.jsonl", "log_text=true"]
-    log += ["cors=['https://chat.example']", "max_num_seqs=4", "max_tokens=24"]
-    with served(chatty.parent, *facts, *log) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> openai.OpenAI:
-    return server.client()
+TEMPLATE = (ROOT / "train" / "data" / "plain_chat.jinja").read_text() + (
+    "{%- if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{# until </think> #}"
+)
+# The target itself is the drafter, so that drafts are accepted; their cost on this machine decides nothing.
+SETTINGS = ["drafter=draft:{model}", "drafter.tree=fixed", "log_accepted=accepted.jsonl", "log_text=true"]
+SETTINGS += ["cors=['https://chat.example']", "max_num_seqs=4", "max_tokens=24"]
 
 
 def plain(target: Target, text: str, seed: int = 0, tokens: int = 24, **settings) -> str:
@@ -116,9 +86,9 @@ def test_a_text_is_the_same_with_drafts_and_without_alone_and_among_others(clien
     assert together == [*alone, *alone] and len({*alone}) == 8
 
 
-def test_what_was_accepted_is_logged(client, target, chatty):
+def test_what_was_accepted_is_logged(client, target, model):
     """Expect a line per text, in the order in which answers end; none for texts without drafts."""
-    log = chatty.parent / "accepted.jsonl"
+    log = model.parent / "accepted.jsonl"
     assert log.stat().st_mode & 0o077 == 0
     before = len(log.read_text().splitlines())
     answer = client.completions.create(model="tiny", prompt=PROMPT, n=2, seed=5)
@@ -187,25 +157,6 @@ def test_only_names_of_this_machine_are_answered(server, host, status):
     assert server.post(json.dumps({"prompt": "a", "max_tokens": 1}).encode(), "/v1/completions", Host=host)[0] == status
 
 
-@pytest.mark.parametrize("kind", ["", "text/plain"])
-def test_a_body_is_json_only_where_its_content_type_says_so(server, kind):
-    """Refuse other types, which a page of any origin can send without asking first."""
-    body = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
-    assert server.post(body, "/v1/completions", **{"Content-Type": kind})[0] == 415
-
-
-def test_marks_of_the_template_in_a_message_are_text(client, target):
-    """Check that nobody ends a turn, or speaks as another, by writing special tokens into a message."""
-    ends = "<|endoftext|>"
-    assert len(target.text_tokenizer(ends).input_ids) == 1
-    facts = {"model": "tiny", "max_tokens": 1}
-    counts = [
-        client.chat.completions.create(**facts, messages=[{"role": "user", "content": text}]).usage.prompt_tokens
-        for text in ("a b", f"a{ends}b")
-    ]
-    assert counts[1] > counts[0] + 4
-
-
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -232,9 +183,9 @@ def test_what_cannot_be_done_is_refused_by_name(client, settings, message):
         assert caught.value.type == "invalid_request_error"
 
 
-def test_fields_that_do_no_harm_are_ignored(client, chatty):
+def test_fields_that_do_no_harm_are_ignored(client, model):
     """Check also that `store` keeps an answer out of the log."""
-    before = (chatty.parent / "accepted.jsonl").read_text()
+    before = (model.parent / "accepted.jsonl").read_text()
     harmless = {"user": "me", "metadata": {"a": "b"}, "store": False, "response_format": {"type": "text"}, "n": None}
     asked = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1, "service_tier": "auto"}
     harmless |= {
@@ -246,7 +197,7 @@ def test_fields_that_do_no_harm_are_ignored(client, chatty):
     assert client.chat.completions.create(**asked, **harmless, extra_body={"echo": None}).choices
     for stop, options in (("", {"include_usage": None}), (None, None), ([], {})):
         assert [*client.chat.completions.create(**asked, stop=stop, stream=True, stream_options=options, store=False)]
-    assert (chatty.parent / "accepted.jsonl").read_text() == before
+    assert (model.parent / "accepted.jsonl").read_text() == before
 
 
 def test_the_model_has_a_name(client):
@@ -333,15 +284,3 @@ def test_pages_of_named_origins_may_ask(server):
     for origin, allowed in (("https://chat.example", "https://chat.example"), ("https://evil.example", None)):
         _, headers, _ = server.post(asked, "/v1/completions", Origin=origin)
         assert headers.get("access-control-allow-origin") == allowed
-
-
-def test_what_open_webui_sends_is_answered(client):
-    """Send its chat, with its settings, and its request for a title (backend/open_webui/routers/openai.py)."""
-    asked = {"model": "tiny", "messages": [{"role": "system", "content": "Be brief."}, *MESSAGES], "stream": True}
-    settings = {"temperature": 0.8, "top_p": 0.9, "max_tokens": 8, "seed": 1, "stop": ["###"], "logit_bias": {"5": 1}}
-    settings |= {"frequency_penalty": 0.1, "presence_penalty": 0.1, "reasoning_effort": "low"}
-    more = {"top_k": 40, "min_p": 0.05, "stream_options": {"include_usage": True}}
-    chunks = [*client.chat.completions.create(**asked, **settings, extra_body=more)]
-    assert chunks[-1].usage.completion_tokens and chunks[0].usage is None
-    title = {"model": "tiny", "messages": MESSAGES, "stream": False, "max_completion_tokens": 8}
-    assert client.chat.completions.create(**title).choices[0].finish_reason

@@ -108,10 +108,3 @@ def test_earlier_calls_are_replayed_to_a_template_that_shows_no_tools(serve):
         assert prompt.count("look_up") == prompt.count("result") == 3 and prompt.count("<｜Assistant｜>") == 1
         with pytest.raises(openai.BadRequestError, match=r"tools: the chat template of .* Remove tools"):
             client.chat.completions.create(messages=[QUESTION], tools=TOOLS, **serve.facts)
-
-
-def test_a_call_that_is_cut_is_none(serve):
-    facts = {"messages": [QUESTION], "tools": TOOLS, "tool_choice": "required", "max_tokens": 12}
-    with serve("qwen3_coder") as client:
-        (choice,) = client.chat.completions.create(**facts, **serve.facts).choices
-    assert choice.finish_reason == "length" and choice.message.tool_calls is None

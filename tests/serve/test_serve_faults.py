@@ -7,31 +7,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import openai
 import pytest
 
-from tests.support.serving import Served, served
+from tests.support.serving import on_cpu, served
 
 KEY = "sk-a-secret-of-this-test"
+SETTINGS = ["max_num_seqs=2", "max_waiting=2", "max_body=100000", "cache_gib=0.0008", "log_accepted=accepted.jsonl"]
 LONG = {"prompt": "def add(self, other):", "max_tokens": 200, "seed": 1}
 SHORT = {"model": "tiny", "prompt": "class Pair:", "max_tokens": 12, "seed": 2}
-
-
-@pytest.fixture(scope="module")
-def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    facts = [f"target={tiny_path}", "target.dtype=float32", "target.device=cpu", "served_model_name=tiny"]
-    limits = ["max_num_seqs=2", "max_waiting=2", "max_body=100000", "cache_gib=0.0008", "log_accepted=accepted.jsonl"]
-    with served(tmp_path_factory.mktemp("faults"), *facts, *limits, FOREDRAFT_API_KEY=KEY) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> openai.OpenAI:
-    return server.client(KEY)
 
 
 @pytest.fixture(scope="module")
@@ -172,18 +158,11 @@ def test_texts_are_in_no_log_unless_asked_for(server, client):
     assert "class Pair" not in server.log.read_text()
 
 
-def test_a_broken_engine_ends_the_process(tiny_path, tmp_path):
+def test_a_broken_engine_ends_the_process(model, tmp_path):
     """Check that a request that meets a bug fails alone; if the engine's thread ends, all clients are told and the process
     ends too."""
-    facts = [
-        f"target={tiny_path}",
-        "target.dtype=float32",
-        "target.device=cpu",
-        "served_model_name=tiny",
-        "drafter=none",
-    ]
     program = "tests/support/broken_server.py"
-    with served(tmp_path, *facts, program=program) as running:
+    with served(tmp_path, *on_cpu(model), "drafter=none", program=program) as running:
         client = running.client()
         with pytest.raises(openai.APIError, match="decoding this request failed"):
             list(client.completions.create(model="tiny", prompt=[1, 40], stream=True))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support import ROOT
-from tests.support.serving import Served, served
+from tests.support.serving import Served, on_cpu, served
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'foredraft[serve-test]'")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
@@ -45,8 +45,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    facts = ["target=test_model", "target.dtype=float32", "target.device=cpu", "drafter=ngram"]
-    with served(tmp_path_factory.mktemp("page"), *facts) as running:
+    with served(tmp_path_factory.mktemp("page"), *on_cpu("test_model"), "drafter=ngram") as running:
         yield running
 
 

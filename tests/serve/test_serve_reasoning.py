@@ -1,6 +1,5 @@
 """Reasoning parsed out of texts as they arrive, and marks in messages, with the chat templates of real models."""
 
-import copy
 import json
 from pathlib import Path
 
@@ -8,78 +7,54 @@ import pytest
 from tokenizers import AddedToken
 
 from foredraft.heads import Target
-from foredraft.inference.serve.limits import Refused
+from foredraft.inference.serve.errors import ApiError
 from foredraft.inference.serve.openai.prompts import PromptEncoder
 from foredraft.inference.serve.openai.protocol import ChatRequest
-from foredraft.inference.serve.openai.reasoning import HarmonyReader, ThinkReader, new_reasoning_reader
+from foredraft.inference.serve.openai.reasoning import split_harmony, split_reasoning
 from tests.support import ROOT
 
 TEMPLATES = ROOT / "tests" / "support" / "chat_templates"
-HARMONY = "<|channel|>analysis<|message|>a < b<|end|><|start|>assistant"
+NEXT = "<|end|><|start|>assistant"
+HARMONY = "<|channel|>analysis<|message|>a < b" + NEXT
 CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "<"}<|call|>'
-TEXTS = [
-    (ThinkReader(False), "<think>\na < </b>\n</think>\n\nyes </think>", "a < </b>", "yes </think>", []),
-    (ThinkReader(True), "\na\n\nb</think>yes", "a\n\nb", "yes", []),
-    (ThinkReader(True), "<think>\na</think>yes", "a", "yes", []),  # again, after the prompt's
-    (ThinkReader(True), "<thi", "<thi", "", []),
-    (ThinkReader(False), "<think>\ncut </thi", "cut </thi", "", []),
-    (ThinkReader(False), "\n<thin ice", "", "\n<thin ice", []),
-    (ThinkReader(False), " <thi", "", " <thi", []),
-    (HarmonyReader(), HARMONY + "<|channel|>final<|message|>yes <|b<|return|>", "a < b", "yes <|b", []),
-    (HarmonyReader(), HARMONY + CALL, "a < b", "", [("f", '{"a": "<"}')]),
-    (
-        HarmonyReader(),
-        HARMONY + " to=functions.f" + CALL.replace(" to=functions.f", ""),
-        "a < b",
-        "",
-        [("f", '{"a": "<"}')],
-    ),
-    (
-        HarmonyReader(),
-        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" + CALL,
-        "",
-        "I look.",
-        [("f", '{"a": "<"}')],
-    ),
-    (HarmonyReader(), "<|channel|>analysis<|message|>cut <|e", "cut <|e", "", []),
-    (HarmonyReader(), CALL.removesuffix("<|call|>"), "", '{"a": "<"}', []),  # which was cut
-    (HarmonyReader(), CALL.replace('{"a": "<"}', ""), "", "", [("f", "{}")]),
-    (HarmonyReader(["g"]), HARMONY + CALL, "a < b", '{"a": "<"}', []),  # of a tool that nobody gave
-    (HarmonyReader([]), CALL, "", '{"a": "<"}', []),
-    (HarmonyReader(), "no marks", "", "no marks", []),
+TEXTS = [  # "open" and "closed": whether the prompt opens the reasoning; or the tools of gpt-oss
+    ("closed", "<think>\na < </b>\n</think>\n\nyes </think>", "a < </b>", "yes </think>", []),
+    ("open", "\na\n\nb</think>yes", "a\n\nb", "yes", []),
+    ("open", "<think>\na</think>yes", "a", "yes", []),  # again, after the prompt's
+    ("open", "<thi", "<thi", "", []),
+    ("closed", "<think>\ncut </thi", "cut </thi", "", []),
+    ("closed", "\n<thin ice", "", "\n<thin ice", []),
+    ("closed", " <thi", "", " <thi", []),
+    (["f"], HARMONY + "<|channel|>final<|message|>yes <|b<|return|>", "a < b", "yes <|b", []),
+    (["f"], HARMONY + CALL, "a < b", "", [("f", '{"a": "<"}')]),
+    (["f"], HARMONY + " to=functions.f" + CALL.replace(" to=functions.f", ""), "a < b", "", [("f", '{"a": "<"}')]),
+    (["f"], f"<|channel|>commentary<|message|>I look.{NEXT}{CALL}", "", "I look.", [("f", '{"a": "<"}')]),
+    (["f"], "<|channel|>analysis<|message|>cut <|e", "cut <|e", "", []),
+    (["f"], CALL.removesuffix("<|call|>"), "", '{"a": "<"}', []),  # which was cut
+    (["f"], CALL.replace('{"a": "<"}', ""), "", "", [("f", "{}")]),
+    (["g"], HARMONY + CALL, "a < b", '{"a": "<"}', []),  # of a tool that nobody gave
+    ([], CALL, "", '{"a": "<"}', []),
+    (["f"], "no marks", "", "no marks", []),
 ]
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize("number", range(len(TEXTS)))
-def test_thoughts_are_read_out_of_a_text(number, size):
-    reader, text, thoughts, content, calls = TEXTS[number]
-    reader = copy.deepcopy(reader)
-    parts = [reader.push(text[at : at + size]) for at in range(0, len(text), size)]
-    parts.append(reader.end())
-    assert tuple(map("".join, zip(*parts, strict=True))) == (thoughts, content) and reader.calls == calls
+@pytest.mark.parametrize("kind, text, reasoning, content, calls", TEXTS)
+def test_thoughts_are_read_out_of_a_text(kind, text, reasoning, content, calls, size):
+    """Read a text as it grows: what was returned stays the beginning of what is returned."""
 
+    def split(text: str, is_end: bool) -> tuple[str, str, list]:
+        if isinstance(kind, list):
+            return split_harmony(text, kind, is_end)
+        return *split_reasoning(text, kind == "open", is_end), []
 
-@pytest.mark.parametrize(
-    "name, end, thinking",
-    [
-        ("qwen3", "", False),
-        ("qwen3", "<think>\n\n</think>\n\n", False),
-        ("deepseek_r1", "<think>\n", True),
-        ("qwq", "<think>\n", True),
-    ],
-)
-def test_a_template_says_how_thoughts_begin(name, end, thinking):
-    reader = new_reasoning_reader(
-        (TEMPLATES / f"{name}.jinja").read_text(), [1], lambda ids: "<|im_start|>assistant\n" + end
-    )
-    assert isinstance(reader, ThinkReader) and (reader.unmarked == "reasoning") == thinking
-
-
-def test_other_templates_know_no_thoughts():
-    assert isinstance(new_reasoning_reader((TEMPLATES / "gpt_oss.jinja").read_text(), [1], str), HarmonyReader)
-    assert new_reasoning_reader((TEMPLATES / "llama3.jinja").read_text(), [1], str) is None
-    assert new_reasoning_reader(None, [1], str) is None
+    before = ("", "")
+    for end in range(0, len(text), size):
+        *now, _ = split(text[:end], False)
+        assert all(new.startswith(old) for old, new in zip(before, now, strict=True))
+        before = now
+    assert split(text, True) == (reasoning, content, calls)
+    assert reasoning.startswith(before[0]) and content.startswith(before[1])
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +101,7 @@ def test_nothing_in_a_request_becomes_a_mark(encoder, evil):
 def test_a_text_that_is_far_too_long_costs_no_more_than_the_context(encoder, monkeypatch, text):
     seen, tokens = [], encoder.tokens
     monkeypatch.setattr(encoder, "tokens", lambda text, special: seen.append(len(text)) or tokens(text, special))
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(ApiError) as caught:
         encoder.chat(ChatRequest(messages=[{"role": "user", "content": text}]))
     assert caught.value.code == "context_length_exceeded" and sum(seen) < 4 * 8 * 1024 and len(seen) <= 1024
 

@@ -1,10 +1,7 @@
 """JSON, schemas and tool calls through the openai package: what a grammar forces, and what is read out of a text."""
 
 import json
-import shutil
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import openai
@@ -33,14 +30,13 @@ from foredraft.inference.serve.openai.tool_formats import (
     MISTRAL_ID,
     QWEN3_CODER,
     ToolFormat,
+    call_rules,
     format_of,
 )
-from foredraft.inference.serve.openai.tool_rules import call_rules
 from foredraft.inference.serve.openai.tools import ToolReader, answer_grammar
 from foredraft.inference.slots import RequestOutput
 from tests.support import ROOT
 from tests.support.chats import tokenizer
-from tests.support.serving import Served, served
 
 TEMPLATES = ROOT / "tests" / "support" / "chat_templates"
 STYLES = {
@@ -84,22 +80,9 @@ TEMPLATE = """{%- if tools %}{{ 'Answer with <tool_call>{"name": ..., "arguments
 {%- endfor %}{{ message.content or "" }}{{ "\n" }}{% endfor %}{{ "assistant:" }}"""
 
 
-@pytest.fixture(scope="module")
-def server(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    path = tmp_path_factory.mktemp("structured") / "tiny"
-    shutil.copytree(tiny_path, path)
-    (path / "chat_template.jinja").write_text(TEMPLATE)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))  # tools are long prompts
-    facts = [f"target={path}", "target.dtype=float32", "target.device=cpu", f"drafter=draft:{path}", "max_tokens=300"]
-    facts += ["log_accepted=/dev/full"] if sys.platform.startswith("linux") else []  # a full disk stops no answer
-    with served(path.parent, *facts) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> openai.OpenAI:
-    return server.client()
+CONTEXT = 2048  # tools are long prompts
+SETTINGS = ["drafter=draft:{model}", "max_tokens=300"]
+SETTINGS += ["log_accepted=/dev/full"] if sys.platform.startswith("linux") else []  # a full disk stops no answer
 
 
 def ended(client: openai.OpenAI, **settings) -> list:
@@ -184,19 +167,6 @@ def test_a_call_is_streamed(client):
     ]
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-
-
-def test_results_of_tools_go_into_the_prompt(client):
-    call = {"id": "1", "type": "function", "function": {"name": "pair", "arguments": '{"kind": "alpha"}'}}
-    messages = [
-        *ASKED["messages"],
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "done"},
-    ]
-    facts = {"model": "tiny", "max_tokens": 1}
-    counted = client.chat.completions.create(**facts, messages=messages).usage.prompt_tokens
-    shown = [*ASKED["messages"], {"role": "assistant", "content": "pair(kind)"}, {"role": "tool", "content": "done"}]
-    assert counted == client.chat.completions.create(**facts, messages=shown).usage.prompt_tokens
 
 
 def test_tools_are_told_to_the_template_unless_they_may_not_be_called(client):
@@ -305,17 +275,22 @@ TEXTS: list[tuple[ToolFormat, str, str, list]] = [
 ]
 
 
-def read(reader: ToolReader, text: str, size: int) -> tuple[str, list]:
-    shown = "".join(reader.push(text[at : at + size]) for at in range(0, len(text), size))
-    rest, calls = reader.end()
-    assert len({call["id"] for call in calls}) == len(calls)
-    return shown + rest, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+def read(style: ToolFormat, text: str, size: int, parameters: dict | None = None) -> tuple[str, list]:
+    """Read a text that grows by this number of characters; what was content stays the beginning of the content."""
+    reader, known = ToolReader(style, {"f": parameters or {}}), ""
+    for end in range(0, len(text), size):
+        content, calls = reader.split(text[:end], False, len(known))
+        assert content.startswith(known) and not calls
+        known = content
+    content, calls = reader.split(text, True, len(known))
+    assert content.startswith(known) and len({call["id"] for call in calls}) == len(calls)
+    return content, [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize("style, text, content, calls", TEXTS)
 def test_calls_are_read_out_of_a_text(style, text, content, calls, size):
-    assert read(ToolReader(style, ["f"]), text, size) == (content, calls)
+    assert read(style, text, size) == (content, calls)
 
 
 TYPED = {
@@ -357,7 +332,7 @@ def test_arguments_in_tags_have_the_types_of_their_schema(model):
         (whole.replace(">True<", ">true<") + call.format(""), "", [("f", VALUES), NOTHING]),
         (whole[: -len("</tool_call>") - 12], whole[: -len("</tool_call>") - 12], []),
     ):
-        assert read(ToolReader(style, ["f"], {"f": PARAMETERS}), text, 3) == (content, calls)
+        assert read(style, text, 3, PARAMETERS) == (content, calls)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +374,7 @@ def test_a_forced_call_is_what_the_template_writes(name, many):
         accepted = text[:at] if matcher.is_accepting() else accepted
         if not matcher.try_consume_tokens([byte]):
             break
-    assert read(ToolReader(style, ["f"], {"f": PARAMETERS}), accepted.decode(), 9) == ("", [("f", plain)] * len(calls))
+    assert read(style, accepted.decode(), 9, PARAMETERS) == ("", [("f", plain)] * len(calls))
 
 
 def test_special_tokens_are_not_spelled_in_a_forced_call():
@@ -411,13 +386,13 @@ def test_special_tokens_are_not_spelled_in_a_forced_call():
     assert "<|call|>" not in rules
 
 
-def choice_of(text: str, template: str, finish_reason: str = "stop", **facts) -> Piece:
+def choice_of(text: str, template: str, finish_reason: str = "stop", prompt: str = "q", **facts) -> Piece:
     """Return the answer that a target wrote in these tokens, some of which are special."""
     marks = ["<s>", "</s>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|start|>"]
     words = tokenizer((TEMPLATES / f"{template}.jinja").read_text(), special=marks)
     tool = {"type": "function", "function": {"name": "f"}}
     asked = ChatRequest(**{"messages": [{"role": "user", "content": "q"}], "tools": [tool], **facts})
-    request = Request(words("q").input_ids, eos_token_ids=frozenset([words.eos_token_id]))
+    request = Request(words(prompt).input_ids, eos_token_ids=frozenset([words.eos_token_id]))
     choice = Choice(0, SimpleNamespace(request=request), asked, words)
     choice.push(RequestOutput(request, words(text).input_ids, None, 1, finish_reason))
     return choice.whole
@@ -425,6 +400,21 @@ def choice_of(text: str, template: str, finish_reason: str = "stop", **facts) ->
 
 def named(choice: Piece) -> list[str]:
     return [call["function"]["name"] for call in choice.calls]
+
+
+@pytest.mark.parametrize(
+    "name, end, split",
+    [
+        ("qwen3", "", False),
+        ("qwen3", "<think>\n\n</think>\n\n", False),
+        ("deepseek_r1", "<think>\n", True),
+        ("qwq", "<think>\n", True),
+        ("llama3", "<think>\n", False),  # which does not reason
+    ],
+)
+def test_a_template_says_how_thoughts_begin(name, end, split):
+    choice = choice_of("a</think>b", name, prompt="q" + end, tools=None)
+    assert (choice.reasoning, choice.text) == (("a", "b") if split else ("", "a</think>b"))
 
 
 def test_calls_between_special_tokens_are_read_and_other_special_tokens_are_no_text():

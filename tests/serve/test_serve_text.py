@@ -4,19 +4,17 @@ harnesses send."""
 import asyncio
 import itertools
 import json
-import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import openai
 import pytest
 import torch
 
 from foredraft.heads import Target
 from foredraft.inference.serve import service
 from foredraft.scripts import generate as program
-from tests.support.serving import Served, served
+from tests.support.serving import on_cpu
 from tests.support.spellings import sentencepiece
 
 TEMPLATE = (
@@ -29,32 +27,21 @@ NO_BYTES = {str(token): -100 for token in sentencepiece().convert_tokens_to_ids(
 GREEDY = {"model": "tiny", "temperature": 0}
 
 
+SETTINGS = ["drafter=draft:{model}", "drafter.tree=fixed", "max_tokens=24"]
+
+
 @pytest.fixture(scope="module")
-def path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a target whose generation config ends texts at token 0, and its tokenizer at 2."""
-    path = tmp_path_factory.mktemp("spelled") / "tiny"
-    shutil.copytree(tiny_path, path)
+def model(model: Path) -> Path:
+    """Change the tokenizer. The target's generation config ends texts at token 0, and this tokenizer at 2."""
     tokenizer = sentencepiece()
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    return path
+    tokenizer.save_pretrained(model)
+    return model
 
 
 @pytest.fixture(scope="module")
-def spelled(path: Path) -> Target:
-    return Target.from_pretrained(path, dtype="float32", device="cpu")
-
-
-@pytest.fixture(scope="module")
-def server(path: Path) -> Iterator[Served]:
-    facts = [f"target={path}", "target.dtype=float32", "target.device=cpu", f"drafter=draft:{path}"]
-    with served(path.parent, *facts, "drafter.tree=fixed", "max_tokens=24") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: Served) -> openai.OpenAI:
-    return server.client()
+def spelled(model: Path) -> Target:
+    return Target.from_pretrained(model, dtype="float32", device="cpu")
 
 
 def says(token: int, **more) -> dict:
@@ -259,6 +246,14 @@ SENT = [  # by the sources of each, with their defaults
     ("genai-perf", "completions", {**COMMON, "prompt": ["The"], "max_tokens": 4, "min_tokens": 4, "n": 1}),
     ("evalscope", "chat/completions", {**COMMON, "messages": MESSAGES, "max_tokens": 4, "min_tokens": 4, "top_p": 1.0,
                                        "logprobs": False, "stop_token_ids": [5], "stream_options": USAGE}),
+    ("Open WebUI", "chat/completions", {
+        "model": "tiny", "messages": [{"role": "system", "content": "Be brief."}, *MESSAGES], "stream": True,
+        "temperature": 0.8, "top_p": 0.9, "max_tokens": 4, "seed": 1, "stop": ["###"], "logit_bias": {"0": -100, "2": -100},
+        "frequency_penalty": 0.1, "presence_penalty": 0.1, "top_k": 40, "min_p": 0.05,
+        "stream_options": USAGE,
+    }),
+    ("Open WebUI's request for a title", "chat/completions", {"model": "tiny", "messages": MESSAGES, "stream": False,
+                                                              "max_completion_tokens": 8}),
     ("vLLM's own example", "chat/completions", {
         "model": "tiny", "messages": MESSAGES, "max_tokens": 2, "echo": False, "add_special_tokens": False,
         "skip_special_tokens": True, "spaces_between_special_tokens": False, "include_stop_str_in_output": False,
@@ -322,7 +317,7 @@ def test_a_stream_that_is_silent_for_long_sends_comments(monkeypatch):
 
 
 @pytest.mark.parametrize("chat, expected", [(False, " blue blue"), (True, "blue blue")])
-def test_the_program_writes_the_same_text(spelled, path, tmp_path, call, monkeypatch, chat, expected):
+def test_the_program_writes_the_same_text(model, tmp_path, call, monkeypatch, chat, expected):
     """Write to the terminal as it comes, and into a file; in a chat, an answer starts after its mark."""
     prompts = []
 
@@ -335,7 +330,7 @@ def test_the_program_writes_the_same_text(spelled, path, tmp_path, call, monkeyp
         return SimpleNamespace(new_tokens=[[BLUE, BLUE, 2]], steps=[])
 
     monkeypatch.setattr(program, "generate", written)
-    given = [f"target={path}", "target.dtype=float32", "target.device=cpu", f"chat={chat}"]
+    given = [*on_cpu(model), f"chat={chat}"]
     assert call(program.main, *given, "prompt=The sky").out == expected + "\n"
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "The sky" if chat else "<s>The sky"}) + "\n")
     assert json.loads(call(program.main, *given, "prompts=in.jsonl").out)["text"] == expected

@@ -18,9 +18,10 @@ from foredraft.inference.drafters import DraftModel, NgramDrafter
 from foredraft.inference.drafters.base import NoDrafter
 from foredraft.inference.serve.accepted_log import AcceptedLog
 from foredraft.inference.serve.cache_budget import slot_limits
+from foredraft.inference.serve.errors import ApiError
 from foredraft.inference.serve.metrics import Metrics
-from foredraft.inference.serve.stop_strings import StopStrings
-from foredraft.inference.serve.worker import GOOD_STEPS, BatchLimit, Failed, Job, QueueFull, Worker
+from foredraft.inference.serve.stop_strings import find_partial_mark, without_stop
+from foredraft.inference.serve.worker import GOOD_STEPS, BatchLimit, Job, Worker
 from foredraft.inference.slots import Slots
 from foredraft.inference.text import Detokenizer
 from tests.support.batches import prompt
@@ -31,18 +32,18 @@ def requests(count: int = 5) -> list[Request]:
     return [Request(prompt(4 + i, i)[0].tolist(), params, 10 + i, seed=i) for i in range(count)]
 
 
-def ask(worker: Worker, asked: list[Request]) -> list[list[int] | Failed]:
+def ask(worker: Worker, asked: list[Request]) -> list[list[int] | ApiError]:
     """Return what became of each of them, submitted at once."""
 
-    async def read() -> dict[Job, list[int] | Failed]:
-        found: dict[Job, list[int] | Failed] = {}
+    async def read() -> dict[Job, list[int] | ApiError]:
+        found: dict[Job, list[int] | ApiError] = {}
         with worker.reserved(len(asked)):
             jobs, ended = worker.submit(asked), 0
         texts: dict[Job, list[int]] = {job: [] for job in jobs}
         worker.start()
         while ended < len(jobs):
             job, output = await asyncio.wait_for(jobs[0].outputs.get(), 120)
-            if isinstance(output, Failed):
+            if isinstance(output, ApiError):
                 found[job], ended = output, ended + 1
                 continue
             texts[job] += output.tokens
@@ -100,7 +101,7 @@ def test_memory_that_slots_lack_loses_no_request(target, plain, monkeypatch):
     monkeypatch.setattr(Slots, "allocate", partialmethod(small, most=1))
     assert ask(Worker(target, NgramDrafter()), requests()) == plain
     monkeypatch.setattr(Slots, "allocate", partialmethod(small, most=0))
-    assert all(isinstance(text, Failed) for text in ask(Worker(target, None), requests(2)))
+    assert all(isinstance(text, ApiError) for text in ask(Worker(target, None), requests(2)))
 
 
 def test_a_request_that_breaks_the_step_fails_alone(target, plain, monkeypatch):
@@ -114,7 +115,7 @@ def test_a_request_that_breaks_the_step_fails_alone(target, plain, monkeypatch):
 
     monkeypatch.setattr(Engine, "prefill", checked)
     texts = ask(Worker(target, NgramDrafter()), asked)
-    assert isinstance(texts[2], Failed) and texts[2].status == 500
+    assert isinstance(texts[2], ApiError) and texts[2].status_code == 500
     assert [*texts[:2], *texts[3:]] == [*plain[:2], *plain[3:]]
 
 
@@ -136,7 +137,7 @@ def test_the_batch_grows_again_while_others_wait(target, what, monkeypatch):
 
     monkeypatch.setattr(Engine, "step", faulty)
     texts = ask(Worker(target, None, max_num_seqs=4), asked)
-    assert [number for number, text in enumerate(texts) if isinstance(text, Failed)] == [2] * (
+    assert [number for number, text in enumerate(texts) if isinstance(text, ApiError)] == [2] * (
         what != "one out-of-memory"
     )
     assert failed and max(size for count, size in sizes if count == len(failed)) == 4
@@ -169,10 +170,10 @@ def test_a_drafter_of_larger_trees_takes_over_only_where_it_fits(target):
         engine.step()
     engine.swap(NgramDrafter(depth=60))
     (text,) = ask_unchecked(worker, request)
-    assert isinstance(text, Failed) and text.status == 400 and "exceeds the cache" in str(text)
+    assert isinstance(text, ApiError) and text.status_code == 400 and "exceeds the cache" in str(text)
 
 
-def ask_unchecked(worker: Worker, request: Request) -> list[list[int] | Failed]:
+def ask_unchecked(worker: Worker, request: Request) -> list[list[int] | ApiError]:
     """Submit a request as if the drafter had changed after the request was checked."""
     checked = Engine.check
     with pytest.MonkeyPatch.context() as patch:
@@ -183,14 +184,14 @@ def ask_unchecked(worker: Worker, request: Request) -> list[list[int] | Failed]:
 
 def test_a_late_request_fails(target):
     (late,) = ask(Worker(target, None, timeout=1e-6), requests(1))
-    assert isinstance(late, Failed) and late.status == 504
+    assert isinstance(late, ApiError) and late.status_code == 504
 
 
 def test_a_full_queue_takes_all_of_a_request_or_nothing(target):
     worker = Worker(target, None, max_num_seqs=1, max_waiting=2)
 
     with worker.reserved(2):
-        with pytest.raises(QueueFull), worker.reserved(2):
+        with pytest.raises(ApiError, match="429"), worker.reserved(2):
             pass
         with pytest.raises(ValueError, match="4 texts exceed the limit of 3"), worker.reserved(4):
             pass
@@ -326,28 +327,31 @@ def test_characters_of_byte_tokens_in_a_row_are_shown(target):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_nothing_of_a_stop_string_is_shown(size):
-    for text, stops, expected in [
+@pytest.mark.parametrize(
+    "text, stops, expected",
+    [
         ("one two three", ["two"], "one "),
         ("one twa three", ["two", "xyz"], "one twa three"),
         ("ababac!", ["abac"], "ab"),
         ("abcdef", ["def", "cd"], "ab"),
         ("abc", ["cd"], "abc"),
-    ]:
-        parts = [text[at : at + size] for at in range(0, len(text), size)]
-        end = next(
-            (n for n in range(len(parts)) if any(stop in "".join(parts[: n + 1]) for stop in stops)), len(parts) - 1
-        )
-        for include in (False, True):  # the engine ends the text with the part that completes a stop string
-            held = StopStrings(stops, include)
-            shown = "".join(map(held.push, parts[:end]))
-            assert expected.startswith(shown)
-            stop = next((stop for stop in stops if include and text.startswith(expected + stop)), "")
-            assert shown + held.end("", parts[end]) == expected + stop
+    ],
+)
+def test_nothing_of_a_stop_string_is_shown(text, stops, expected, size):
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    end = len(parts) - 1
+    if expected != text:  # the engine ends the text with the part that completes a stop string
+        end = next(n for n in range(len(parts)) if any(stop in "".join(parts[: n + 1]) for stop in stops))
+    for number in range(end):
+        shown = "".join(parts[:number])
+        assert expected.startswith(shown[: find_partial_mark(shown, stops)])
+    whole = "".join(parts[: end + 1])
+    assert without_stop(whole, stops, parts[end]) == expected
+    stop = next((stop for stop in stops if text.startswith(expected + stop)), "")
+    assert without_stop(whole, stops, parts[end], include=True) == expected + stop
 
 
 def test_a_stop_string_before_the_last_token_ends_nothing():
     """Check that the engine passed over it: too few tokens came before."""
-    held = StopStrings(["ab", "xyz"])
-    assert held.push("0ab") + held.end("1ab2", "x") == "0ab1ab2x"
-    assert held.push("0ab") + held.end("1ab2", "ab!") == "0ab1ab2"
+    assert without_stop("0ab1ab2x", ["ab", "xyz"], "x") == "0ab1ab2x"
+    assert without_stop("0ab1ab2ab!", ["ab", "xyz"], "ab!") == "0ab1ab2"

@@ -57,6 +57,11 @@ class Served:
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
 
 
+def on_cpu(target: Path | str) -> list[str]:
+    """Return settings of a small target."""
+    return [f"target={target}", "target.dtype=float32", "target.device=cpu"]
+
+
 @contextmanager
 def served(folder: Path, *arguments: str, program: str = "scripts/serve.py", **environment: str) -> Iterator[Served]:
     """Yield `python scripts/serve.py` with these arguments, once it answers; it is killed at the end if it still runs."""

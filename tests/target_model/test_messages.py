@@ -5,7 +5,7 @@ import re
 import pytest
 
 from foredraft.heads.target_model.messages import normalize_messages, normalize_tools, rendered, template_needs
-from foredraft.inference.serve.openai.prompts import content_text
+from foredraft.inference.serve.openai.protocol import content_text
 from foredraft.inference.serve.openai.tools import new_call
 from tests.support import ROOT
 

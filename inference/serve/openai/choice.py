@@ -9,18 +9,14 @@ from foredraft.inference.engine import RequestOutput
 from foredraft.inference.serve.echo import Echo
 from foredraft.inference.serve.openai.logprobs import TokenLogprob
 from foredraft.inference.serve.openai.protocol import ChatRequest, CommonRequest, CompletionRequest
-from foredraft.inference.serve.openai.reasoning import (
-    CLOSING,
-    OPENING,
-    HarmonyReader,
-    ReasoningReader,
-    new_reasoning_reader,
-)
-from foredraft.inference.serve.openai.tools import ToolReader, callable_tools, new_call, new_tool_reader
-from foredraft.inference.serve.stop_strings import StopStrings
+from foredraft.inference.serve.openai.reasoning import CLOSING, OPENING, is_harmony, split_harmony, split_reasoning
+from foredraft.inference.serve.openai.tools import callable_tools, new_call, new_tool_reader
+from foredraft.inference.serve.stop_strings import find_partial_mark, without_stop
 from foredraft.inference.serve.worker import Job
 from foredraft.inference.text import Detokenizer, answer_context
 from foredraft.inference.trace import Trace
+
+TAIL = 16  # number of tokens at the end of a prompt that are searched for the mark that opens reasoning
 
 
 @dataclass
@@ -28,6 +24,7 @@ class Piece:
     """Hold what one step added to a choice, or all steps so far."""
 
     choice: int
+    is_first: bool = False  # of its choice
     ids: list[int] = field(default_factory=list)
     reasoning: str = ""
     text: str = ""
@@ -49,35 +46,34 @@ class Choice:
     """Build one text of an answer from the outputs of its steps."""
 
     def __init__(self, index: int, job: Job, request: CommonRequest, tokenizer: PreTrainedTokenizerBase):
-        self.index, self.job, self.request, self.whole = index, job, request, Piece(index)
+        self.index, self.job, self.request = index, job, request
+        self.whole, self.has_started = Piece(index, is_first=True), False
         self.accepted, self.drafted = list[int](), list[int]()  # see accepted_log.py
         self.emitted = 0  # number of tokens of these steps
-        self.length = 0  # length of its text in characters, including what is held back
+        self.text, self.echoed = "", 0  # what it wrote, including what is held back; characters of the prompt before it
         template, prompt = tokenizer.chat_template, job.request.prompt
-        self.reasoning_reader: ReasoningReader | None = None  # text of a grammar contains no reasoning
-        if isinstance(request, ChatRequest) and not request.has_grammar:
-            tools = callable_tools(request)
-            self.reasoning_reader = new_reasoning_reader(template, prompt, tokenizer.decode, tools)
-        # Harmony's reader finds calls, too, and all special tokens are its marks.
-        harmony = isinstance(self.reasoning_reader, HarmonyReader)
-        self.tools: ToolReader | None = None if harmony else new_tool_reader(request, template)
-        marks = (OPENING + CLOSING if self.reasoning_reader else "") + (self.tools.style.text if self.tools else "")
-        unseen = frozenset[int]() if harmony else unseen_tokens(tokenizer, marks)
-        self.marked = harmony or bool(unseen)  # special tokens mark parts of the text, so they are not skipped
-        context = answer_context(tokenizer, prompt) if isinstance(request, ChatRequest) else prompt
+        chat = request if isinstance(request, ChatRequest) else None
+        self.callable, self.only_one = callable_tools(request), chat is not None and not chat.parallel_tool_calls
+        is_free = chat is not None and not request.has_grammar  # text of a grammar contains no reasoning
+        self.is_harmony = is_free and is_harmony(template)
+        self.reasons = self.is_harmony or (is_free and CLOSING in str(template))
+        self.is_open = self.reasons and tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(OPENING)
+        self.tools = None if self.is_harmony else new_tool_reader(request, template)
+        marks = (OPENING + CLOSING if self.reasons else "") + (self.tools.style.text if self.tools else "")
+        # All special tokens are marks of harmony.
+        unseen = frozenset[int]() if self.is_harmony else unseen_tokens(tokenizer, marks)
+        self.marked = self.is_harmony or bool(unseen)  # special tokens mark parts of the text, so they are not skipped
+        context = prompt if chat is None else answer_context(tokenizer, prompt)
         self.detokenizer = Detokenizer(tokenizer, request.skip_special_tokens and not self.marked, context)
         if request.skip_special_tokens and unseen:
             self.detokenizer.hidden = unseen
-        self.stops = StopStrings(request.stop_strings, request.include_stop_str_in_output)
 
     def push(self, output: RequestOutput) -> Piece:
-        piece = Piece(self.index, output.tokens, finish_reason=output.finish_reason)
+        piece = Piece(self.index, ids=output.tokens, finish_reason=output.finish_reason)
         texts, places = self.detokenize(output)
-        if output.finish_reason is None:
-            text = self.stops.push("".join(texts))
-        else:
-            text = self.stops.end("".join(texts[:-1]), "".join(texts[-1:]))
-        piece.reasoning, piece.text, piece.calls = self.read(text, output.finish_reason is not None)
+        reasoning, content, piece.calls = self.read("".join(texts[-1:]), output.finish_reason is not None)
+        piece.reasoning = reasoning[len(self.whole.reasoning) :]
+        piece.text = content[len(self.whole.text) - self.echoed :]
         if piece.calls and piece.finish_reason == "stop":  # after "length", a call may be incomplete
             piece.finish_reason = "tool_calls"
         if self.request.top_tokens is not None and output.trace is not None:
@@ -88,37 +84,40 @@ class Choice:
             self.accepted.append(output.accepted)
             self.drafted.append(min(output.depth, output.nodes - 1))
             self.emitted += len(output.tokens)
+        return self.grow(piece)
+
+    def grow(self, piece: Piece) -> Piece:
+        piece.is_first, self.has_started = not self.has_started, True
         self.whole.add(piece)
         return piece
 
-    def read(self, text: str, is_end: bool) -> tuple[str, str, list[dict[str, Any]]]:
-        """Split a text into reasoning and content, without what may still be a mark; at the end also into tool calls."""
-        reasoning, calls = "", list[dict[str, Any]]()
-        if self.reasoning_reader is not None:
-            reasoning, text = self.reasoning_reader.push(text)
-            if is_end:
-                more, rest = self.reasoning_reader.end()
-                reasoning, text = reasoning + more, text + rest
-                calls = [new_call(*call) for call in self.reasoning_reader.calls]
+    def read(self, last: str, is_end: bool) -> tuple[str, str, list[dict[str, Any]]]:
+        """Return the reasoning and the content that neither a stop string nor a mark can change any more, and at the end the
+        tool calls. last: the text of the last token."""
+        stops, reasoning, calls = self.request.stop_strings, "", list[dict[str, Any]]()
+        if is_end:
+            text = without_stop(self.text, stops, last, self.request.include_stop_str_in_output)
+        else:
+            text = self.text[: find_partial_mark(self.text, stops)]
+        if self.is_harmony:
+            reasoning, text, called = split_harmony(text, self.callable, is_end)
+            calls = [new_call(*call) for call in called] if is_end else []
+        elif self.reasons:
+            reasoning, text = split_reasoning(text, self.is_open, is_end)
         if self.tools is not None:
-            text = self.tools.push(text)
-            if is_end:
-                rest, calls = self.tools.end()
-                text += rest
-        if isinstance(self.request, ChatRequest) and not self.request.parallel_tool_calls:
-            calls = calls[:1]
-        return reasoning, text, calls
+            text, calls = self.tools.split(text, is_end, len(self.whole.text))
+        return reasoning, text, calls[:1] if self.only_one else calls
 
     def detokenize(self, output: RequestOutput) -> tuple[list[str], list[tuple[int, bool]]]:
         """Return the text that each token completes, and where the token's text starts: character offset, whether first."""
         pieces, places = [], []
         for number, token in enumerate(output.tokens, start=1):
-            places.append((self.length, not self.detokenizer.tokens))
-            hidden = number == len(output.tokens) and self.hides_eos(output)
-            pieces.append("" if hidden else self.detokenizer.push(token))
-            self.length += len(pieces[-1])
-        if output.finish_reason is not None and pieces:
-            pieces[-1] += self.detokenizer.end()
+            places.append((self.echoed + len(self.text), not self.detokenizer.tokens))
+            is_last = number == len(output.tokens)
+            piece = "" if is_last and self.hides_eos(output) else self.detokenizer.push(token)
+            piece += self.detokenizer.end() if is_last and output.finish_reason is not None else ""
+            pieces.append(piece)
+            self.text += piece
         return pieces, places
 
     def hides_eos(self, output: RequestOutput) -> bool:
@@ -141,18 +140,15 @@ class Choice:
         return [TokenLogprob(token, logprob, best[:top], *place) for token, logprob, best, place in rows]
 
     def echo(self, echoed: Echo) -> Piece:
-        """Return the prompt as if it were the text of the first step."""
-        piece = Piece(self.index, text=echoed.text, logprobs=echoed.logprobs)
-        self.whole.add(piece)
-        self.length = len(echoed.text)
-        return piece
+        """Return the prompt as if it were the text of the first step (of a completion)."""
+        self.echoed = len(echoed.text)
+        return self.grow(Piece(self.index, text=echoed.text, logprobs=echoed.logprobs))
 
     def trace_entry(self, output: RequestOutput, pieces: list[str]) -> dict[str, Any]:
         """Return each token's text and whether it was drafted, and the tree of the step, if it drafted one."""
         accepted = output.accepted or 0
-        entry: dict[str, Any] = {
-            "tokens": [{"text": text, "drafted": number < accepted} for number, text in enumerate(pieces)],
-        }
+        tokens = [{"text": text, "drafted": number < accepted} for number, text in enumerate(pieces)]
+        entry: dict[str, Any] = {"tokens": tokens}
         if output.trace is not None and output.accepted is not None:
             entry["tree"] = {
                 "tokens": [self.detokenizer.token_texts.token_text(token)[0] for token in output.trace.tokens],

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from foredraft.inference.serve.echo import Echo
-from foredraft.inference.serve.limits import error_body
+from foredraft.inference.serve.errors import ApiError
 from foredraft.inference.serve.openai.choice import Choice, Piece
 from foredraft.inference.serve.openai.logprobs import TokenLogprob, chat_logprobs, completion_logprobs
 from foredraft.inference.serve.openai.protocol import ChatRequest, CommonRequest, StreamOptions
-from foredraft.inference.serve.worker import Failed, Job, Worker
+from foredraft.inference.serve.worker import Job, Worker
 from foredraft.inference.text import token_texts_of
 
 
@@ -28,19 +28,18 @@ class Answer:
         self.choices = {job: Choice(index, job, request, tokenizer) for index, job in enumerate(jobs)}
         self.prompts = [job.request.prompt for job in jobs]
         self.prompt_tokens = sum(map(len, self.prompts[:: request.n]))
-        self.sent_prompt_ids = set[int]()  # choices whose prompt ids were sent
         self.echoed = [choice.echo(echoes[choice.index // request.n]) for choice in self.choices.values() if echoes]
         self.chat = isinstance(request, ChatRequest)
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.began, self.created = time.monotonic(), int(time.time())
         self.first_token: float | None = None  # seconds until the first token
-        self.failure: Failed | None = None
+        self.failure: ApiError | None = None
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield what each step adds. Raises Failed."""
+        """Yield what each step adds. Raises ApiError."""
         while any(choice.whole.finish_reason is None for choice in self.choices.values()):
             job, output = await self.outputs.get()
-            if isinstance(output, Failed):
+            if isinstance(output, ApiError):
                 self.failure = output
                 raise output
             if self.first_token is None:
@@ -68,7 +67,7 @@ class Answer:
         }
 
     async def read(self) -> dict[str, Any]:
-        """Return the whole answer. Raises Failed."""
+        """Return the whole answer. Raises ApiError."""
         async for _ in self.chunks():
             pass
         return self.body()
@@ -85,13 +84,13 @@ class Answer:
         """Return the prompt's ids where vLLM has them: next to a chat's choices. Completions have them in each choice."""
         return {"prompt_token_ids": self.prompts[0]} if self.chat and self.request.return_token_ids else {}
 
-    def fields(self, piece: Piece, content: dict[str, Any], with_prompt: bool = True) -> dict[str, Any]:
-        """Return a choice. with_prompt: with the prompt's ids, if requested."""
+    def fields(self, piece: Piece, content: dict[str, Any]) -> dict[str, Any]:
+        """Return a choice."""
         logprobs = self.logprobs_field(piece.logprobs)
         fields = {"index": piece.choice, **content, "logprobs": logprobs, "finish_reason": piece.finish_reason}
         if self.request.return_token_ids:
             fields["token_ids"] = piece.ids
-            if with_prompt and not self.chat:
+            if piece.is_first and not self.chat:
                 fields["prompt_token_ids"] = self.prompts[piece.choice]
         return fields
 
@@ -100,7 +99,7 @@ class Answer:
         if not self.chat:
             return {"text": piece.text}
         message: dict[str, Any] = {"role": "assistant", "content": piece.text}
-        if choice.reasoning_reader is not None:
+        if choice.reasons:
             message |= reasoning_fields(piece.reasoning or None)
         if piece.calls:
             message |= {"content": piece.text or None, "tool_calls": piece.calls}
@@ -123,7 +122,7 @@ class Answer:
         return form(self.token_texts, logprobs, self.request.return_tokens_as_token_ids)
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the streamed chunks: roles, then what each step adds, then the usage if requested. Raises Failed."""
+        """Yield the streamed chunks: roles, then what each step adds, then the usage if requested. Raises ApiError."""
         envelope = self.envelope("chat.completion.chunk" if self.chat else "text_completion")
         options = self.request.stream_options or StreamOptions.model_validate({})
 
@@ -137,27 +136,22 @@ class Answer:
             part = {"index": choice.index, "delta": delta, "finish_reason": None}
             yield chunk(part, **(self.prompt_ids() if choice.index == 0 else {}))
         for piece in self.echoed:
-            yield chunk(self.part(piece))
+            yield chunk(self.fields(piece, self.delta(piece)))
         async for piece in self.pieces():
             shown = piece.text or piece.reasoning or piece.logprobs or piece.trace or piece.finish_reason
             if shown or self.request.return_token_ids:  # otherwise its text is held back
-                yield chunk(self.part(piece), **({"trace": piece.trace} if piece.trace else {}))
+                yield chunk(self.fields(piece, self.delta(piece)), **({"trace": piece.trace} if piece.trace else {}))
         if options.include_usage:
             yield {**envelope, "choices": [], "usage": self.usage()}
 
-    def part(self, piece: Piece) -> dict[str, Any]:
-        is_first = piece.choice not in self.sent_prompt_ids
-        self.sent_prompt_ids.add(piece.choice)
-        return self.fields(piece, self.delta(piece), is_first)
-
     async def events(self) -> AsyncIterator[str]:
-        """Yield the chunks as server-sent events. Raises Failed."""
+        """Yield the chunks as server-sent events. Raises ApiError."""
         async for chunk in self.chunks():
             yield f"data: {json.dumps(chunk)}\n\n"
         yield "data: [DONE]\n\n"
 
-    def error_event(self, failed: Failed) -> str:
-        return f"data: {json.dumps(error_body(str(failed), failed.status))}\n\n"
+    def error_event(self, error: ApiError) -> str:
+        return f"data: {json.dumps(error.body())}\n\n"
 
 
 def reasoning_fields(text: str | None) -> dict[str, Any]:

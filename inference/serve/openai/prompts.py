@@ -3,7 +3,6 @@ template (<think>, <tool_call>): nobody can end another role's turn, or speak as
 
 import copy
 import inspect
-import json
 import re
 from typing import Any
 
@@ -13,16 +12,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.messages import as_parts, normalize_messages, normalize_tools, shows_tools
-from foredraft.inference.serve.limits import Refused
-from foredraft.inference.serve.openai.protocol import ChatRequest, CompletionRequest, is_tokens
+from foredraft.inference.serve.errors import context_exceeded
+from foredraft.inference.serve.openai.protocol import ChatRequest, CompletionRequest, content_text, is_tokens
 from foredraft.inference.text import encode_prompt
 
 # Replaces a mark within a message. The private characters themselves are removed from messages.
 MARK_PLACEHOLDER = "\ue000{}\ue001"
 MARK_PLACEHOLDERS = re.compile("\ue000(\\d+)\ue001")
-
-# Type of a text part -> its text field. The Responses API has other types, which clients also send here.
-PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 class PromptEncoder:
@@ -143,36 +139,10 @@ class PromptEncoder:
 
     def check_length(self, count: int) -> None:
         if self.target.context is not None and count > self.target.context:
-            message = (
-                f"This model's maximum context length is {self.target.context} tokens. However, you requested more than "
-                f"{count}. Please reduce the length of the messages or prompt."
-            )
-            raise Refused(400, message, "messages", "context_length_exceeded")
+            raise context_exceeded(self.target.context, f"more than {count}", "messages or prompt", "messages")
 
     def tokens(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
             return encode_prompt(self.tokenizer, text, add_special_tokens)
         except (TypeError, UnicodeError):
             raise ValueError("the text is not valid Unicode: it contains half of a surrogate pair") from None
-
-
-def content_text(role: str, content: Any) -> str | None:
-    """Join the text parts of a message; a tool's result may be any JSON. Raises ValueError for other parts."""
-    if content is None or isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [part_text(part) for part in parts]
-    found = [text for text in texts if text is not None]
-    if len(found) == len(texts):
-        return "".join(found)
-    if role in ("tool", "function") and not any(isinstance(part, dict) and "type" in part for part in parts):
-        return json.dumps(content, ensure_ascii=False)
-    raise ValueError("messages contain parts that are not text: only text is supported here")
-
-
-def part_text(part: Any) -> str | None:
-    if isinstance(part, str):
-        return part
-    field = PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
-    text = None if field is None else part.get(field)
-    return text if isinstance(text, str) else None

@@ -2,7 +2,8 @@
 of which only the end tokens are used. Unsupported fields are refused by name, unless they do not change the answer.
 """
 
-from typing import Annotated, Any, Literal
+import json
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -14,27 +15,16 @@ Tokens = Annotated[int, Field(ge=1, le=2**31)]
 MAX_TOKENS = ("max_tokens", "max_completion_tokens")  # -1 is the maximum that fits
 # Fields that would change an answer, and their values that would not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "functions": ([],),
+    **dict.fromkeys(("audio", "web_search_options", "chat_template", "truncate_prompt_tokens", "prompt_logprobs"), ()),
+    **dict.fromkeys(("functions", "allowed_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "continue_final_message"), (False,)),
+    **dict.fromkeys(("detokenize", "include_reasoning", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "chat_template": (),
     "suffix": ("",),
     "verbosity": ("medium",),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "early_stopping": (False,),
     "spaces_between_special_tokens": (True, False),  # fast tokenizers never add them
-    "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "detokenize": (True,),
-    "include_reasoning": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "length_penalty": (1,),
     "priority": (0,),
 }
 # Fields for identification, billing and caching, and predictions of the text for a faster answer.
@@ -72,6 +62,8 @@ class CommonRequest(BaseModel):
     """Validate what all endpoints support."""
 
     model_config = ConfigDict(allow_inf_nan=False, extra="forbid")
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = UNSUPPORTED
+    remedies: ClassVar[dict[str, str]] = {}  # of refused fields; others are to be removed
 
     model: str | None = None
     n: int = Field(1, ge=1, le=128)
@@ -106,12 +98,11 @@ class CommonRequest(BaseModel):
         """Refuse unsupported fields, and remove fields without effect."""
         if not isinstance(fields, dict):
             return fields
-        for name, harmless in UNSUPPORTED.items():
+        for name, harmless in cls.refused.items():
             value = fields.get(name)
             if value is not None and value not in harmless:
-                raise ValueError(f"{name} is not supported here: remove it")
-        dropped = {*UNSUPPORTED, *IGNORED}
-        dropped |= {name for name in MAX_TOKENS if fields.get(name) == -1}
+                raise ValueError(f"{name} is not supported here: {cls.remedies.get(name, 'remove it')}")
+        dropped = {*cls.refused, *IGNORED, *(name for name in MAX_TOKENS if fields.get(name) == -1)}
         return {name: value for name, value in fields.items() if value is not None and name not in dropped}
 
     @model_validator(mode="after")
@@ -172,7 +163,31 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[Any] | dict[str, Any] | None = None  # text, parts, or any JSON that a tool returned
+    content: Any = None  # text, parts, or any JSON that a tool returned
+
+
+# Type of a text part -> its text field. Clients send those of the Responses API to chat completions, too.
+PARTS = {"text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text"}
+PARTS["refusal"] = "refusal"
+
+
+def content_text(role: str, content: Any) -> str | None:
+    """Join the text parts of a message; a tool's result may be any JSON. Raises ValueError for other parts."""
+    if content is None or isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list) else [content]
+    texts = [part_text(part) for part in parts]
+    if all(isinstance(text, str) for text in texts):
+        return "".join(texts)
+    kinds = [part["type"] for part in parts if isinstance(part, dict) and "type" in part]
+    if role in ("tool", "function") and not kinds:
+        return json.dumps(content, ensure_ascii=False)
+    of_type = f" of type {', '.join(map(str, kinds))}" if kinds else ""
+    raise ValueError(f"messages contain parts{of_type} that are not text: only text is supported here")
+
+
+def part_text(part: Any) -> Any:
+    return part.get(PARTS.get(str(part.get("type")))) if isinstance(part, dict) else part
 
 
 class Function(BaseModel):
@@ -214,7 +229,7 @@ class ChatRequest(CommonRequest):
     add_special_tokens: Literal[False] = Field(False, description="the chat template writes them")
 
     @model_validator(mode="after")
-    def check_tools(self) -> "ChatRequest":
+    def check_chat(self) -> "ChatRequest":
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
             raise ValueError(f"tools contains two tools of one name: {', '.join(names)}")
@@ -224,21 +239,13 @@ class ChatRequest(CommonRequest):
             )
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice required needs tools")
-        return self
-
-    @property
-    def must_call(self) -> bool:
-        return self.tool_choice not in (None, "auto", "none")
-
-    @property
-    def has_grammar(self) -> bool:
-        return self.must_call or super().has_grammar
-
-    @model_validator(mode="after")
-    def check_logprobs(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
+
+    @property
+    def has_grammar(self) -> bool:
+        return self.tool_choice not in (None, "auto", "none") or super().has_grammar
 
     @property
     def budget(self) -> int | None:

@@ -5,10 +5,10 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from foredraft.inference.serve.errors import ApiError
 from foredraft.inference.serve.openai.choice import Piece
 from foredraft.inference.serve.openai.completion import Answer
 from foredraft.inference.serve.openai.responses_protocol import ResponsesRequest
-from foredraft.inference.serve.worker import Failed
 
 PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # prefixes of ids
 
@@ -26,7 +26,7 @@ class ResponsesAnswer(Answer):
         (choice,) = self.choices.values()
         reason = choice.whole.finish_reason
         status = {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
-        error = None if self.failure is None else {"code": "server_error", "message": str(self.failure)}
+        error = None if self.failure is None else {"code": "server_error", "message": self.failure.detail}
         return {
             "id": self.id,
             "object": "response",
@@ -59,8 +59,8 @@ class ResponsesAnswer(Answer):
         async for event in self.chunks():
             yield as_event(event)
 
-    def error_event(self, failed: Failed) -> str:
-        self.failure = failed
+    def error_event(self, error: ApiError) -> str:
+        self.failure = error
         return as_event(self.event("failed", response=self.body()))
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:

@@ -1,12 +1,18 @@
 """Requests of OpenAI's Responses API, without state: clients send the whole conversation each time, and no answer is stored
 (platform.openai.com/docs/api-reference/responses). They are answered like chat completions."""
 
-import json
-from typing import Annotated, Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from foredraft.inference.serve.openai.protocol import ChatRequest, CommonRequest, Function, Tokens
+from foredraft.inference.serve.openai.protocol import (
+    UNSUPPORTED,
+    ChatRequest,
+    CommonRequest,
+    Function,
+    Tokens,
+    content_text,
+)
 
 STORED = "responses are not stored, so send the whole conversation as input"
 CHAT = "/v1/chat/completions supports it"
@@ -24,111 +30,36 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_tokens": ((), "use max_output_tokens"),
     "response_format": ((), "use text.format"),
 }
-ITEMS = ("message", "reasoning", "function_call", "function_call_output")
-TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")  # types of text parts
 LOGPROBS = "message.output_text.logprobs"  # the name of log-probabilities in `include`
+# The types of items, and the texts that each must have.
+ITEMS = {
+    "message": ["role"],
+    "reasoning": [],
+    "function_call": ["call_id", "name"],
+    "function_call_output": ["call_id"],
+}
 # The parts of an assistant's message in the order of their items, each with the parts that must not precede it.
 LATER = {"reasoning": {"content", "tool_calls"}, "content": {"content", "tool_calls"}, "tool_calls": set[str]()}
 
 
-class Part(BaseModel):
-    type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "text"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_others(cls, part: Any) -> Any:
-        if isinstance(part, dict) and part.get("type") == "refusal":
-            return {"type": "text", "text": part.get("refusal")}
-        if isinstance(part, dict) and part.get("type") not in TEXTS:
-            raise ValueError(f"parts of type {part.get('type')!r} are not supported here: send text")
-        return part
+def item_type(item: dict[str, Any]) -> Any:
+    return item.get("type") or ("message" if "role" in item else "item_reference")
 
 
-def as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value or []
-
-
-def output_parts(value: Any) -> Any:
-    """Return parts. What a tool returned may be any JSON."""
-    typed = isinstance(value, list) and all(isinstance(part, dict) and "type" in part for part in value)
-    return as_parts(
-        value if value is None or isinstance(value, str) or typed else json.dumps(value, ensure_ascii=False)
-    )
-
-
-def joined(parts: list[Part]) -> str:
-    return "".join(part.text for part in parts)
-
-
-Text = Annotated[list[Part], BeforeValidator(as_parts, json_schema_input_type=str | list[Part])]
-
-
-class MessageItem(BaseModel):
-    type: Literal["message"] = "message"
-    role: str
-    content: Text
-
-    def message(self) -> dict[str, Any]:
-        return {"role": self.role, "content": joined(self.content)}
-
-
-class ReasoningItem(BaseModel):
-    """Hold reasoning. encrypted_content is ignored, because another server encrypted it."""
-
-    type: Literal["reasoning"]
-    summary: list[Part] | None = None
-    content: list[Part] | None = None
-
-    def message(self) -> dict[str, Any]:
-        return {"role": "assistant", "reasoning": joined(self.content or self.summary or [])}
-
-
-class FunctionCallItem(BaseModel):
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-    def message(self) -> dict[str, Any]:
-        function = {"name": self.name, "arguments": self.arguments}
-        return {"role": "assistant", "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
-
-
-class FunctionOutputItem(BaseModel):
-    type: Literal["function_call_output"]
-    call_id: str
-    output: Annotated[list[Part], BeforeValidator(output_parts, json_schema_input_type=Any)] = []
-
-    def message(self) -> dict[str, Any]:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": joined(self.output)}
-
-
-def as_items(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    for number, item in enumerate(value if isinstance(value, list) else []):
-        kind = item_type(item)
-        if kind == "item_reference":
-            raise ValueError(f"item {number} is an item_reference: {STORED}")
-        if kind not in ITEMS:
-            raise ValueError(f"item {number} has type {kind!r}, which is not supported: use one of {', '.join(ITEMS)}")
-    return value
-
-
-def item_type(item: Any) -> Any:
-    if isinstance(item, dict):
-        return item.get("type") or ("message" if "role" in item else "item_reference")
-    return None
-
-
-Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output")],
-    Discriminator(item_type),
-]
+def as_message(item: dict[str, Any]) -> dict[str, Any]:
+    """Convert an item to a message of a chat, or to a part of the assistant's. encrypted_content of reasoning is ignored,
+    because another server encrypted it."""
+    match item_type(item):
+        case "reasoning":
+            text = content_text("assistant", item.get("content") or item.get("summary") or "")
+            return {"role": "assistant", "reasoning": text}
+        case "function_call":
+            function = {"name": item["name"], "arguments": item.get("arguments")}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            return {"role": "assistant", "tool_calls": [call]}
+        case "function_call_output":
+            return {"role": "tool", "tool_call_id": item["call_id"], "content": item.get("output")}
+    return {"role": item["role"], "content": item.get("content")}
 
 
 class FunctionTool(Function):
@@ -165,9 +96,10 @@ class Reasoning(BaseModel):
 
 
 class ResponsesRequest(CommonRequest):
-    input: Annotated[
-        list[Item], Field(min_length=1), BeforeValidator(as_items, json_schema_input_type=str | list[Item])
-    ]
+    refused: ClassVar = UNSUPPORTED | {name: harmless for name, (harmless, _) in REFUSED.items()}
+    remedies: ClassVar = {name: remedy for name, (_, remedy) in REFUSED.items()}
+
+    input: str | list[dict[str, Any]]
     instructions: str | None = None
     tools: list[FunctionTool] = Field([], max_length=128)
     tool_choice: Literal["auto", "none", "required"] | NamedFunction = "auto"
@@ -180,15 +112,22 @@ class ResponsesRequest(CommonRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = Field({})
 
-    @model_validator(mode="before")
+    @field_validator("input")
     @classmethod
-    def refuse_state(cls, fields: Any) -> Any:
-        if not isinstance(fields, dict):
-            return fields
-        for name, (harmless, remedy) in REFUSED.items():
-            if (value := fields.get(name)) is not None and value not in harmless:
-                raise ValueError(f"{name} is not supported here: {remedy}")
-        return {name: value for name, value in fields.items() if name not in REFUSED}
+    def check_items(cls, items: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+        if not items and isinstance(items, list):
+            raise ValueError("send at least 1 item")
+        for number, item in enumerate(items if isinstance(items, list) else []):
+            kind = item_type(item)
+            if kind == "item_reference":
+                raise ValueError(f"item {number} is an item_reference: {STORED}")
+            if kind not in ITEMS:
+                raise ValueError(
+                    f"item {number} has type {kind!r}, which is not supported: use one of {', '.join(ITEMS)}"
+                )
+            if missing := [name for name in ITEMS[kind] if not isinstance(item.get(name), str)]:
+                raise ValueError(f"item {number} of type {kind!r} needs {missing[0]!r}, a text")
+        return items
 
     @model_validator(mode="after")
     def check_chat(self) -> "ResponsesRequest":
@@ -201,12 +140,10 @@ class ResponsesRequest(CommonRequest):
 
     def chat(self) -> ChatRequest:
         """Convert to a request for /v1/chat/completions."""
-        wanted, choice, logprobs = (
-            self.text.format or TextFormat.model_validate({}),
-            self.tool_choice,
-            LOGPROBS in self.include,
-        )
-        facts = self.model_dump(include=SHARED, exclude_unset=True)
+        choice, logprobs = self.tool_choice, LOGPROBS in self.include
+        wanted = self.text.format or TextFormat.model_validate({})
+        shared = {*type(self).model_fields} & {*ChatRequest.model_fields} - {"tools", "tool_choice", "top_logprobs"}
+        facts = self.model_dump(include=shared, exclude_unset=True)
         facts |= {"messages": self.messages(), "max_completion_tokens": self.max_output_tokens, "logprobs": logprobs}
         facts |= {"top_logprobs": self.top_logprobs if logprobs else None, "reasoning_effort": self.reasoning.effort}
         facts |= {"response_format": {"type": wanted.type}, "verbosity": self.text.verbosity}
@@ -223,14 +160,14 @@ class ResponsesRequest(CommonRequest):
     def messages(self) -> list[dict[str, Any]]:
         """Convert the items to messages. Items of one answer become one message of the assistant."""
         found = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        for item in self.input:
-            new = item.message()
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        for new in map(as_message, items):
             if new.get("reasoning") == "":  # only its summary or encrypted text was sent
                 continue
             if new["role"] == "assistant" and found and found[-1]["role"] == "assistant":
                 last, (name,) = found[-1], new.keys() - {"role"}
                 if not last.keys() & LATER[name]:
-                    last[name] = last.get(name, type(new[name])()) + new[name]
+                    last[name] = last[name] + new[name] if name in last else new[name]
                     continue
             found.append(new)
         return found
@@ -248,10 +185,3 @@ class ResponsesRequest(CommonRequest):
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": 1.0 if self.top_p is None else self.top_p,
         }
-
-
-SHARED = ResponsesRequest.model_fields.keys() & ChatRequest.model_fields.keys() - {
-    "tools",
-    "tool_choice",
-    "top_logprobs",
-}

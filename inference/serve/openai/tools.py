@@ -3,7 +3,7 @@
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from foredraft.heads.target_model.messages import parsed_arguments
@@ -16,12 +16,12 @@ from foredraft.inference.serve.openai.tool_formats import (
     NAME,
     ToolFormat,
     as_list,
+    call_rules,
     format_of,
     is_text,
     properties_of,
     types_of,
 )
-from foredraft.inference.serve.openai.tool_rules import call_rules
 from foredraft.inference.serve.stop_strings import find_partial_mark
 
 # The start of an object, or of a list of objects, that may be a call without a mark; the end of a text that may become one.
@@ -48,9 +48,9 @@ def forced_tools(request: ChatRequest) -> list[Tool]:
 
 def new_tool_reader(request: CommonRequest, template: Any) -> "ToolReader | None":
     """Return a reader for the calls in one text of the answer; None if there cannot be any."""
-    known = callable_tools(request)
+    tools = callable_tools(request)
     style = format_of(template) or (BARE if isinstance(request, ChatRequest) and forced_tools(request) else None)
-    return ToolReader(style, [*known], known) if known and style is not None else None
+    return ToolReader(style, tools) if tools and style is not None else None
 
 
 def answer_grammar(request: CommonRequest, template: Any, grammars: Grammars) -> Grammar | None:
@@ -70,13 +70,12 @@ def answer_grammar(request: CommonRequest, template: Any, grammars: Grammars) ->
 
 
 class ToolReader:
-    """Stream the content of a text, hold back what may be calls, and parse these at the end."""
+    """Split a text into content and calls. What may be a call is held back, and parsed at the end of the text."""
 
-    def __init__(self, style: ToolFormat, known: Sequence[str], schemas: Mapping[str, dict[str, Any]] | None = None):
-        """Initialize the reader. schemas: of the parameters of each tool."""
-        self.style, self.known, self.schemas, self.marks = style, known, schemas or {}, style.marks
+    def __init__(self, style: ToolFormat, tools: Mapping[str, dict[str, Any]]):
+        """Compile the format's patterns. tools: name -> schema of its parameters."""
+        self.style, self.tools, self.marks = style, tools, style.marks
         self.mark = re.compile("|".join([*map(re.escape, self.marks), *([OBJECT] if style.is_bare else [])]))
-        self.buffer, self.holding, self.shown = "", False, False
         also = rf"(?:{re.escape(style.also)}\s*)?" if style.also else ""
         head = pattern(style.head.removesuffix(style.name_line), style.id)
         head = rf"(?:{head}\s*)?{pattern(style.name_line)}" if style.name_line else head
@@ -93,79 +92,74 @@ class ToolReader:
             value = rf"{line[0]}(?P<value>.*?){line[1]}{re.escape(closing.strip())}\s*"
             self.parameter = re.compile(pattern(opening) + value, re.DOTALL)
 
-    def push(self, text: str) -> str:
-        """Return the text that is certainly content."""
-        self.buffer += text
-        if self.holding:
-            return ""
-        found = self.mark.search(self.buffer)
-        self.holding = found is not None
-        at = find_partial_mark(self.buffer, self.marks) if found is None else found.start()
-        if found is None and self.style.is_bare and (begun := PARTIAL_OBJECT.search(self.buffer)):
-            at = min(at, begun.start())
-        content, self.buffer = self.buffer[:at], self.buffer[at:]
-        self.shown = self.shown or bool(content)
-        return content
+    def split(self, text: str, is_end: bool, known: int = 0) -> tuple[str, list[dict[str, Any]]]:
+        """Return the certain content, and at the end the calls. Malformed calls and calls of unknown tools are content.
+        known: number of characters that were certain before."""
+        mark = self.mark.search(text, known)
+        if mark is not None:
+            return self.parse(text, mark.start()) if is_end else (text[: mark.start()], [])
+        if is_end:
+            return text, []
+        at = find_partial_mark(text, self.marks)
+        if self.style.is_bare and (partial := PARTIAL_OBJECT.search(text, known)):
+            at = min(at, partial.start())
+        return text[:at], []
 
-    def end(self) -> tuple[str, list[dict[str, Any]]]:
-        """Return the remaining content and the calls. Malformed calls and calls of unknown tools are content."""
-        content, calls, at, failed = "", list[dict[str, Any]](), 0, 0
-        while at < len(self.buffer):
-            found, end = self.calls_at(at) if failed < ATTEMPTS else ([], at)
+    def parse(self, text: str, start: int) -> tuple[str, list[dict[str, Any]]]:
+        """Return the content and the calls of a whole text whose first mark is at `start`."""
+        content, calls, at, failed = "", list[dict[str, Any]](), start, 0
+        while at < len(text):
+            found, end = self.calls_at(text, at) if failed < ATTEMPTS else ([], at)
             calls += found
             if not found:
                 failed += 1
-                later = self.mark.search(self.buffer, at + 1) if failed < ATTEMPTS else None
-                end = later.start() if later else len(self.buffer)
-                content += self.buffer[at:end]
+                later = self.mark.search(text, at + 1) if failed < ATTEMPTS else None
+                end = later.start() if later else len(text)
+                content += text[at:end]
             at = end
-        content = content.rstrip() if calls else content
-        return content if self.shown or not calls else content.lstrip(), calls
+        if calls:
+            content = content.rstrip() if start else content.strip()
+        return text[:start] + content, calls
 
-    def calls_at(self, at: int) -> tuple[list[dict[str, Any]], int]:
+    def calls_at(self, text: str, at: int) -> tuple[list[dict[str, Any]], int]:
         """Return the consecutive calls at this position, and where they end."""
-        at, found = match_end(self.before, self.buffer, at), list[dict[str, Any]]()
-        while one := self.call_at(match_end(SEPARATOR, self.buffer, at) if found else at):
-            found += one[0]
-            at = one[1]
-        return found, match_end(self.after, self.buffer, at)
+        at, calls = match_end(self.before, text, at), list[dict[str, Any]]()
+        while True:
+            found, end = self.call_at(text, match_end(SEPARATOR, text, at) if calls else at)
+            if not found:
+                return calls, match_end(self.after, text, at)
+            calls, at = calls + found, end
 
-    def call_at(self, at: int) -> tuple[list[dict[str, Any]], int] | None:
+    def call_at(self, text: str, start: int) -> tuple[list[dict[str, Any]], int]:
         """Return the call at this position (or all calls between one pair of marks), and where it ends."""
-        head = self.head.match(self.buffer, at)
+        head = self.head.match(text, start)
         if head is None:
-            return None
+            return [], start
+        at = head.end()
         if self.style.is_object:
-            return self.objects_at(head.end(), "\n" in head[0] or not (at or self.shown))
-        name, at = head["name"], head.end()
-        closed = self.closing.match(self.buffer, at)
+            return self.objects_at(text, at, start == 0 or "\n" in head[0])
         if self.style.parameters is not None:
-            arguments, at = self.parameters_at(at, self.schemas.get(name, {}))
-            call = self.call(name, arguments) if self.closing.match(self.buffer, at) else None
-        elif closed is not None and closed.end() > at:
-            call = self.call(name, None)
+            arguments, end = self.parameters_at(text, at, self.tools.get(head["name"], {}))
+            is_call = self.closing.match(text, end) is not None
+        elif match_end(self.closing, text, at) > at:
+            arguments, end, is_call = None, at, True
         else:
-            try:
-                arguments, at = DECODER.raw_decode(self.buffer, at)
-            except (ValueError, RecursionError):
-                return None
-            call = self.call(name, arguments)
-        return None if call is None else ([call], match_end(self.closing, self.buffer, at))
+            arguments, end = decode_json(text, at)
+            is_call = end > at
+        call = self.call(head["name"], arguments) if is_call else None
+        return ([], start) if call is None else ([call], match_end(self.closing, text, end))
 
-    def objects_at(self, at: int, on_its_line: bool) -> tuple[list[dict[str, Any]], int] | None:
+    def objects_at(self, text: str, at: int, on_its_line: bool) -> tuple[list[dict[str, Any]], int]:
         """Parse calls as JSON: one, a list, or several between a pair of marks."""
         found, end = list[dict[str, Any]](), at
         while not found or self.style.head:
-            try:
-                value, at = DECODER.raw_decode(self.buffer, at)
-            except (ValueError, RecursionError):
-                break
+            value, at = decode_json(text, at)
             calls = [self.object_call(one, on_its_line) for one in (value if isinstance(value, list) else [value])]
             if not calls or None in calls:
                 break
             found += [call for call in calls if call is not None]
-            end, at = at, match_end(SEPARATOR, self.buffer, at)
-        return (found, match_end(self.closing, self.buffer, end)) if found else None
+            end, at = at, match_end(SEPARATOR, text, at)
+        return found, match_end(self.closing, text, end)
 
     def object_call(self, value: Any, on_its_line: bool) -> dict[str, Any] | None:
         """Parse a call in the format's form or OpenAI's. In the middle of a line, an object with only a name is content."""
@@ -180,13 +174,13 @@ class ToolReader:
 
     def call(self, name: Any, arguments: Any) -> dict[str, Any] | None:
         arguments = parsed_arguments(arguments)
-        if not isinstance(name, str) or name not in self.known or not isinstance(arguments, dict):
+        if not isinstance(name, str) or name not in self.tools or not isinstance(arguments, dict):
             return None
         return new_call(name, json.dumps(arguments))
 
-    def parameters_at(self, at: int, schema: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    def parameters_at(self, text: str, at: int, schema: dict[str, Any]) -> tuple[dict[str, Any], int]:
         found, properties = dict[str, Any](), properties_of(schema)
-        while one := self.parameter.match(self.buffer, at):
+        while one := self.parameter.match(text, at):
             found[one["key"]] = parse_argument(one["value"], properties.get(one["key"]))
             at = one.end()
         return found, at
@@ -196,6 +190,14 @@ def pattern(text: str, id: str = "") -> str:
     """Return a regular expression for a text of a format, which accepts any white space."""
     found = r"\s*".join(re.escape(part) for part in text.replace("[", " [").split()).replace(re.escape(ID), id)
     return found.replace(NAME, r"(?P<name>[\w.-]+)").replace(KEY, r"(?P<key>[^\n<>\"]+)")
+
+
+def decode_json(text: str, at: int) -> tuple[Any, int]:
+    """Return the value at this position and where it ends; None and the position itself if there is none."""
+    try:
+        return DECODER.raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return None, at
 
 
 def match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
