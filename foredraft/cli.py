@@ -10,10 +10,10 @@ shows the traceback of bad input too.
 
 import argparse
 import contextlib
-import dis
 import errno
 import functools
 import inspect
+import linecache
 import os
 import re
 import sys
@@ -144,7 +144,11 @@ def user_message(error: BaseException, folder: str) -> str | None:
     if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):
         return first_line(error)
     if isinstance(error, ValueError | OSError):
-        return raised_by_worker(error) or (None if is_bug(error) else str(error))
+        if WORKER.match(
+            str(error)
+        ):  # torch raises it again, with the traceback of a DataLoader's worker as the message
+            return str(error).rpartition(f"\n{type(error).__name__}: ")[2].strip()
+        return None if is_bug(error) else str(error)
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
         return str(error)  # a key that no constructor knows, from a yaml or `+key=value`
     return None
@@ -153,19 +157,9 @@ def user_message(error: BaseException, folder: str) -> str | None:
 def is_bug(error: BaseException) -> bool:
     """Return whether a ValueError comes from a line of this package such as `zip(a, b, strict=True)`, and not from a
     statement `raise`, there or in another package."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None or isinstance(error, OSError) or not last.tb_frame.f_globals["__name__"].startswith("foredraft."):
-        return False
-    return dis.opname[last.tb_frame.f_code.co_code[last.tb_lasti]] not in ("RAISE_VARARGS", "RERAISE")
-
-
-def raised_by_worker(error: BaseException) -> str:
-    """Return what a DataLoader's worker reported: torch raises its error again, with the worker's traceback as the message.
-    Empty for an error that is not a worker's."""
-    text = str(error)
-    return text.rpartition(f"\n{type(error).__name__}: ")[2].strip() if WORKER.match(text) else ""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    ours = frame.f_globals["__name__"].startswith("foredraft.") and not isinstance(error, OSError)
+    return ours and not linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise")
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

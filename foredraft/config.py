@@ -1,32 +1,32 @@
 """The checked configs of a command line, one for each job of a sweep: choices, keys and types.
 
 Hydra composes the yaml files in struct mode, so it finds what is not known; here that becomes one sentence with the nearest
-known name. A value must have the type of the default it replaces, or be null where a constructor takes None, and what a yaml
-passes to its `_target_` must fit the signature there. (`+key=value` adds a key, `++key=value` sets one whatever its default.)
-Whatever is wrong is a HydraException.
+known name. The signature of what a yaml's `_target_` names is the schema of its keys. Other values must have the type of the
+default that they replace. (`+key=value` adds a key, `++key=value` sets one whatever its default.) Whatever is wrong is a
+HydraException.
 """
 
 import contextlib
 import inspect
-import itertools
 import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import make_dataclass
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import hydra
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import OverrideType
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
 from hydra.utils import get_object
@@ -35,16 +35,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from foredraft.renamed_keys import new_choice, new_key
 from foredraft.words import BENCH_CONF, CONF, WORDS, overrides_of
-
-KINDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    list: "a list",
-    dict: "a group of keys",
-    type(None): "null",
-}
 
 
 @contextlib.contextmanager
@@ -105,11 +95,11 @@ def checked_jobs(program: str, overrides: list[str], sweep: bool) -> list[DictCo
         return [check(program, overrides)]
     parsed = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(overrides)
     swept = {override.get_key_element() for override in parsed if override.is_sweep_override()}
-    jobs = product(parsed)
+    jobs = BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
     found: list[DictConfig] = []
     folders: list[str] = []
     for number, job in enumerate(jobs):
-        found.append(check(program, job, number, sweep))
+        found.append(check(program, list(job), number, sweep))
         folders.append(str(OmegaConf.select(found[-1], "output_dir")))  # which may name a choice of this job
     if "output_dir" in found[0] and max(Counter(folders).values()) > 1:
         for cfg, folder, job in zip(found, folders, jobs, strict=True):
@@ -117,16 +107,6 @@ def checked_jobs(program: str, overrides: list[str], sweep: bool) -> list[DictCo
             names = [re.sub(r"[^\w.+]", "-", override) for override in job if override.partition("=")[0] in swept]
             cfg.output_dir = str(Path(folder) / "_".join(names))
     return found
-
-
-def product(parsed: list[Override]) -> list[list[str]]:
-    """Return the overrides of each job of a sweep."""
-    values: dict[str, list[str]] = {}
-    for override in parsed:
-        key = override.get_key_element()
-        found = override.sweep_string_iterator() if override.is_sweep_override() else None
-        values[key] = [str(override.input_line)] if found is None else [f"{key}={value}" for value in found]
-    return [list(job) for job in itertools.product(*values.values())]
 
 
 # Checking
@@ -154,26 +134,17 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
     base = compose(program, choices, number)
     known = dict(flat(base))
     for key in values:
-        if renamed := new_key(key, {*known, *groups}):
-            raise HydraException(renamed)
-        if key not in known and options_of(key):  # a group that only other programs have
-            raise HydraException(unknown_key(key, known))
+        if key not in known:
+            raise HydraException(new_key(key, {*known, *groups}) or unknown_key(key, known))
     try:
         final = compose(program, overrides, number, sweep)
     except ConfigCompositionException as error:
-        if not isinstance(error.__cause__, OmegaConfBaseException) or error.__cause__.full_key is None:
+        if (unknown := getattr(error.__cause__, "full_key", None)) is None:
             raise
-        missing = error.__cause__.full_key  # of OmegaConf's struct mode
-        typed = next((key for key in values if key.startswith(f"{missing}.")), missing)  # trainr of trainr.max_steps
-        raise HydraException(unknown_key(typed, known)) from None
-    for key in known:
-        if any(f"{key}.".startswith(f"{typed}.") for typed in values):
-            check_type(key, base, final)
-            if isinstance(known[key], ListConfig) and isinstance(plain(final, key), str | int | float | bool):
-                OmegaConf.update(final, key, [plain(final, key)])  # a list of one may go without brackets
-    for key, node in [("", final), *flat(final)]:
-        if isinstance(node, DictConfig) and "_target_" in node:
-            check_call(key, node)
+        raise HydraException(unknown_key(unknown, known)) from None  # in {...}
+    for group, node in [("", final), *flat(final)]:
+        if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
+            check_group(group, node, base, final, values)
     return final
 
 
@@ -188,26 +159,50 @@ def flat(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(node, f"{prefix}{name}.")
 
 
-def check_call(key: str, node: DictConfig) -> None:
-    """Raise HydraException if the constructor that `node` names takes no such argument, or not such a value."""
+def check_group(group: str, node: DictConfig, base: DictConfig, final: DictConfig, typed: list[str]) -> None:
+    """Raise HydraException for a key that the constructor of a group does not take, and for a value of another type. A typed
+    value is converted if it fits: a number where text is wanted, or a single item of a list."""
     parameters = parameters_of(node)
-    taken = {name: parameter for name, parameter in parameters.items() if parameter.kind != parameter.VAR_KEYWORD}
-    for name, child in ((str(name), child) for name, child in node.items_ex(resolve=False)):
-        dotted = f"{key}.{name}".removeprefix(".")
-        if not parameters or name.startswith("_") or (name not in taken and len(taken) < len(parameters)):
-            continue
-        if name not in taken:
-            raise HydraException(unknown_key(dotted, [f"{key}.{other}".removeprefix(".") for other in taken]))
-        if not isinstance(child, str | int | float | bool):
-            continue  # null, or a list or group that instantiate converts first
+    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in (name for name in map(str, node) if not name.startswith("_") and name != "hydra"):
+        key = f"{group}.{name}".removeprefix(".")
+        if parameters and name not in parameters and not takes_all:
+            raise HydraException(unknown_key(key, [f"{group}.{other}".removeprefix(".") for other in parameters]))
+        is_typed = any(f"{key}.".startswith(f"{other}.") for other in typed)
         try:
-            schema = OmegaConf.structured(make_dataclass("Schema", [("value", taken[name].annotation)]))
-        except OmegaConfBaseException:
-            continue  # a tensor, a callable, a union with a class: the constructor's own affair
-        try:
-            schema.value = child
+            value = plain(final, key)
         except OmegaConfBaseException as error:
-            raise HydraException(f"{dotted}={child}: {first_line(error)}") from None
+            if is_typed:
+                raise HydraException(f"{key}: {first_line(error)}") from None
+            continue
+        default = None
+        with contextlib.suppress(OmegaConfBaseException):  # a default that waits for another value has no type
+            default = plain(base, key)
+        if (name not in parameters and not is_typed) or (value is None and (default is None or not is_typed)):
+            continue
+        schema = schema_of(parameters[name].annotation if name in parameters else Any, default)
+        try:
+            many = isinstance(schema._get_node("value"), ListConfig) and isinstance(value, str | int | float | bool)
+            schema.value = [value] if many else value  # a list of one may go without brackets
+        except OmegaConfBaseException as error:
+            shown = json.dumps(value) if value is None or isinstance(value, bool) else value
+            known = "" if default is None else f" (the default is {default})"
+            reason = f"a value is wanted; ++{key}=null sets it all the same" if value is None else first_line(error)
+            raise HydraException(f"{key}={shown}: {reason}{known}") from None
+        if is_typed and schema.value != value:
+            OmegaConf.update(final, key, schema.value)
+
+
+def schema_of(annotation: Any, default: Any) -> DictConfig:
+    """Return a config whose key `value` takes what a parameter takes, or what is of the default's type."""
+    first = default[0] if isinstance(default, list) and len({type(item) for item in default}) == 1 else None
+    item: Any = Any if first is None else type(first)
+    like_default = {type(None): Any, list: list[item], dict: dict[str, Any]}
+    for kind in (annotation, like_default.get(type(default), type(default))):
+        if kind is not Any:
+            with contextlib.suppress(OmegaConfBaseException):  # a tensor, a callable: the constructor's own affair
+                return OmegaConf.structured(make_dataclass("Schema", [("value", kind)]))
+    return OmegaConf.create({"value": None})
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
@@ -221,53 +216,15 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known name closest to `word`. The last part counts most: max_steps is for trainer.max_steps."""
-
-    def alike(one: str, other: str) -> float:
-        return SequenceMatcher(None, one, other).ratio()
-
-    def score(name: str) -> tuple[float, bool]:
-        (parent, _, last), (known_parent, _, known_last) = word.rpartition("."), name.rpartition(".")
-        parts = 0.7 * alike(last, known_last) + 0.3 * alike(parent, known_parent)
-        whole = 0.0 if parent else alike(word, name)  # trainer_lr
-        return max(parts, whole), name[:1] == word[:1]  # a first letter is seldom mistyped
-
-    best = max((name for name in known if not word.startswith(f"{name}.")), key=score, default=None)
-    return best if best is not None and score(best)[0] > 0.6 else None
-
-
-def check_type(key: str, base: DictConfig, final: DictConfig) -> None:
-    """Raise HydraException if `key` has a value in `final` whose type is not that of its default in `base`."""
-    try:
-        default = plain(base, key)
-    except OmegaConfBaseException:
-        return  # a default that waits for another value says nothing about types
-    try:
-        value = plain(final, key)
-    except OmegaConfBaseException as error:
-        raise HydraException(f"{key}: {first_line(error)}") from None
-    group, _, name = key.rpartition(".")
-    parameter = parameters_of(OmegaConf.select(final, group) if group else final).get(name)
-    takes_null = parameter is not None and type(None) in get_args(parameter.annotation)
-    wrong = type_mismatch(value, default)
-    if wrong is not None and not (value is None and takes_null):
-        got, wanted = KINDS[type(wrong[0])], KINDS[type(wrong[1])]
-        shown = json.dumps(value) if value is None or isinstance(value, bool) else value
-        hint = f"; ++{key}=null sets it all the same" if value is None else ""
-        if isinstance(default, str) and value is not None:
-            hint = f"; as text it is written {key}=\"'{shown}'\""
-        raise HydraException(f"{key}={shown}: {wanted} is wanted, not {got} (the default is {default}){hint}")
-
-
-def type_mismatch(value: Any, default: Any) -> tuple[Any, Any] | None:
-    """Return a value and the default whose type it lacks. A whole number is a number; a null default takes anything."""
-    if default is None or (isinstance(default, float) and type(value) is int):
-        return None
-    if isinstance(default, list):
-        value = value if isinstance(value, list) else [value]  # a list of one may go without brackets
-        alike = len({type(item) for item in default}) == 1
-        return next((wrong for item in value if alike and (wrong := type_mismatch(item, default[0]))), None)
-    return None if type(value) is type(default) else (value, default)
+    """Return the known name closest to `word`, of which the last part counts most: lr is for trainer.lr."""
+    parent, _, last = word.rpartition(".")
+    known = [name for name in known if not word.startswith(f"{name}.")]
+    lasts = {name.rpartition(".")[2] for name in known}
+    near = [] if parent or last in lasts else get_close_matches(word, known)
+    if not near:
+        alike = [last] if last in lasts else get_close_matches(last, lasts)
+        near = get_close_matches(word, [name for name in known if name.rpartition(".")[2] in alike], cutoff=0)
+    return min(near, key=lambda name: name[:1] != word[:1], default=None)  # a first letter is seldom mistyped
 
 
 def parameters_of(node: Any) -> Mapping[str, inspect.Parameter]:

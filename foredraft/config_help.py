@@ -7,11 +7,10 @@ users need (without it, all keys of the program's own). `--help all` shows every
 import ast
 import itertools
 import json
-from collections.abc import Iterator
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -62,7 +61,11 @@ def explain(program: str, words: list[str], folder: Path = CONF, more: str | Non
     choices: dict[str, str] = {}
     options: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(groups.keys() | tables.keys()):
-        choices[key] = str(groups.get(key) or "null") if key in groups else chosen(cfg, key)
+        if key in groups:
+            choices[key] = str(groups[key] or "null")
+        else:
+            node = cfg._get_node(key)  # a key, or a group with the path that a word for it sets
+            choices[key] = shown(node._get_node("path") if isinstance(node, DictConfig) else node)
         of_files = [(name, [*header(text(f"{key}/{name}")), ""][0]) for name in names.get(key, [])]
         options[key] = [*tables.get(key, []), *of_files]
     return Explained(cfg, meanings, choices, options, header(text(program)))
@@ -76,14 +79,17 @@ def describe(about: str, program: str, words: list[str], folder: Path = CONF, mo
     cfg, meanings, choices, options, above = explain(program, words, folder, more)
     first, _, rest = about.partition("\n")
     text = f"{first.partition(':  ')[0].rstrip('.:')}."
+    values = leaves(cfg)
+    wanted = listed(above) or [key for key in values if "." not in key]
+    typed = {word.partition("=")[0] for word in words} - {"target"}
+    wanted += [key for group in choices if group in typed for key in values if key.startswith(f"{group}.")]
     end = "--help all lists every key, --help GROUP=OPTION the keys of that option too."
     if everything:
-        keys, text, end = list(lines(cfg, meanings)), f"{text}\n{rest}".rstrip(), "--cfg job prints only the config."
-    else:
-        wanted = listed(above) or [key for key in map(str, cfg) if not isinstance(cfg._get_node(key), DictConfig)]
-        typed = {word.partition("=")[0] for word in words} - {"target"}
-        found = [f"{key}.{name}" for key in choices if key in typed for name in cfg.get(key) or {}]
-        keys = list(short_lines(cfg, meanings, dict.fromkeys([*wanted, *found])))
+        text, wanted, end = f"{text}\n{rest}".rstrip(), [*values], "--cfg job prints only the config."
+    lines = []
+    for key in dict.fromkeys(key for key in wanted if key in values):
+        left, meaning = f"  {key}={values[key]}", meanings.get(key) or meanings.get(key.rpartition(".")[0])
+        lines.append(f"{left:{COLUMN - 1}} # {meaning}" if meaning else left)
     shown_options = [
         line
         for key, named in options.items()
@@ -94,11 +100,17 @@ def describe(about: str, program: str, words: list[str], folder: Path = CONF, mo
             f"usage: {above[0] if above else program}",
             f"\n{text}\n",
             "Keys, KEY=VALUE (+KEY=VALUE adds one, -m runs each of KEY=VALUE,VALUE; ??? has no default):",
-            *keys,
+            *lines,
             *(["", "Choices, GROUP=OPTION:", *shown_options] if options else []),
             f"\n{end}",
         ]
     )
+
+
+def leaves(cfg: DictConfig) -> dict[str, str]:
+    """Return every key with its value as text; interpolations stay unresolved."""
+    nodes = {key: node for key, node in flat(cfg) if key.rpartition(".")[2] not in HIDDEN}
+    return {key: shown(node) for key, node in nodes.items() if not isinstance(node, DictConfig) or not len(node)}
 
 
 def docstring(file: Path) -> str:
@@ -108,19 +120,13 @@ def docstring(file: Path) -> str:
 
 def listed(above: list[str]) -> list[str]:
     """Return the keys that the lines `# help: KEY KEY ...` of a program's yaml name."""
-    return [key for line in above if line.startswith("help:") for key in line.removeprefix("help:").split()]
+    return [key for line in above if line.startswith("help:") for key in line.split()[1:]]
 
 
 def header(text: str) -> list[str]:
     """Return the comment lines that a yaml starts with."""
     above = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
     return [line for line in (line.strip(" #") for line in above) if not line.startswith("@package")]
-
-
-def chosen(cfg: DictConfig, key: str) -> str:
-    """Return the value of a key, or of the path that a word for it sets."""
-    node = cfg._get_node(key)
-    return shown(node._get_node("path") if isinstance(node, DictConfig) else node)
 
 
 def described(file: str, table: str) -> list[tuple[str, str]]:
@@ -133,49 +139,16 @@ def described(file: str, table: str) -> list[tuple[str, str]]:
     raise ValueError(f"{file} has no table {table}")
 
 
-def short_lines(cfg: DictConfig, meanings: dict[str, str], wanted: dict[str, Any]) -> Iterator[str]:
-    """Yield one line per key of `wanted` that this config has, with its whole name."""
-    nodes = dict(flat(cfg))
-    for key in wanted:
-        parent, _, name = key.rpartition(".")
-        if key in nodes and name not in HIDDEN:
-            yield explained(f"  {key}={shown(nodes[key])}", meanings.get(key) or meanings.get(parent, ""))
-
-
-def explained(left: str, meaning: str) -> str:
-    return f"{left:{COLUMN - 1}} # {meaning}" if meaning else left.rstrip()
-
-
 def comments(text: str, package: str) -> dict[str, str]:
-    """Map each dotted key to the comment next to it or above it. The comment that a file starts with is its package's."""
-    rows = text.splitlines()
+    """Map each dotted key to the comment next to it. The comment that a file starts with is its package's."""
     found = {package: " ".join(header(text))}
-
-    def above(line: int) -> str:
-        lines = [*itertools.takewhile(lambda row: row.lstrip().startswith("#"), reversed(rows[:line]))]
-        return " ".join(row.strip(" #") for row in reversed(lines)) if len(lines) < line else ""
-
-    def walk(node: yaml.Node | None, prefix: str) -> None:
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            dotted = f"{prefix}.{key.value}".removeprefix(".")
-            block = isinstance(value, yaml.CollectionNode) and not value.flow_style
-            end = (key if block else value).end_mark
-            between, sign, comment = rows[end.line][end.column :].partition("#")
-            found[dotted] = comment.strip() if sign and not between.strip(" :") else above(key.start_mark.line)
-            walk(value, dotted)
-
-    walk(yaml.compose(text), package)
-    return {key: meaning for key, meaning in found.items() if meaning and key}
-
-
-def lines(cfg: DictConfig, meanings: dict[str, str]) -> Iterator[str]:
-    """Yield one line per key, indented as in yaml; interpolations stay unresolved."""
-    nodes = dict(flat(cfg))
-    for key, node in nodes.items():
-        *above, name = key.split(".")
-        if name not in HIDDEN:
-            value = "" if any(other.startswith(f"{key}.") for other in nodes) else shown(node)
-            yield explained(f"{'  ' * len(above)}{name}: {value}", meanings.get(key, ""))
+    above = [(-1, package)]  # the key of a line after those around it, with their indents
+    for row in text.splitlines():
+        if key := re.match(r"( *)(\w+):(?= |$)", row):
+            above = [(indent, name) for indent, name in above if indent < len(key[1])] + [(len(key[1]), key[2])]
+            dotted = ".".join(name for _, name in above).removeprefix(".")
+            found[dotted] = row.rpartition(" # ")[2] if " # " in row else ""
+    return {key: meaning.strip() for key, meaning in found.items() if meaning and key}
 
 
 def shown(node: Any) -> str:

@@ -9,7 +9,7 @@ Nothing generated is committed. What is measured, and which engine loads which h
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # mkdocs runs this file as a hook
 
 from foredraft import __main__ as foredraft
-from foredraft.config_help import HIDDEN, describe, explain, header, shown
+from foredraft.config_help import describe, explain, header, leaves
 from foredraft.scripts.docs_heads import engines, measured, seconds, speedup, support, table
 from foredraft.words import CONF
 
@@ -30,25 +30,19 @@ def on_page_markdown(markdown: str, **kwargs: Any) -> str:
     return DIRECTIVE.sub(lambda match: GENERATORS[match[1]](*match[2].split()), markdown)
 
 
-def rows(node: DictConfig, meanings: dict[str, str], prefix: str = "") -> Iterator[list[str]]:
-    """Yield key, default and meaning of every key below `node`."""
-    for name in map(str, node):
-        child = node._get_node(name)
-        if name in HIDDEN or name == "hydra":
-            continue
-        if isinstance(child, DictConfig) and len(child) and not child._is_interpolation():
-            yield from rows(child, meanings, f"{prefix}{name}.")
-        else:
-            yield [f"`{prefix}{name}`", f"`{shown(child)}`", meanings.get(f"{prefix}{name}", "")]
+def rows(cfg: DictConfig, meanings: dict[str, str], *sections: str) -> str:
+    """Return a table of every key with default and meaning, or of those in some sections."""
+    shown = {key: value for key, value in leaves(cfg).items() if not sections or key.partition(".")[0] in sections}
+    lines = [[f"`{key}`", f"`{value}`", meanings.get(key, "")] for key, value in shown.items()]
+    return table(["key", "default", "meaning"], lines)
 
 
 def keys(choice: str) -> str:
     """Return the keys of a choice of a group of `train`; for a head, those of its objective too."""
     cfg, meanings, *_ = explain("train", [choice])
     group = choice.partition("=")[0]
-    sections = [group, "objective"] if group == "head" else [group]
-    lines = [row for section in sections for row in rows(cfg[section], meanings, f"{section}.")]
-    return table(["key", "default", "meaning"], lines) + f"\n\n`foredraft train --help {choice}` prints the same."
+    shown = rows(cfg, meanings, group, *["objective"] * (group == "head"))
+    return f"{shown}\n\n`foredraft train --help {choice}` prints the same."
 
 
 def options(program: str) -> str:
@@ -63,22 +57,19 @@ def options(program: str) -> str:
 def config(program: str) -> str:
     """Return every key of a program with the default choices of its groups."""
     cfg, meanings, *_ = explain(program, ["preset=gpu"])  # not the defaults of the machine that builds
-    return table(["key", "default", "meaning"], list(rows(cfg, meanings)))
+    return rows(cfg, meanings)
 
 
 def recipes() -> str:
     """Return the recipes with what they say about themselves."""
-    found = []
+    lines = []
     for file in sorted((CONF / "recipe").glob("*.yaml")):
-        planned = re.search(r"tokens: (.+?), ([\d.]+ hours)", file.read_text())
-        found.append(
-            [
-                f"`recipe={file.stem}`",
-                header(file.read_text())[0].rstrip(":"),
-                *(planned.groups() if planned else ("", "")),
-            ]
+        text = file.read_text()
+        planned = re.search(r"tokens: (.+?), ([\d.]+ hours)", text)
+        lines.append(
+            [f"`recipe={file.stem}`", header(text)[0].rstrip(":"), *(planned.groups() if planned else ("", ""))]
         )
-    return table(["recipe", "what it is", "memory per GPU", "time"], found)
+    return table(["recipe", "what it is", "memory per GPU", "time"], lines)
 
 
 def programs() -> str:

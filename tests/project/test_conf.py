@@ -49,7 +49,7 @@ def test_null_is_taken_where_it_means_something(typed: str, refused: bool) -> No
     """Check it with the program itself."""
     command = [sys.executable, "train/run.py", *typed.split(), "--cfg", "job"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, "=null: a whole number is wanted" in done.stderr) == ((2, True) if refused else (0, False))
+    assert (done.returncode, "=null: a value is wanted" in done.stderr) == ((2, True) if refused else (0, False))
 
 
 def test_stored_features_can_be_read_without_a_worker(target, tmp_path: Path):
