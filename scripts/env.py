@@ -42,19 +42,20 @@ def packages() -> Iterator[tuple[str, str]]:
     missing: dict[str, list[str]] = {}  # by extra
     shown: dict[str, str] = {}
     for requirement in required:
-        named = re.search(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
-        extra = named[1] if named else ""
-        if extra in ("dev", "serve-test", "docs") or requirement.name == "foredraft":
+        name, extras = requirement.name, re.findall(r"extra == ['\"]([\w-]+)['\"]", str(requirement.marker or ""))
+        extra = extras[0] if extras else ""
+        if extra in ("dev", "serve-test", "docs") or name == "foredraft":
             continue
         try:
-            version = metadata.version(requirement.name)
-            shown.setdefault(requirement.name, version)
-            if not requirement.specifier.contains(version, prereleases=True):  # an extra may narrow the range
-                shown[requirement.name] = f"{version}, which is outside {requirement.specifier}"
+            version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            shown[requirement.name] = "not installed"
+            shown[name] = "not installed"
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                missing.setdefault(extra, []).append(requirement.name)
+                missing.setdefault(extra, []).append(name)
+            continue
+        fits = requirement.specifier.contains(version, prereleases=True)  # an extra may narrow the range
+        if name not in shown or not fits:
+            shown[name] = version if fits else f"{version}, which is outside {requirement.specifier}"
     yield from sorted(shown.items())
     for extra, names in missing.items():
         install = f"foredraft[{extra}]" if extra else "foredraft"
@@ -92,7 +93,13 @@ def torch_paths() -> Iterator[tuple[str, str]]:
         need = "compute capability 8.0" if gpu else "AVX512_BF16, AMX or ARM's BF16"
         yield "dtype=auto", f"float32: this device has no fast products in bfloat16, which need {need}"
     yield "bits in bfloat16", bits_in_bfloat16(device)
-    yield "FlexAttention", flex_attention(flex, torch, device)
+    flexible = "disabled: only for training on a GPU; a CPU attends document by document"
+    if gpu:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            works = flex.kernel_available(device, torch.bfloat16, 8, 2, 128)
+        flexible = "works" if works else f"disabled: {caught[-1].message}"
+    yield "FlexAttention", flexible
     for dtype in packing.SMALLEST:
         name = str(dtype).removeprefix("torch.")
         works = not gpu and packing.is_faster(dtype)
@@ -107,20 +114,9 @@ def bits_in_bfloat16(device: Any) -> str:
     from foredraft.words import shipped
 
     try:
-        target = Target.from_pretrained(shipped("test_model"), dtype="bfloat16", device=device)
-        same = is_batch_invariant(target)
+        same = is_batch_invariant(Target.from_pretrained(shipped("test_model"), dtype="bfloat16", device=device))
     except Exception as error:  # a broken installation is what this command is for
         return f"failed: {type(error).__name__}: {error}"
     if same:
         return "the same for a token whatever is computed with it: drafted chains change no text (test model)"
     return "depend on what is computed with a token: near-ties may fall the other way (test model)"
-
-
-def flex_attention(flex: Any, torch: Any, device: Any) -> str:
-    """Return whether the kernel for packed training sequences runs here, and otherwise why not."""
-    if device.type != "cuda":
-        return "disabled: only for training on a GPU; a CPU attends document by document"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        works = flex.kernel_available(device, torch.bfloat16, 8, 2, 128)
-    return "works" if works else f"disabled: {caught[-1].message}"

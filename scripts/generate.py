@@ -29,8 +29,7 @@ from foredraft.inference.generation import read_settings
 from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt
 from foredraft.train.data.layouts import SkippedRow
 from foredraft.train.data.sources import Row, read
-from foredraft.train.runtime.locks import hold
-from foredraft.train.runtime.run_state import write_atomically
+from foredraft.train.runtime.locks import hold, write_atomically
 
 Answer = dict[str, Any]  # a line of the output: `prompt`, and `text` or `error`
 

@@ -15,9 +15,7 @@ from foredraft.heads.target_model import loading
 from foredraft.heads.target_model.loading import resolve_dtype
 from foredraft.heads.target_model.resolve_path import gguf_of, resolve_path
 from foredraft.heads.target_model.sharding import COLLECTIVE
-from foredraft.train.runtime.memory_plan import BITS, SHARDS, memory_per_gpu, strategy_of, study
-
-KEYS = {"hidden_states=server": "hidden_states.load_full_target=false"}  # the key of a plan that a choice changes
+from foredraft.train.runtime.memory_plan import BITS, memory_per_gpu, strategy_of, study
 
 
 def read_config(target: str, gguf_file: str | None = None) -> Any:
@@ -35,23 +33,6 @@ def read_config(target: str, gguf_file: str | None = None) -> Any:
         raise ValueError(
             f"target={target}: {reason}; a saved config.json, or one of scripts/targets, will do"
         ) from error
-
-
-def remedies(cfg: DictConfig) -> list[list[str]]:
-    """List what could be changed if the run does not fit, the cheapest first."""
-    batch, steps = cfg.trainer.per_device_train_batch_size, cfg.trainer.gradient_accumulation_steps
-    fewer = ["trainer.per_device_train_batch_size=1", f"trainer.gradient_accumulation_steps={batch * steps}"]
-    rows = [fewer] if batch > 1 else []
-    vocabulary = [["head.draft_vocab_size=32000"]] if cfg.head.get("draft_vocab_size", 0) is None else []
-    strategy = [["strategy=fsdp"]] if cfg.gpus > 1 and not SHARDS[strategy_of(cfg)][0] else []
-    loaded = cfg.target.quantization or cfg.target.sharding
-    smaller = [] if loaded else [[f"target.quantization={name}"] for name in ("8bit", "4bit")]
-    if smaller and cfg.gpus > 1:
-        smaller.insert(0, ["target.sharding=fsdp"])
-    elsewhere = [["hidden_states=server"]] if cfg.hidden_states.get("load_full_target", True) else []
-    shorter = [[f"max_length={cfg.max_length // part}"] for part in (2, 4)]
-    both = [a + b for a in vocabulary + smaller for b in strategy + shorter + (smaller if a in vocabulary else [])]
-    return [*rows, *strategy, *vocabulary, *smaller, *shorter, *elsewhere, *both]
 
 
 def plan(cfg: DictConfig) -> dict[str, Any]:
@@ -84,13 +65,17 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     }
 
 
-def fitting(cfg: DictConfig) -> tuple[list[str], float] | None:
-    """Return the first remedy with which the run fits, and the GiB it then takes."""
-    for change in remedies(cfg):
-        keys = [KEYS.get(one, one) for one in change]
+def fitting(cfg: DictConfig) -> tuple[str, float] | None:
+    """Return the first change with which the run fits, the cheapest first, and the GiB that it then needs."""
+    rows = cfg.trainer.per_device_train_batch_size * cfg.trainer.gradient_accumulation_steps
+    changes = [f"trainer.per_device_train_batch_size=1 trainer.gradient_accumulation_steps={rows}", "strategy=fsdp"]
+    changes += ["head.draft_vocab_size=32000"] if cfg.head.get("draft_vocab_size", 0) is None else []
+    changes += ["target.sharding=fsdp", "target.quantization=8bit", "target.quantization=4bit"]
+    changes += [f"max_length={cfg.max_length // 2}", f"max_length={cfg.max_length // 4}", "hidden_states=server"]
+    for change in changes:
         changed = cast(DictConfig, OmegaConf.merge(cfg, {}))
         OmegaConf.set_struct(changed, False)  # a change may bring a key of another choice
-        changed.merge_with_dotlist(keys)
+        changed.merge_with_dotlist(change.replace("_states=server", "_states.load_full_target=false").split())
         total = plan(changed)["total"]
         if total <= cfg.gpu_gib:
             return change, total
@@ -118,7 +103,7 @@ def main(cfg: DictConfig) -> None:
         print(f"warning: this does not fit; most of it is {largest}")
         better = fitting(cfg)
         print(
-            f"         {' '.join(better[0])} needs {better[1]:.1f} GiB"
+            f"         {better[0]} needs {better[1]:.1f} GiB"
             if better
             else "         nothing tried here makes it fit: take more GPUs, or larger ones"
         )

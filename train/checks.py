@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from foredraft.heads import hub
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.target_model import Target
-from foredraft.train import parity_gate
+from foredraft.train import losses, parity_gate
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts
 from foredraft.train.data.documents import Document
@@ -21,21 +22,76 @@ ONLINE = "foredraft.train.hidden_states.online.online"
 GATE_TOKENS = 48  # of the text that the parity gate drafts from
 
 
-def check_settings(target: Target, data: Corpus, settings: Any, length: int) -> None:
-    """Raise ValueError for what would stop a run later. settings: `eval` of conf/train.yaml; length: of the sequences."""
-    if target.context is not None and length > target.context:
-        raise ValueError(f"max_length={length}: the target {target.name} reads {target.context} tokens at most")
+def check_config(cfg: DictConfig) -> None:
+    """Raise ValueError for settings that cannot work, whatever the target and the data are."""
+    if cfg.trainer.max_steps == 0:
+        raise ValueError(
+            "trainer.max_steps=0 trains nothing: give a number of steps, or -1 for trainer.num_train_epochs"
+        )
     for name in ("final_num_prompts", "timed_prompts", "prompt_tokens", "max_new_tokens"):
-        if settings[name] < 1:
-            raise ValueError(f"eval.{name}={settings[name]} must be at least 1")
-    tokens = settings.prompt_tokens
+        if cfg.eval[name] < 1:
+            raise ValueError(f"eval.{name}={cfg.eval[name]} must be at least 1")
+    if cfg.push_to_hub is not None:
+        hub.check_name(cfg.push_to_hub)
+    if cfg.lora_r is not None and cfg.init_from is None:
+        raise ValueError(f"lora_r={cfg.lora_r} adapts a head that was trained before: give it as init_from")
+    rank = cfg.lora_r or cfg.get("head", {}).get("lora_r")  # head=auto has no head of the run
+    if rank is not None and cfg.strategy not in ("single", "ddp"):
+        raise ValueError(f"lora_r={rank} works with strategy=single or ddp, and this is {cfg.strategy}")
+    losses.build(cfg.loss, cfg.loss_args)
+    if not cfg.fresh_text:
+        return
+    if not cfg.self_generated_tokens:
+        raise ValueError("fresh_text=true writes text anew, and self_generated_tokens=0 lets the target write none")
+    if cfg.hidden_states._target_ != ONLINE:
+        raise ValueError("fresh_text=true trains on text that is not there at the start: set hidden_states=online")
+    if workers := cfg.trainer.get("dataloader_num_workers"):
+        raise ValueError(
+            f"trainer.dataloader_num_workers={workers}: with fresh_text=true the process that reads rows runs the target, "
+            "which a worker cannot. Set 0"
+        )
+
+
+def check_target(cfg: DictConfig, target: Target) -> None:
+    """Raise ValueError for settings that do not suit the target."""
+    target.check_draftable()
+    if target.context is not None and cfg.max_length > target.context:
+        raise ValueError(f"max_length={cfg.max_length}: the target {target.name} reads {target.context} tokens at most")
+    if target.context is not None and cfg.eval.prompt_tokens >= target.context:
+        raise ValueError(
+            f"eval.prompt_tokens={cfg.eval.prompt_tokens}: the target reads {target.context} tokens, its answer included"
+        )
+    if target.is_collective and cfg.fresh_text:
+        raise ValueError(
+            f"target.sharding={target.sharding} lets all processes write together, and they come to the end of a text one by "
+            "one: fresh_text=true needs target.sharding=null"
+        )
+    whole = cfg.hidden_states.get("load_full_target", True)
+    if cfg.push_to_hub is not None and (target.is_collective or not whole):
+        keys = f"target.sharding={target.sharding}" if target.is_collective else "hidden_states.load_full_target=false"
+        raise ValueError(
+            f"push_to_hub={cfg.push_to_hub}: a head is pushed with what was measured, by one process with all of the target, "
+            f"and this run has {keys}: push the finished head with scripts/push.py"
+        )
+
+
+def check_data(cfg: DictConfig, target: Target, data: Corpus) -> None:
+    """Raise ValueError for data that the run cannot learn from or be measured on."""
+    settings, tokens = cfg.eval, cfg.eval.prompt_tokens
     if data.train.reader is not None and target.is_collective:
         raise ValueError(
             f"target.sharding={target.sharding} lets all processes run the target together, and not all have images at a "
             "time: training on images needs target.sharding=null, or layers"
         )
-    if target.context is not None and tokens >= target.context:
-        raise ValueError(f"eval.prompt_tokens={tokens}: the target reads {target.context} tokens, its answer included")
+    if data.train.weights is not None and cfg.self_generated_tokens:
+        raise ValueError(
+            f"self_generated_tokens={cfg.self_generated_tokens} would put other text in the place of what was logged: "
+            "give 0, or data.rejection_weight=1"
+        )
+    if data.train.reader is not None and cfg.self_generated_tokens:
+        raise ValueError(
+            f"self_generated_tokens={cfg.self_generated_tokens}: the target writes after text alone: give 0"
+        )
     tested = []
     if has_prompts(data.test):
         tested = prompt_sets.held_out(target.text_tokenizer, data, settings.final_num_prompts, tokens)
@@ -71,30 +127,3 @@ def save_checked(
     long = (document.tokens for document in documents if len(document.tokens) >= GATE_TOKENS)
     text = next(long, None) or max((document.tokens for document in documents), key=len)
     return parity_gate.check(head.to(torch.float32), target, text[:GATE_TOKENS], saved=directory)
-
-
-def check_fresh_text(cfg: DictConfig, target: Target) -> None:
-    """Raise ValueError if `fresh_text=true` is not possible."""
-    if not cfg.self_generated_tokens:
-        raise ValueError("fresh_text=true writes text anew, and self_generated_tokens=0 lets the target write none")
-    if cfg.hidden_states._target_ != ONLINE:
-        raise ValueError("fresh_text=true trains on text that is not there at the start: set hidden_states=online")
-    if workers := cfg.trainer.get("dataloader_num_workers"):
-        raise ValueError(
-            f"trainer.dataloader_num_workers={workers}: with fresh_text=true the process that reads rows runs the target, "
-            "which a worker cannot. Set 0"
-        )
-    if target.is_collective:
-        raise ValueError(
-            f"target.sharding={target.sharding} lets all processes write together, and they come to the end of a text one by "
-            "one: fresh_text=true needs target.sharding=null"
-        )
-
-
-def check_lora(cfg: DictConfig) -> None:
-    """Raise ValueError if `lora_r` is not possible."""
-    if cfg.lora_r is not None and cfg.init_from is None:
-        raise ValueError(f"lora_r={cfg.lora_r} adapts a head that was trained before: give it as init_from")
-    rank = cfg.lora_r or cfg.get("head", {}).get("lora_r")  # head=auto has no head of the run
-    if rank is not None and cfg.strategy not in ("single", "ddp"):
-        raise ValueError(f"lora_r={rank} works with strategy=single or ddp, and this is {cfg.strategy}")

@@ -5,7 +5,6 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,8 @@ from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import time_limit_record
 from foredraft.train.runtime.environment import facts_of_measurement, facts_of_run
-from foredraft.train.runtime.run_state import CHECKPOINTS, METRICS, rows_per_step, seconds_of, write_atomically
+from foredraft.train.runtime.locks import write_atomically
+from foredraft.train.runtime.run_state import CHECKPOINTS, METRICS, rows_per_step, seconds_of
 from foredraft.train.trainer import HeadTrainer
 
 FIXED, AUTO = "head, fixed tree", "head, tree=auto"
@@ -87,8 +87,8 @@ def finalize(
         )
     elif results is None:
         print(
-            "nothing was decoded, because every held-out conversation has an image and prompts are text alone: what is said "
-            "of acceptance is predicted along the held-out answers",
+            "nothing was decoded, because every held-out conversation has an image: the acceptance is predicted along the "
+            "held-out answers",
             flush=True,
         )
     if cfg.push_to_hub is not None:
@@ -112,23 +112,23 @@ def keep_best_weights(cfg: DictConfig, trainer: HeadTrainer, directory: Path) ->
 
 def training_figures(state: TrainerState) -> dict[str, float]:
     """Return how fast and how much the head has learned, and how many steps a time limit removed."""
-    tokens = sum(entry["tokens"] for entry in state.log_history if "tokens" in entry)
+    tokens = sum(entry.get("tokens", 0) for entry in state.log_history)
     rates = [entry["tokens_per_second"] for entry in state.log_history if "tokens_per_second" in entry]
     print(f"trained {state.global_step} steps on {tokens:,} tokens in {seconds_of(state):.0f} s", flush=True)
-    figures = {
-        "train_tokens_per_second": round(sum(rates) / max(1, len(rates)), 1),
-        "train_seconds": round(seconds_of(state), 3),
-        "train_steps": state.global_step,
-        "train_tokens": tokens,
-    }
-    if limit := time_limit_record(state.log_history):
-        figures["train_steps_unlimited"] = limit["all_steps"]
+    limit = time_limit_record(state.log_history)
+    if limit:
         print(
             f"trainer.max_minutes left out {limit['all_steps'] - limit['fitted_steps']} of {limit['all_steps']} steps: "
             f"acceptance may be lower than published figures (trainer.max_steps={limit['all_steps']} trains them all)",
             flush=True,
         )
-    return figures
+    return {
+        "train_tokens_per_second": round(sum(rates) / max(1, len(rates)), 1),
+        "train_seconds": round(seconds_of(state), 3),
+        "train_steps": state.global_step,
+        "train_tokens": tokens,
+        **({"train_steps_unlimited": limit["all_steps"]} if limit else {}),
+    }
 
 
 @torch.no_grad()
@@ -188,8 +188,15 @@ def measure(
     if settings.check_float32:
         tokens = [row.tokens for row in rows]
         metrics |= check_identical(target, load, tokens, settings.max_new_tokens, has_chats(data.test))
-    if data.test_sets:
-        metrics["acceptance_length_by_set"] = lengths_by_set(benchmark, data.test_sets)
+    if data.test_sets:  # of a mix, loops included
+        drafted = Table(benchmark.lines.lines, benchmark.texts, TEMPERATURES[0]).batched[FIXED].values()
+        lengths = {
+            name: acceptance([line for line in drafted if texts[line["text"]].category == name])
+            for name in data.test_sets
+        }
+        metrics["acceptance_length_by_set"] = {
+            name: None if tau is None else round(tau, 4) for name, tau in lengths.items()
+        }
     return metrics, results, list(benchmark_results.samples(benchmark))
 
 
@@ -252,16 +259,6 @@ def figures_of(benchmark: Benchmark, results: Results, depth: int) -> dict[str, 
         "tree_nodes": max((nodes for line in every_text for nodes in line["nodes"]), default=1),
         "step_seconds": {stage: round(seconds, 6) for stage, seconds in stages.items()},
     }
-
-
-def lengths_by_set(benchmark: Benchmark, names: Iterable[str]) -> dict[str, float | None]:
-    """Return the acceptance length on each data set of a mix, loops included; None if all of its prompts are too long."""
-    lengths: dict[str, float | None] = {}
-    lines = Table(benchmark.lines.lines, benchmark.texts, TEMPERATURES[0]).batched[FIXED].values()
-    for name in names:
-        tau = acceptance([line for line in lines if benchmark.texts[line["text"]].category == name])
-        lengths[name] = None if tau is None else round(tau, 4)
-    return lengths
 
 
 def write_results(directory: Path, head: DraftHead, target: Target, data: Corpus, page: Report) -> None:

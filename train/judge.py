@@ -20,7 +20,7 @@ from foredraft.inference.drafters import Drafter, load_drafter, tree_of
 from foredraft.inference.engine import Engine
 from foredraft.inference.request import Request
 from foredraft.inference.sampling import SamplingParams
-from foredraft.train.learned_heads import write_atomically
+from foredraft.train.runtime.locks import write_atomically
 
 
 def judge(target: dict[str, Any], head: str, files: dict[str, str], output: str) -> None:
@@ -31,7 +31,7 @@ def judge(target: dict[str, Any], head: str, files: dict[str, str], output: str)
     tree = tree_of(drafter)
     assert tree is not None, f"{head} is not a head"
     result["train"] = train_overrides(tree.head)
-    write_atomically(Path(output), json.dumps(result).encode())
+    write_atomically(Path(output), json.dumps(result))
 
 
 def rows_of(file: Path) -> list[dict[str, Any]]:

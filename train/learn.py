@@ -23,6 +23,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from foredraft.cli import entry
-from foredraft.train.learned_heads import LearnedHeads, write_atomically
-from foredraft.train.runtime.locks import hold
+from foredraft.train.learned_heads import LearnedHeads
+from foredraft.train.runtime.locks import hold, write_atomically
 from foredraft.words import has_gpu
 
 POLL = 1.0  # seconds between two looks at the log
@@ -153,25 +154,21 @@ def wait(process: "subprocess.Popen[bytes]", share: float) -> int:
         process.wait()
 
 
+@dataclass
 class Learner:
     """Train the head of one directory, round by round."""
 
-    def __init__(
-        self,
-        heads: LearnedHeads,
-        target: Any,
-        train: list[str],
-        num_samples: int,
-        keep: int,
-        run: Callable[[list[str]], bool],
-    ):
-        """Initialize with Python arguments that train a head; data and head are added. target: constructor and arguments
-        (conf/options). num_samples: number of new texts that start a round. keep: maximum number of heads on disk. run: runs
-        Python with arguments, and returns whether that succeeded."""
-        self.heads, self.target, self.train_arguments, self.run = heads, target, train, run
-        self.num_samples, self.keep = num_samples, keep
-        self.served, self.replay = heads.folder / "served.jsonl", heads.folder / "replay.jsonl"
-        self.round, self.history = heads.folder / "round", heads.folder / "history.jsonl"
+    heads: LearnedHeads
+    target: Any  # constructor and arguments (conf/options)
+    train_arguments: list[str]  # Python arguments that train a head; data and head are added
+    num_samples: int  # number of new texts that start a round
+    keep: int  # maximum number of heads on disk
+    run: Callable[[list[str]], bool]  # runs Python with arguments, and returns whether that succeeded
+
+    def __post_init__(self) -> None:
+        folder = self.heads.folder
+        self.served, self.replay, self.history = (folder / f"{name}.jsonl" for name in ("served", "replay", "history"))
+        self.round = folder / "round"
         self.taken = self.round / "served.jsonl"  # the texts of this round
 
     def run_round_if_due(self) -> None:
@@ -207,15 +204,12 @@ class Learner:
         facts: dict[str, Any] = {"outcome": "failed"}
         if (old := self.judged(parent)) is None:
             return None, facts
-        new, previous = self.trained(parent, old["train"]), self.previous(parent)
-        if new is not None and (counts := self.judged(new)):
-            facts = compare(old, counts)
-            if facts["outcome"] == "better":
-                return new, facts | {"outcome": "served"}
-        if previous is not None and (counts := self.judged(previous)):
-            again = compare(old, counts)
-            if again["outcome"] == "better":
-                return previous, again | {"outcome": "back"}
+        for outcome, head in (("served", self.trained(parent, old["train"])), ("back", self.previous(parent))):
+            if head is not None and (counts := self.judged(head)):
+                found = compare(old, counts)
+                if found["outcome"] == "better":
+                    return head, found | {"outcome": outcome}
+                facts = found if outcome == "served" else facts
         return None, facts
 
     def previous(self, parent: Path) -> Path | None:

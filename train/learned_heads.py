@@ -4,9 +4,10 @@ head-0001/ ..   each with its model card; the first is a copy of drafter=
 current         the name of the head that serves: writing another name into it changes the head
 """
 
-import os
 import shutil
 from pathlib import Path
+
+from foredraft.train.runtime.locks import write_atomically
 
 
 class LearnedHeads:
@@ -29,7 +30,7 @@ class LearnedHeads:
         return next((head for head in heads if head.name == name), None)
 
     def choose(self, name: str) -> None:
-        write_atomically(self.current_file, f"{name}\n".encode())
+        write_atomically(self.current_file, f"{name}\n")
 
     def add(self, head: Path) -> Path:
         """Move a head here, as the newest."""
@@ -67,10 +68,3 @@ class LearnedHeads:
 
 def number_of(head: Path) -> int:
     return int(head.name.removeprefix("head-"))
-
-
-def write_atomically(file: Path, content: bytes) -> None:
-    """Write the file completely or not at all."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_bytes(content)
-    os.replace(part, file)

@@ -21,10 +21,10 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor
-from transformers import PrinterCallback, TrainerCallback, TrainerState, set_seed
+from transformers import PrinterCallback, TrainerState, set_seed
 
 from foredraft.cli import entry
-from foredraft.heads import hub, lora
+from foredraft.heads import lora
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import drafter_for
@@ -32,12 +32,7 @@ from foredraft.inference.evaluation.measure import length_settings
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import held_out, losses
-from foredraft.train.checks import (
-    check_fresh_text,
-    check_lora,
-    check_saving,
-    check_settings,
-)
+from foredraft.train.checks import check_config, check_data, check_saving, check_target
 from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, Packed, count_tokens, has_chats, has_prompts, prompts
 from foredraft.train.data.documents import Documents
@@ -91,32 +86,21 @@ def main(cfg: DictConfig) -> None:
         distributed.shutdown()
 
 
-def preset_line(cfg: DictConfig) -> str:
-    """Return the first line of a run: the preset, how to choose another, and what it sets."""
-    preset, trainer = HydraConfig.get().runtime.choices["preset"], cfg.trainer
-    reason = "preset=cpu for an hour or two on a CPU" if preset == "gpu" else "preset=gpu for published settings"
-    return (
-        f"preset {preset} ({reason}): max_length={cfg.max_length} trainer.optim={trainer.optim} "
-        f"trainer.learning_rate={trainer.learning_rate:g} trainer.num_train_epochs={trainer.num_train_epochs} "
-        f"trainer.max_steps={trainer.max_steps}"
-    )
-
-
 def start_process(cfg: DictConfig) -> None:
     """Check what needs neither target nor data, and set device and seed."""
     cfg.strategy = strategy.choose(cfg.strategy, cfg.trainer.optim)
     loggers.check(cfg.trainer.report_to)
-    check_lora(cfg)
-    losses.build(cfg.loss, cfg.loss_args)
-    if cfg.trainer.max_steps == 0:
-        raise ValueError(
-            "trainer.max_steps=0 trains nothing: give a number of steps, or -1 for trainer.num_train_epochs"
-        )
+    check_config(cfg)
     if distributed.rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- one process prints, to its end
-    print(preset_line(cfg), flush=True)
-    if cfg.push_to_hub is not None:
-        hub.check_name(cfg.push_to_hub)  # not after hours of training
+    preset, trainer = HydraConfig.get().runtime.choices["preset"], cfg.trainer
+    other = "cpu for an hour or two on a CPU" if preset == "gpu" else "gpu for published settings"
+    print(
+        f"preset {preset} (preset={other}): max_length={cfg.max_length} trainer.optim={trainer.optim} "
+        f"trainer.learning_rate={trainer.learning_rate:g} trainer.num_train_epochs={trainer.num_train_epochs} "
+        f"trainer.max_steps={trainer.max_steps}",
+        flush=True,
+    )
     strategy.choose_device()
     set_seed(cfg.seed)
     disable_malloc_trim()
@@ -124,37 +108,10 @@ def start_process(cfg: DictConfig) -> None:
 
 def load(cfg: DictConfig) -> tuple[Target, Corpus]:
     target = load_target(cfg)
-    target.check_draftable()
-    if cfg.push_to_hub is not None and not cfg.hidden_states.get("load_full_target", True):
-        raise ValueError(
-            f"push_to_hub={cfg.push_to_hub}: a head is pushed with what was measured, which needs all of the target: give "
-            "hidden_states.load_full_target=true, or push the finished head with scripts/push.py"
-        )
-    if target.is_collective and cfg.push_to_hub is not None:
-        raise ValueError(
-            f"push_to_hub={cfg.push_to_hub}: one process pushes, and target.sharding={target.sharding} needs all of them to "
-            "read: push the finished head with scripts/push.py"
-        )
+    check_target(cfg, target)
     data = load_corpus(cfg.data, target)
-    check_settings(target, data, cfg.eval, cfg.max_length)
+    check_data(cfg, target, data)
     return target, data
-
-
-def check_text(cfg: DictConfig, target: Target, data: Corpus, head: DraftHead) -> None:
-    """Raise ValueError for settings that do not suit the training text."""
-    if data.train.weights is not None and isinstance(head, BlockHead):
-        raise ValueError(f"data.rejection_weight is for heads that learn token by token: head={head.kind} takes 1")
-    if data.train.weights is not None and cfg.self_generated_tokens:
-        raise ValueError(
-            f"self_generated_tokens={cfg.self_generated_tokens} would put other text in the place of what was logged: "
-            "give 0, or data.rejection_weight=1"
-        )
-    if data.train.reader is not None and cfg.self_generated_tokens:
-        raise ValueError(
-            f"self_generated_tokens={cfg.self_generated_tokens}: the target writes after text alone: give 0"
-        )
-    if cfg.fresh_text:
-        check_fresh_text(cfg, target)
 
 
 def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
@@ -162,10 +119,11 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     counts = count_tokens(data.train, target.vocab_size)
     more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
     head = instantiate(cfg.head, target=target, **more)
+    if data.train.weights is not None and isinstance(head, BlockHead):
+        raise ValueError(f"data.rejection_weight is for heads that learn token by token: head={head.kind} takes 1")
     if cfg.init_from is not None:
         head = init_from(cfg.init_from, head, target)
     head.on_train_begin(target)
-    check_text(cfg, target, data, head)
     args = arguments(cfg.trainer, target, **strategy.arguments_of(cfg.strategy, cfg.strategy_args))
     if distributed.rank() == 0 or target.is_collective:
         check_saving(head, target, data.train)
@@ -183,32 +141,32 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     counts = count_tokens(data.train, target.vocab_size)
     if head.pruned and cfg.init_from is None:  # to what the target writes, which is what the head will draft
         head.init_projections(target, counts)
-    packed = Packed(data.train, cfg.max_length, cfg.data_seed, cfg.packing)
-    if distributed.world_size() > 1:  # each node may have read separate files, such as a cache in its home
-        distributed.check_same(packed.digest, f"training rows, of {data.card['source']},")
-    card = data_card.describe(data.train) | data_card.coverage(counts, head.draft_ids)
-    data = data._replace(card=data.card | card | packed.card)
+    packed = pack(cfg, data)
+    card = data_card.describe(data.train) | data_card.coverage(counts, head.draft_ids) | packed.card
+    data = data._replace(card=data.card | card)
     if distributed.rank() == 0:
         if checkpoint is not None:
             data_card.check_same(directory, data.card)
         data_card.save(directory, data.card)
-    learned = (
-        ""
-        if cfg.lora_r is None
-        else f", of which {sum(p.numel() for p in head.parameters() if p.requires_grad):,} learn,"
-    )
-    print(
-        f"{head.kind}: {parameters:,} parameters{learned} for {target.name}\n{data_card.summary(data.card)}", flush=True
-    )
+        loggers.prepare(args.report_to, directory)
+    learned = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
+    some = "" if cfg.lora_r is None else f", of which {learned:,} learn,"
+    print(f"{head.kind}: {parameters:,} parameters{some} for {target.name}\n{data_card.summary(data.card)}", flush=True)
+    measured_rows = held_out.rows(measured_on, cfg.max_length, cfg.data_seed, target.context)
+    return Prepared(target, head, data, packed, later, measured_rows, args, directory, checkpoint)
+
+
+def pack(cfg: DictConfig, data: Corpus) -> Packed:
+    """Return the training rows, which are the same in all processes. Raise ValueError if there are too few."""
+    packed = Packed(data.train, cfg.max_length, cfg.data_seed, cfg.packing)
+    if distributed.world_size() > 1:  # each node may have read separate files, such as a cache in its home
+        distributed.check_same(packed.digest, f"training rows, of {data.card['source']},")
     if len(packed) < distributed.world_size():
         raise ValueError(
             f"the data gives {len(packed)} sequences of max_length={cfg.max_length} for {distributed.world_size()} "
             "processes: use fewer"
         )
-    if distributed.rank() == 0:
-        loggers.prepare(args.report_to, directory)
-    measured_rows = held_out.rows(measured_on, cfg.max_length, cfg.data_seed, target.context)
-    return Prepared(target, head, data, packed, later, measured_rows, args, directory, checkpoint)
+    return packed
 
 
 def fresh_rows(cfg: DictConfig, target: Target, texts: Documents, directory: Path, part: int) -> Packed:
@@ -264,7 +222,7 @@ def set_steps(args: HeadTrainingArguments, checkpoint: str | None, epoch: float)
             args.max_steps, args.max_minutes = before["fitted_steps"], 0.0
 
 
-def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTrainer:
+def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
     """Return the trainer after its last step. End the process if a signal stopped it before."""
     target, args = run.target, run.args
     dataset = instantiate(cfg.hidden_states)(
@@ -298,7 +256,7 @@ def train(cfg: DictConfig, run: Prepared, *callbacks: TrainerCallback) -> HeadTr
         args,
         train_dataset=EpochStream(dataset, args.max_steps * rows, cfg.seed, run.later),
         measure=validate,
-        callbacks=[stop, Progress(), Measure(cfg.eval.steps if decodes else 0), *callbacks],
+        callbacks=[stop, Progress(), Measure(cfg.eval.steps if decodes else 0)],
     )
     trainer.remove_callback(PrinterCallback)
     strategy.check_distributed_type(cfg.strategy, trainer.accelerator.distributed_type)

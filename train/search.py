@@ -8,31 +8,31 @@ arXiv:1502.07943, algorithm 1).
 A search that was stopped continues with the same command, because runs that are finished are not repeated.
 """
 
+import copy
 import gc
 import json
 import math
 import re
 from pathlib import Path
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from transformers import set_seed
 
 from foredraft.cli import user_message
-from foredraft.config import check
+from foredraft.config import check, without_hydra
 from foredraft.heads.target_model import Target
 from foredraft.train.data.corpus import Corpus
 from foredraft.train.finalize import finalize
 from foredraft.train.run import load, prepare, start_process, train, with_self_generated_text
 from foredraft.train.runtime import distributed
-from foredraft.train.runtime.locks import hold
-from foredraft.train.runtime.run_state import METRICS, done_before, keep_finished, unlock
+from foredraft.train.runtime.run_state import METRICS, claim, done_before, unlock
 
 OWN = ("head", "budget", "heads", "candidates", "output_dir")  # keys that do not go to the candidates
 SHARED = ("target", "data", "max_length", "packing", "seed", "self_generated_tokens")  # the same for all candidates
-MINUTES = {"s": 1 / 60, "m": 1, "h": 60}
+UNITS = {"s": 1 / 60, "m": 1, "h": 60, "steps": 1}
+Amount = tuple[float, bool]  # of training, in minutes or steps, and whether it is in steps
 
 
 def search(cfg: DictConfig) -> None:
@@ -41,65 +41,55 @@ def search(cfg: DictConfig) -> None:
         raise ValueError(
             "head=auto runs in one process: start it without torchrun, then train its winner with torchrun"
         )
-    amount, unit = parse_budget(cfg.budget)
+    amount, in_steps = parse_budget(cfg.budget)
     left = candidates(cfg)
     sizes = round_sizes(len(left))
     fewest = 2 * len(sizes) * len(left)
-    if unit == "steps" and amount < fewest:
+    if in_steps and amount < fewest:
         raise ValueError(
             f"budget={cfg.budget} has no step for each run: give at least {fewest}steps, or fewer heads=[...]"
         )
     start_process(cfg)
+    for run in left.values():
+        run.strategy = cfg.strategy
     if "load_full_target" in cfg.hidden_states:
         cfg.hidden_states.load_full_target = True  # candidates are compared by how fast they decode
     target, data = load(cfg)
+    # The winner is measured on prompts that did not choose it.
+    chosen_on = data._replace(test=data.validation, test_sets={})
     directory = Path(cfg.output_dir)
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = hold(directory, "output_dir")
-    if keep_finished(directory):
-        directory.mkdir()
-        lock.close()
-        lock = hold(directory, "output_dir")
-    with lock:
+    with claim(directory):
         cfg.trainer.max_steps = -1  # as much text as is asked for, whatever each run reads
         with_self_generated_text(cfg, target, data, directory)
-        # The winner is measured on prompts that did not choose it.
-        chosen_on = data._replace(test=data.validation, test_sets={})
-        before: dict[str, Path] = {}
         for number, size in enumerate(sizes, 1):
-            if len(left) == 1:  # the others failed
-                break
-            share = amount / 2 / len(sizes) / size
-            speeds = {}
-            for name in list(left):
-                run = compose_run(left[name], directory / f"round-{number}" / name, share, unit, before.get(name), cfg)
-                run.eval.steps, run.eval.check_float32, run.eval.final_num_prompts = 0, False, run.eval.timed_prompts
-                run.push_to_hub = None  # the winner is pushed
+            share, speeds = (amount / 2 / len(sizes) / size, in_steps), dict[str, float]()
+            for name, run in left.items() if len(left) > 1 else ():  # a single one: the others failed
                 print(f"round {number} of {len(sizes)}: {name}", flush=True)
+                trial = copy.deepcopy(run)
+                trial.eval.steps, trial.eval.check_float32 = 0, False
+                trial.eval.final_num_prompts, trial.push_to_hub = trial.eval.timed_prompts, None
+                folder = directory / f"round-{number}" / name
                 try:
-                    speeds[name] = measured_speed(run, target, chosen_on, directory)
+                    speeds[name] = speed(trial, share, folder, target, chosen_on, directory)
                 except Exception as error:  # the figures of the others are worth more than this one's reason
-                    said = user_message(error, run.output_dir) or f"{type(error).__name__}: {error}"
+                    said = user_message(error, str(folder)) or f"{type(error).__name__}: {error}"
                     print(f"{name} is dropped: {' '.join(said.split())[:500]}", flush=True)
-                before[name] = Path(run.output_dir) / "head"
-            if not speeds:
-                raise ValueError("no candidate is left: each line above that ends in a reason names one that failed")
-            left = kept(left, speeds, f"round {number} of {len(sizes)}")
-        (name,) = left
+                run.init_from = str(folder / "head")
+            if len(left) > 1:
+                left = fastest_half(left, speeds, f"round {number} of {len(sizes)}")
+        ((name, run),) = left.items()
         print(f"{name} trains for the rest of the budget", flush=True)
-        measured_speed(
-            compose_run(left[name], directory, amount / 2, unit, before.get(name), cfg), target, data, directory
-        )
+        speed(run, (amount / 2, in_steps), directory, target, data, directory)
 
 
-def parse_budget(text: str) -> tuple[float, str]:
-    """Return an amount and its unit, minutes or steps. Raise ValueError for another text."""
+def parse_budget(text: str) -> Amount:
+    """Raise ValueError for a text that is not an amount."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(h|m|s|steps)", text.strip())
     if match is None or float(match[1]) == 0:
         raise ValueError(
             f"budget={text} is not an amount: give a time such as 2h, 30m or 90s, or steps such as 4000steps"
         )
-    return (float(match[1]), "steps") if match[2] == "steps" else (float(match[1]) * MINUTES[match[2]], "minutes")
+    return float(match[1]) * UNITS[match[2]], match[2] == "steps"
 
 
 def round_sizes(count: int) -> list[int]:
@@ -107,64 +97,40 @@ def round_sizes(count: int) -> list[int]:
     return [] if count < 2 else [count, *round_sizes(math.ceil(count / 2))]
 
 
-def candidates(cfg: DictConfig) -> dict[str, list[str]]:
-    """Return the overrides of each candidate. Raise ValueError or HydraException for one that cannot be compared."""
-    typed = HydraConfig.get().overrides.task
+def candidates(cfg: DictConfig) -> dict[str, DictConfig]:
+    """Return the config of each candidate. Raise ValueError or HydraException for one that cannot be compared."""
+    main, typed, runs = HydraConfig.instance().cfg, HydraConfig.get().overrides.task, dict[str, DictConfig]()
     for override in typed:
         if re.match(r"\+*trainer\.max_(steps|minutes)=", override):
             raise ValueError(f"{override}: head=auto trains as long as budget={cfg.budget} says, leave it out")
-    given = [override for override in typed if first_key(override) not in OWN]
+    given = [word for word in typed if re.split(r"[.=@]", word.lstrip("+~"))[0] not in OWN]
     names = list(cfg.heads or cfg.candidates)
     if unknown := [name for name in names if name not in cfg.candidates]:
         raise ValueError(f"heads={unknown} are not among candidates, which has {', '.join(map(str, cfg.candidates))}")
     for name in names:
-        if not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(f"candidates.{name} names a folder: use letters, digits and underscores")
-        check_candidate(cfg, name, [*cfg.candidates[name], *given])
-    return {name: [*cfg.candidates[name], *given] for name in names}
+        try:
+            run = without_hydra(check("train", [*cfg.candidates[name], *given]))
+        except HydraException as error:
+            raise HydraException(f"candidates.{name}: {error}") from error
+        finally:
+            HydraConfig.instance().cfg = main  # which `check` replaces
+        if "head" not in run:
+            raise ValueError(f"candidates.{name} has head=auto, which is not a head")
+        if differ := [key for key in SHARED if run[key] != cfg[key]]:
+            raise ValueError(f"candidates.{name} sets {differ[0]}, which must be the same for all candidates")
+        run.output_dir = cfg.output_dir
+        if "path" in run.hidden_states:  # heads read different layers
+            path = f"{run.hidden_states.path}/{run.head._target_}"
+            run.hidden_states.path, run.hidden_states.load_full_target = path, True
+        runs[name] = run
+    return runs
 
 
-def first_key(override: str) -> str:
-    """Return the first part of its key: trainer of +trainer.max_steps=3."""
-    return re.split(r"[.=@]", override.lstrip("+~"))[0]
-
-
-def check_candidate(cfg: DictConfig, name: str, overrides: list[str]) -> None:
-    main = HydraConfig.instance().cfg  # which `check` replaces
-    try:
-        own = check("train", overrides)
-    except HydraException as error:
-        raise HydraException(f"candidates.{name}: {error}") from error
-    finally:
-        HydraConfig.instance().cfg = main
-    if "candidates" in own:
-        raise ValueError(f"candidates.{name} has head=auto, which is not a head")
-    typed = [key for key in map(first_key, cfg.candidates[name]) if key in SHARED]
-    if differ := [*typed, *(key for key in SHARED if own[key] != cfg[key])]:
-        raise ValueError(f"candidates.{name} sets {differ[0]}, which must be the same for all candidates")
-
-
-def compose_run(
-    overrides: list[str], directory: Path, amount: float, unit: str, head: Path | None, cfg: DictConfig
-) -> DictConfig:
-    """Return the config of a run that trains for `amount` and starts from `head`."""
-    run = hydra.compose("train", overrides)
-    run.output_dir, run.strategy = str(directory), cfg.strategy
-    run.init_from = run.init_from if head is None else str(head)
-    run.trainer.max_steps = int(amount) if unit == "steps" else -1
-    run.trainer.max_minutes = 0.0 if unit == "steps" else amount
-    if "path" in run.hidden_states:  # heads read different layers
-        run.hidden_states.path, run.hidden_states.load_full_target = (
-            f"{run.hidden_states.path}/{run.head._target_}",
-            True,
-        )
-    return run
-
-
-def measured_speed(run: DictConfig, target: Target, data: Corpus, text: Path) -> float:
-    """Return the speed-up of a run's head with tree=auto, after training it unless the run is finished. text: where the text
-    is that the target wrote for all runs."""
-    directory = Path(run.output_dir)
+def speed(run: DictConfig, amount: Amount, directory: Path, target: Target, data: Corpus, text: Path) -> float:
+    """Return the speed-up of a run's head with tree=auto, after training it for `amount` unless the run is finished. text:
+    where the text is that the target wrote for all runs."""
+    run.output_dir = str(directory)
+    run.trainer.max_steps, run.trainer.max_minutes = (int(amount[0]), 0.0) if amount[1] else (-1, amount[0])
     if not done_before(run):
         directory.mkdir(parents=True, exist_ok=True)
         for file in (*text.glob("self_generated.*"), *text.glob("held_out.*")):
@@ -181,8 +147,10 @@ def measured_speed(run: DictConfig, target: Target, data: Corpus, text: Path) ->
     return json.loads((directory / METRICS).read_text())["speedup_auto"]
 
 
-def kept(left: dict[str, list[str]], speeds: dict[str, float], when: str) -> dict[str, list[str]]:
-    """Return the faster half of the candidates, and print all, the fastest first."""
+def fastest_half(left: dict[str, DictConfig], speeds: dict[str, float], when: str) -> dict[str, DictConfig]:
+    """Return the faster half of the candidates, and print all, the fastest first. Raise ValueError if all have failed."""
+    if not speeds:
+        raise ValueError("no candidate is left: each line above that ends in a reason names one that failed")
     ranked = sorted(speeds, key=lambda name: -speeds[name])
     stay = ranked[: math.ceil(len(left) / 2)]
     print(f"\n{when}:")

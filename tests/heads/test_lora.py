@@ -48,6 +48,6 @@ def test_what_cannot_be_adapted_is_said(fresh):
     with pytest.raises(ValueError, match=r"lora_r=4 and head\.lora_r tune the same layers"):
         lora.add(make_head("draft_model", fresh, lora_r=2), 4)
     with pytest.raises(ValueError, match="lora_r=4 works with strategy=single or ddp, and this is zero1"):
-        checks.check_lora(composed("train", "lora_r=4", "init_from=x", "strategy=zero1"))
+        checks.check_config(composed("train", "lora_r=4", "init_from=x", "strategy=zero1"))
     with pytest.raises(ValueError, match="lora_r=3 works with strategy=single or ddp, and this is fsdp"):
-        checks.check_lora(composed("train", "head=draft_model", "head.lora_r=3", "strategy=fsdp"))
+        checks.check_config(composed("train", "head=draft_model", "head.lora_r=3", "strategy=fsdp"))

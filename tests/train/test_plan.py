@@ -96,12 +96,15 @@ def test_tied_weights_are_counted_once(small: DictConfig, tmp_path: Path):
     assert lines["target weights"][0] * memory_plan.GIB == sum(parameter.nbytes for parameter in model.parameters())
 
 
-def test_the_sum_is_the_sum(planned: dict):
+def test_the_sum_is_the_sum_and_pieces_take_less(small: DictConfig, planned: dict):
     assert planned["total"] == pytest.approx(sum(size for size, _ in planned["gib"].values()))
     body, head = planned["flops_per_token"]
     assert planned["tokens_per_second"] == pytest.approx(989e12 * 0.35 / (body + head))
     assert planned["hours"] == pytest.approx(500_000_000 / planned["tokens_per_second"] / 3600)
     assert planned["disk"] == 500_000_000 * 4 * 32 * 2  # three layers and the last one, hidden 32, bfloat16
+    for sharding in ("fsdp", "tensor"):
+        pieces = plan.plan(OmegaConf.merge(small, {"target": {"sharding": sharding}, "gpus": 4}))["gib"]
+        assert pieces["target weights"][0] < 0.6 * planned["gib"]["target weights"][0]
 
 
 @pytest.mark.parametrize("shape, gib", [("qwen3-8b", (15.26, 2.32)), ("llama-3.3-70b", (131.42, 3.91))])
@@ -148,12 +151,6 @@ def test_a_plan_as_it_is_typed(tiny_path: Path, call):
     said = call(plan.main, *given).out
     assert said.startswith("eagle3 (")
     assert "strategy=fsdp" in said and "one of 2 pieces on every GPU" in said and "gathered target" in said
-
-
-@pytest.mark.parametrize("sharding", ["fsdp", "tensor"])
-def test_a_target_in_pieces_takes_less(sharding: str, small: DictConfig, planned: dict):
-    pieces = plan.plan(OmegaConf.merge(small, {"target": {"sharding": sharding}, "gpus": 4}))["gib"]
-    assert pieces["target weights"][0] < 0.6 * planned["gib"]["target weights"][0]
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "domino", "p_eagle", "xpress"])

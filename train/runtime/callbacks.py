@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -100,7 +100,7 @@ class Progress(TrainerCallback):
     left; on a terminal a bar, and lines for what is measured. It adds the time to the entry."""
 
     def __init__(self) -> None:
-        self.start, self.first, self.earlier, self.figures = time.perf_counter(), 0, 0.0, ""
+        self.figures = ""
         self.bar: progress.Progress | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -116,39 +116,38 @@ class Progress(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.bar is not None:
             self.bar.close()
-        state.log_history[-1]["train_seconds"] = round(self.earlier + time.perf_counter() - self.start, 3)
+        self.note_seconds(state)
 
-    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "acceptance_length" in (logs or {}):
-            for text in measured(logs):
-                progress.report(f"step {state.global_step}/{state.max_steps}  {text}", sys.stdout)
-        if "loss" not in (logs or {}):
-            return
+    def note_seconds(self, state: TrainerState) -> float:
         seconds = time.perf_counter() - self.start
         state.log_history[-1]["train_seconds"] = round(self.earlier + seconds, 3)
-        done = state.global_step - self.first
-        left = seconds / max(1, done) * (state.max_steps - state.global_step)
-        accuracy = " ".join(f"{logs[key]:.3f}" for key in logs if key.startswith("acc_"))
-        figures = f"loss {logs['loss']:.3f}" + (f"  accuracy by depth {accuracy}" if accuracy else "")
-        figures += f"  {logs['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in logs else ""
-        figures += f"  lr {logs['learning_rate']:.1e}"
-        figures += f"  grad {logs['grad_norm']:.2g}" if "grad_norm" in logs else ""
-        self.figures = figures
+        return seconds
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        logs, step = logs or {}, f"step {state.global_step}/{state.max_steps}"
+        if "acceptance_length" in logs:
+            error = f" \u00b1 {logs['acceptance_error']:.2f}" if "acceptance_error" in logs else ""
+            progress.report(
+                f"{step}  acceptance length {logs['acceptance_length']:.2f}{error} (validation)", sys.stdout
+            )
+        if "held_out_loss" in logs:
+            depths = [f"{logs[key]:.3f}" for key in logs if key.startswith("held_out_acc_")]
+            progress.report(
+                f"{step}  held out: loss {logs['held_out_loss']:.3f}  accuracy by depth {' '.join(depths)}  which predicts "
+                f"an acceptance length of {logs['predicted_acceptance_length']:.2f} in chains of {len(depths)}",
+                sys.stdout,
+            )
+        if "loss" not in logs:
+            return
+        depths = [f"{logs[key]:.3f}" for key in logs if key.startswith("acc_")]
+        self.figures = f"loss {logs['loss']:.3f}" + (f"  accuracy by depth {' '.join(depths)}" if depths else "")
+        self.figures += f"  {logs['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in logs else ""
+        self.figures += f"  lr {logs['learning_rate']:.1e}"
+        self.figures += f"  grad {logs['grad_norm']:.2g}" if "grad_norm" in logs else ""
+        each = self.note_seconds(state) / max(1, state.global_step - self.first)
         if self.bar is None or not sys.stdout.isatty():
-            text = f"step {state.global_step}/{state.max_steps}  {figures}  {duration(left)} left"
-            progress.report(text, sys.stdout)
-
-
-def measured(logs: dict[str, float]) -> Iterator[str]:
-    """Yield what HeadTrainer.evaluate measured, for people."""
-    error = f" \u00b1 {logs['acceptance_error']:.2f}" if "acceptance_error" in logs else ""
-    yield f"acceptance length {logs['acceptance_length']:.2f}{error} (validation)"
-    if "held_out_loss" in logs:
-        accuracy = [logs[key] for key in logs if key.startswith("held_out_acc_")]
-        yield (
-            f"held out: loss {logs['held_out_loss']:.3f}  accuracy by depth {' '.join(f'{a:.3f}' for a in accuracy)}  which "
-            f"predicts an acceptance length of {logs['predicted_acceptance_length']:.2f} in chains of {len(accuracy)}"
-        )
+            left = duration(each * (state.max_steps - state.global_step))
+            progress.report(f"{step}  {self.figures}  {left} left", sys.stdout)
 
 
 class Profile(TrainerCallback):

@@ -1,4 +1,4 @@
-"""One process at a time writes a directory or a file of results."""
+"""One process at a time writes a directory or a file of results, and a file completely or not at all."""
 
 import errno
 import fcntl
@@ -46,6 +46,13 @@ def holder(file: IO[bytes]) -> str:
         if kind == "FLOCK" and where.rpartition(":")[2] == inode and int(pid) > 0:
             return f"process {pid}"
     return "another process"
+
+
+def write_atomically(file: Path, content: bytes | str) -> None:
+    """Write a file completely or not at all."""
+    part = file.with_name(f"{file.name}.part")
+    part.write_bytes(content.encode() if isinstance(content, str) else content)
+    part.replace(file)
 
 
 def close_in_child() -> None:

@@ -1,14 +1,11 @@
 """wandb and tensorboard: what transformers' own callbacks (trainer.report_to) leave out. Only one process logs."""
 
-import contextlib
 import importlib.util
-import netrc
 import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 
 def check(report_to: Sequence[str]) -> None:
@@ -38,11 +35,10 @@ def prepare(report_to: list[str], directory: Path) -> None:
 def has_wandb_key() -> bool:
     """Return whether `wandb login` has stored a key. wandb itself is not asked: it reads WANDB_MODE once, at its first
     call."""
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-    with contextlib.suppress(OSError, netrc.NetrcParseError):
-        if netrc.netrc(os.environ.get("NETRC")).authenticators(host or "") is not None:
-            return True
-    return bool(os.environ.get("WANDB_API_KEY"))
+    from requests.utils import get_netrc_auth  # wandb needs requests too
+
+    address = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(address))
 
 
 def log_results(report_to: list[str], directory: Path, config: str, metrics: dict[str, Any]) -> None:

@@ -174,53 +174,38 @@ def strategy_of(cfg: DictConfig) -> str:
 
 def memory_per_gpu(cfg: DictConfig, head: Head, body: Body, target: Target) -> dict[str, tuple[float, str]]:
     """Return GiB per GPU and how each was counted."""
-    pieces = SHARDS[strategy_of(cfg)]
-    n = cfg.gpus
-
-    def part(size: int, cut: bool, what: str) -> tuple[float, str]:
-        return size / GIB / (n if cut else 1), what + (f", one of {n} shards" if cut and n > 1 else "")
-
-    bits = (
-        f"{BITS[cfg.target.quantization]} bits per weight"
-        if cfg.target.quantization
-        else str(target.dtype).removeprefix("torch.")
-    )
+    cut = dict(zip(("head weights", "gradients", "optimizer state"), SHARDS[strategy_of(cfg)], strict=True))
     whole = cfg.hidden_states.get("load_full_target", True)
-    sharding = cfg.target.sharding if n > 1 and whole else None
-    node = min(n, NODE)
-    batch = cfg.trainer.per_device_train_batch_size
+    sharding = cfg.target.sharding if cfg.gpus > 1 and whole else None
+    node, batch = min(cfg.gpus, NODE), cfg.trainer.per_device_train_batch_size
     rows = batch * (node if sharding == "tensor" else 1)  # a slice of a layer has the rows of all
+    quantized = cfg.target.quantization
+    bits = f"{BITS[quantized]} bits per weight" if quantized else str(target.dtype).removeprefix("torch.")
+    held, where = body.weights + body.ends, "whole on every GPU"
+    if not whole:
+        held, where = body.ends, "of which embedding and lm_head are loaded"
+    elif sharding == "fsdp":
+        held, where = held / node, f"one of {node} pieces on every GPU"
+    elif sharding == "tensor":
+        held, where = body.weights / node + body.ends, f"one of {node} slices on every GPU, embedding and lm_head whole"
     captured = rows * cfg.max_length * (head.layers + 1) * target.hidden_size * 2
-    held = {
-        "fsdp": ((body.weights + body.ends) / node, f"one of {node} pieces on every GPU"),
-        "tensor": (body.weights / node + body.ends, f"one of {node} slices on every GPU, embedding and lm_head whole"),
-    }.get(str(sharding), (body.weights + body.ends, "whole on every GPU"))
-    if not whole:
-        held = body.ends, "of which embedding and lm_head are loaded"
-    found = {
-        "target weights": (
-            held[0] / GIB,
-            f"{body.parameters / 1e9:.2f}B parameters in {bits}, {held[1]}",
-        ),
-        "target at work": (
-            body.working * rows / batch / GIB,
-            f"one layer on {rows} x {cfg.max_length} tokens",
-        ),
-        "aux hidden states": (
-            captured / GIB,
-            f"{head.layers} layers and the last, {rows} x {cfg.max_length} x {target.hidden_size}",
-        ),
-        "head weights": part(head.weights, pieces[0], "float32"),
-        "gradients": part(head.gradients, pieces[1], "float32"),
-        "optimizer state": part(head.optimizer, pieces[2], cfg.trainer.optim),
-        "activations": (head.activations / GIB, "of the head, and a chunk of logits"),
-        "reserve": (RESERVE, "driver, NCCL, gaps"),
+    size = f"{rows} x {cfg.max_length}"
+    counted: dict[str, tuple[float, str]] = {
+        "target weights": (held, f"{body.parameters / 1e9:.2f}B parameters in {bits}, {where}"),
+        "target at work": (body.working * rows / batch * whole, f"one layer on {size} tokens"),
+        "aux hidden states": (captured, f"{head.layers} layers and the last, {size} x {target.hidden_size}"),
+        "head weights": (head.weights, "float32"),
+        "gradients": (head.gradients, "float32"),
+        "optimizer state": (head.optimizer, cfg.trainer.optim),
+        "activations": (head.activations, "of the head, and a chunk of logits"),
+        "reserve": (RESERVE * GIB, "driver, NCCL, gaps"),
     }
-    if pieces[0] and n > 1:
-        found["gathered weights"] = (head.weights / GIB, "whole during a batch")
-    if not whole:
-        del found["target at work"]
+    if cfg.gpus > 1:
+        for name in (name for name in cut if cut[name]):
+            counted[name] = counted[name][0] / cfg.gpus, f"{counted[name][1]}, one of {cfg.gpus} shards"
+        if cut["head weights"]:
+            counted["gathered weights"] = head.weights, "whole during a batch"
     if sharding == "fsdp":
         gathered = 2 * body.weights / target.num_layers + body.ends
-        found["gathered target"] = (gathered / GIB, "a layer at work and the next one, embedding and lm_head")
-    return found
+        counted["gathered target"] = gathered, "a layer at work and the next one, embedding and lm_head"
+    return {name: (size / GIB, how) for name, (size, how) in counted.items() if size}

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import TrainerState
 
 from foredraft.train.runtime import checkpoints, distributed
-from foredraft.train.runtime.locks import hold
+from foredraft.train.runtime.locks import hold, write_atomically
 
 LOCKS: list[IO[bytes]] = []  # of the run in this process
 CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.json", "checkpoints"
@@ -47,9 +47,8 @@ def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
             f"output_dir={directory} has {free / 2**20:.0f} MiB free and this run writes up to "
             f"{need_bytes / 2**20:.0f} MiB: free some, or give another output_dir"
         )
-    lock(directory)
-    if keep_finished(directory):
-        lock(directory)
+    unlock()
+    LOCKS.append(claim(directory))
     checkpoint = checkpoints.newest(directory / CHECKPOINTS)
     now = as_saved(cfg)
     if checkpoint is not None:
@@ -60,27 +59,24 @@ def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
     return directory, checkpoint
 
 
-def lock(directory: Path) -> None:
-    """Create it for this process alone, until its run ends. Raises ValueError as `hold`."""
+def claim(directory: Path) -> IO[bytes]:
+    """Create it for this process alone, until the result is closed. A finished run that lies there gets a numbered name.
+    Raises ValueError as `hold`."""
     directory.mkdir(parents=True, exist_ok=True)
-    unlock()
-    LOCKS.append(hold(directory, "output_dir"))
+    lock = hold(directory, "output_dir")
+    if not (directory / METRICS).exists():
+        return lock
+    number = next(n for n in range(1, 10_000) if not Path(f"{directory}.{n}").exists())
+    print(f"{directory} holds a finished run; it is kept as {directory}.{number}", flush=True)
+    directory.rename(f"{directory}.{number}")
+    lock.close()
+    return claim(directory)
 
 
 def unlock() -> None:
     """Let other processes write the directory of the newest run."""
     while LOCKS:
         LOCKS.pop().close()
-
-
-def keep_finished(directory: Path) -> bool:
-    """Give a finished run that lies there a numbered name; return whether one did."""
-    finished = (directory / METRICS).exists()
-    if finished:
-        number = next(n for n in range(1, 10_000) if not Path(f"{directory}.{n}").exists())
-        print(f"{directory} holds a finished run; it is kept as {directory}.{number}", flush=True)
-        directory.rename(f"{directory}.{number}")
-    return finished
 
 
 def rows_per_step(cfg: DictConfig) -> int:
@@ -126,13 +122,6 @@ def check_same_run(directory: Path, before: dict[str, Any], now: dict[str, Any])
 
 def free(name: str) -> bool:
     return name in FREE or name.partition(".")[0] in FREE
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Write a file completely or not at all."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
 
 
 def seconds_of(state: TrainerState) -> float:
