@@ -116,19 +116,11 @@ def test_the_test_model_has_the_plain_chat_template():
     assert (ROOT / "scripts" / "test_model" / "chat_template.jinja").read_bytes() == plain.read_bytes()
 
 
-def test_help_lists_every_command(foredraft: Program):
-    shown = foredraft("--help")
-    assert shown.returncode == 0
+def test_what_needs_no_target(foredraft: Program):
+    shown, version, reported = foredraft("--help"), foredraft("--version"), foredraft("env")
+    assert (shown.returncode, reported.returncode) == (0, 0), reported
     assert [line.split()[0] for line in shown.stdout.splitlines() if line.startswith("  ")] == list(PROGRAMS)
-
-
-def test_the_version(foredraft: Program):
-    assert foredraft("--version").stdout == f"foredraft {__version__}\n"
-
-
-def test_the_report_for_bugs(foredraft: Program):
-    reported = foredraft("env")
-    assert reported.returncode == 0 and __version__ in reported.stdout, reported
+    assert version.stdout == f"foredraft {__version__}\n" and __version__ in reported.stdout
 
 
 def test_an_unknown_command_is_one_sentence(foredraft: Program):

@@ -10,9 +10,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 from tests.support import ROOT, typed
 
@@ -170,3 +173,13 @@ def complaint(ended: Ended) -> str:
     lines = [line.removeprefix("error: ") for line in ended.err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and ended.err.rstrip().endswith(lines[0]), ended.err
     return lines[0]
+
+
+def small_disk(path: Path, size: str) -> Iterator[Path]:
+    """Yield a folder that is a file system of this size."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a small file system needs Linux, and the right to mount one")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)

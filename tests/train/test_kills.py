@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from foredraft.train.runtime import checkpoints
 from tests.support import ROOT
-from tests.support.processes import SMALL_EAGLE3, TWO, end, losses, reserved_port, start, until
+from tests.support.processes import SMALL_EAGLE3, TWO, end, losses, reserved_port, small_disk, start, until
 
 pytestmark = pytest.mark.linux  # /proc says which processes there are
 
@@ -112,14 +112,7 @@ def has_pending(pid: int, number: int) -> bool:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """Make a small disk."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(path)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("a small file system needs the right to mount one")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
+    yield from small_disk(tmp_path / "disk", "32m")
 
 
 @pytest.mark.nightly

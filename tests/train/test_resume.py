@@ -190,37 +190,37 @@ def test_a_sweep_that_is_repeated_passes_over_what_is_done(given: list[str], ref
     assert (tmp_path / "out/trainer.optim-muon/metrics.json").exists()
 
 
-def unfinished(reference: Path, directory: Path, **changes: object) -> Path:
-    """Make a directory with a checkpoint, whose run had other facts."""
-    (directory / "checkpoints/checkpoint-3").mkdir(parents=True)
-    (directory / "checkpoints/checkpoint-3" / checkpoints.STATE).write_text("{}")
-    before = run_state.saved_config(reference) | changes
-    (directory / "config.yaml").write_text(json.dumps(before))
-    return directory
+BEFORE = {"processes": 1, "rows_per_step": 4, "strategy": "single", "seed": 0, "eval": {"final_num_prompts": 4}}
+BEFORE |= {"trainer": {"max_steps": 10, "report_to": ["none"], "learning_rate": 0.1}}
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "before, now, message",
     [
-        ({"processes": 2, "rows_per_step": 8}, "rows_per_step is 8 there, 4 here"),
-        ({"strategy": "fsdp"}, "holds checkpoints of strategy=fsdp, which strategy=single cannot read"),
-        ({"strategy": "ddp", "processes": 2}, None),
+        ({"processes": 2, "rows_per_step": 8}, {}, "with another config .rows_per_step is 8 there, 4 here"),
+        ({"seed": 1}, {}, r"another config \(seed is 1 there, 0 here\)"),
+        ({"strategy": "fsdp"}, {}, "holds checkpoints of strategy=fsdp, which strategy=single cannot read"),
+        (
+            {"strategy": "zero2", "processes": 2},
+            {"strategy": "zero2", "processes": 4},
+            "cut its checkpoints in .* for 2 processes and here are 4: resume with 2",
+        ),
     ],
 )
-def test_checkpoints_of_other_processes(changes, message, reference: Path, tmp_path: Path):
-    directory = unfinished(reference, tmp_path / "out", **changes)
-    before, now = run_state.saved_config(directory), run_state.saved_config(reference)
-    if message is None:
-        run_state.check_same_run(directory, before, now)
-    else:
-        with pytest.raises(ValueError, match=message):
-            run_state.check_same_run(directory, before, now)
+def test_a_run_that_is_another_one_is_not_resumed(before: dict, now: dict, message: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        run_state.check_same_run(tmp_path, BEFORE | before, BEFORE | now)
 
 
-def test_zero_checkpoints_are_cut_for_their_processes(reference: Path, tmp_path: Path):
-    now = run_state.saved_config(reference) | {"strategy": "zero2", "processes": 4}
-    with pytest.raises(ValueError, match=r"cut its checkpoints in .* for 2 processes and here are 4: resume with 2"):
-        run_state.check_same_run(tmp_path, now | {"processes": 2}, now)
+def test_a_run_goes_on_in_other_processes_with_other_loggers_and_for_longer(capsys: pytest.CaptureFixture[str]):
+    run_state.check_same_run(Path("out"), BEFORE | {"strategy": "ddp", "processes": 2}, BEFORE)
+    assert not capsys.readouterr().out
+    now = BEFORE | {"eval": {"final_num_prompts": 8}}
+    now |= {"trainer": {"max_steps": 20, "report_to": ["wandb"], "learning_rate": 0.1}}
+    run_state.check_same_run(Path("out"), BEFORE, now)
+    said = capsys.readouterr().out
+    assert said.startswith("resuming with other settings: eval.final_num_prompts is 4 there, 8 here; trainer.max_steps")
+    assert run_state.differences(BEFORE, now)  # for a sweep, which trains again, it is another run
 
 
 @pytest.mark.parametrize("name", nightly_but(["ddp", "fsdp"], "ddp"))

@@ -11,10 +11,9 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +27,7 @@ from foredraft.inference import generate, load_drafter
 from foredraft.train.runtime import callbacks, checkpoints
 from foredraft.train.writing import self_generated
 from foredraft.train.writing.written_rows import RowFile
-from tests.support.processes import SMALL, Ended, complaint, end, printed, program
+from tests.support.processes import SMALL, Ended, complaint, end, printed, program, small_disk
 from tests.support.tiny import TEXT, VOCAB, tiny_config
 
 KINDS = ["medusa", "eagle3"]
@@ -313,90 +312,59 @@ def file(path: Path, content: str | bytes = "") -> Path:
     return path
 
 
-def without_fit(tiny_path: Path, path: Path) -> Path:
-    """Save a target next to a tokenizer with more tokens."""
-    shutil.copytree(tiny_path, path)
+@pytest.fixture(scope="module")
+def bad(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder of data and targets that are not usable."""
+    path = tmp_path_factory.mktemp("bad")
+    file(path / "empty.txt")
+    file(path / "a.txt", "a")
+    file(path / "one.txt", TEXT)
+    file(path / "blank" / "x", " ")
+    file(path / "latin" / "latin.txt", "Grün".encode("latin-1"))
+    file(path / "rows" / "chats.jsonl", "{}")
+    shutil.copytree(tiny_path, path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
+    shutil.copytree(tiny_path, path / "odd")
     tokenizer = AutoTokenizer.from_pretrained(tiny_path)
-    tokenizer.add_tokens([f"<{number}>" for number in range(VOCAB)])
-    tokenizer.save_pretrained(path)
+    tokenizer.add_tokens([f"<{number}>" for number in range(VOCAB)])  # more than the target has
+    tokenizer.save_pretrained(path / "odd")
     return path
 
 
-def without_tokenizer(tiny_path: Path, path: Path) -> Path:
-    shutil.copytree(tiny_path, path, ignore=shutil.ignore_patterns("tokenizer*"))
-    return path
-
-
-BAD: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
-    "unknown head": (lambda tiny, tmp: ["head=eagel3"], r"^head=eagel3 is not known; did you mean head=eagle3\?"),
-    "missing path": (
-        lambda tiny, tmp: ["data.path=not/here"],
-        r"^data\.path=not/here does not exist: give a text file",
-    ),
-    "no path": (lambda tiny, tmp: ["data.path=???"], r"data\.path"),
-    "empty folder": (
-        lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'x').parent}", "data.glob=*.md"],
-        "0 files match",
-    ),
-    "blank files": (
-        lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'x', ' ').parent}"],
-        r"d contains no text: 1 files",
-    ),
-    "empty file": (lambda tiny, tmp: [f"data.path={file(tmp / 'empty.txt')}"], r"empty\.txt contains no text"),
-    "one letter": (lambda tiny, tmp: [f"data.path={file(tmp / 'a.txt', 'a')}"], r"a\.txt\) gives no tokens"),
-    "not UTF-8": (
-        lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'latin.txt', 'Grün'.encode('latin-1')).parent}"],
-        r"d/latin\.txt is not UTF-8 \(byte 2\): convert it",
-    ),
-    "rows read as text": (
-        lambda tiny, tmp: [f"data.path={file(tmp / 'd' / 'chats.jsonl', '{}').parent}"],
-        r"chats\.jsonl holds rows, not raw text: give data=conversations data\.path=",
-    ),
-    "nothing held out": (
-        lambda tiny, tmp: [f"data.path={file(tmp / 'one.txt', TEXT)}", "data.val_split=0"],
-        r"the held-out text is too short for prompts of 16 tokens: hold out more",
-    ),
-    "prompts longer than the held-out text": (
-        lambda tiny, tmp: [f"data.path={file(tmp / 'one.txt', TEXT[:300])}", "eval.prompt_tokens=200"],
-        r"the held-out text is too short for prompts of 200 tokens: .*eval\.prompt_tokens",
-    ),
-    "prompts longer than the context": (
-        lambda tiny, tmp: ["eval.prompt_tokens=256"],
-        r"^eval\.prompt_tokens=256: the target reads 256 tokens",
-    ),
-    "nothing to measure": (
-        lambda tiny, tmp: ["eval.final_num_prompts=0"],
-        r"^eval\.final_num_prompts=0 must be at least 1",
-    ),
-    "output_dir is a file": (
-        lambda tiny, tmp: [f"output_dir={file(tmp / 'taken')}"],
-        r"^output_dir=.*taken is a file: give a directory",
-    ),
-    "output_dir is below a file": (
-        lambda tiny, tmp: [f"output_dir={file(tmp / 'taken')}/out"],
-        r"taken.*not a directory",
-    ),
-    "no tokenizer": (
-        lambda tiny, tmp: [f"target.path={without_tokenizer(tiny, tmp / 'mute')}"],
-        r"target .*mute has no tokenizer",
-    ),
-    "another target's tokenizer": (
-        lambda tiny, tmp: [f"target.path={without_fit(tiny, tmp / 'odd')}"],
-        r"the tokenizer of .*odd has \d+ tokens, but its model only 320",
-    ),
-    "no steps": (
-        lambda tiny, tmp: ["trainer.max_steps=0"],
-        r"max_steps=0 trains nothing: give a number of steps, or -1",
-    ),
-    "a folder without a target": (lambda tiny, tmp: [f"target.path={tmp}"], r"has no config\.json"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_told_in_one_sentence(name: str, here, tiny_path: Path, folder: Path, tmp_path: Path):
-    typed, message = BAD[name]
+@pytest.mark.parametrize(
+    "typed, message",
+    [
+        ("head=eagel3", r"^head=eagel3 is not known; did you mean head=eagle3\?"),
+        ("data.path=not/here", r"^data\.path=not/here does not exist: give a text file"),
+        ("data.path=???", r"data\.path"),
+        ("data.path=BAD/blank data.glob=*.md", "0 files match"),
+        ("data.path=BAD/blank", "blank contains no text: 1 files"),
+        ("data.path=BAD/empty.txt", r"empty\.txt contains no text"),
+        ("data.path=BAD/a.txt", r"a\.txt\) gives no tokens"),
+        ("data.path=BAD/latin", r"latin\.txt is not UTF-8 \(byte 2\): convert it"),
+        ("data.path=BAD/rows", r"chats\.jsonl holds rows, not raw text: give data=conversations data\.path="),
+        (
+            "data.path=BAD/one.txt data.val_split=0",
+            "the held-out text is too short for prompts of 16 tokens: hold out more",
+        ),
+        (
+            "data.path=BAD/one.txt eval.prompt_tokens=200",
+            r"is too short for prompts of 200 tokens: .*eval\.prompt_tokens",
+        ),
+        ("eval.prompt_tokens=256", r"^eval\.prompt_tokens=256: the target reads 256 tokens"),
+        ("eval.final_num_prompts=0", r"^eval\.final_num_prompts=0 must be at least 1"),
+        ("output_dir=BAD/a.txt", r"^output_dir=.*a\.txt is a file: give a directory"),
+        ("output_dir=BAD/a.txt/out", r"a\.txt.*not a directory"),
+        ("target.path=BAD/mute", "target .*mute has no tokenizer"),
+        ("target.path=BAD/odd", r"the tokenizer of .*odd has \d+ tokens, but its model only 320"),
+        ("target.path=BAD", r"has no config\.json"),
+        ("trainer.max_steps=0", "max_steps=0 trains nothing: give a number of steps, or -1"),
+    ],
+)
+def test_bad_input_is_told_in_one_sentence(
+    typed: str, message: str, bad: Path, here, tiny_path: Path, folder: Path, tmp_path: Path
+):
     given = [f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "trainer.max_steps=2"]
-    ended = here("head=medusa", *SMALL, *given, *typed(tiny_path, tmp_path))
+    ended = here("head=medusa", *SMALL, *given, *typed.replace("BAD", str(bad)).split())
     assert re.search(message, complaint(ended))
     assert not (tmp_path / "out").exists()
 
@@ -439,25 +407,17 @@ def test_a_full_disk_is_told_before_anything_moves(sweep: Sweep, here, tmp_path:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(path)]
-    if not sys.platform.startswith("linux") or shutil.which("mount") is None:
-        pytest.skip("a small file system needs Linux")
-    if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("a small file system needs the right to mount one")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    yield from small_disk(tmp_path / "disk", "512k")
 
 
-def test_a_disk_that_fills_up_while_training(small_disk: Path, eagle: list[str], here, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_fills_up_while_training(disk: Path, eagle: list[str], here, monkeypatch: pytest.MonkeyPatch):
     """Let another program fill it, after it was found to be large enough."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**40, 0, 2**40))
-    file(small_disk / "theirs", bytes(380 * 1024))
+    file(disk / "theirs", bytes(380 * 1024))
     before = signal.getsignal(signal.SIGINT)
-    ended = here(*eagle, f"output_dir={small_disk}/out", "trainer.max_steps=2", "eval.steps=0")
+    ended = here(*eagle, f"output_dir={disk}/out", "trainer.max_steps=2", "eval.steps=0")
     assert ended.code == 2 and len(printed(ended.out)) == 2
-    assert ended.err.rstrip().endswith(f"error: no space left in {small_disk}/out") and "Traceback" not in ended.err
-    assert checkpoints.newest(small_disk / "out" / "checkpoints") is None
+    assert ended.err.rstrip().endswith(f"error: no space left in {disk}/out") and "Traceback" not in ended.err
+    assert checkpoints.newest(disk / "out" / "checkpoints") is None
     assert signal.getsignal(signal.SIGINT) == before  # the next job of a sweep can be stopped

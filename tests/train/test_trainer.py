@@ -52,35 +52,36 @@ def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("eval_strategy", "steps", "set eval.steps"),
+        ("fp16", True, "products are in bfloat16 or float32"),
+        ("bf16_full_eval", True, "products are in bfloat16 or float32"),
+        ("gradient_checkpointing", True, "lower trainer.per_device_train_batch_size"),
+        ("auto_find_batch_size", True, "set trainer.per_device_train_batch_size"),
+        ("use_liger_kernel", True, "it is for a model with embeddings"),
+        ("push_to_hub", True, "set push_to_hub=ORG/NAME, without trainer."),
+    ],
+)
+def test_an_argument_that_would_be_ignored_is_refused(tmp_path: Path, name: str, value: object, remedy: str):
+    with pytest.raises(ValueError, match=f"trainer.{name}={value} has no effect on a head: {remedy}"):
+        HeadTrainingArguments(str(tmp_path), use_cpu=True, **{name: value})
+
+
+@pytest.mark.parametrize(
     ("typed", "remedy"),
     [
-        (
-            "trainer.optim=sgd",
-            "trainer.optim=sgd is not one of adamw, muon",
-        ),
-        (
-            "+trainer.eval_strategy=steps",
-            "trainer.eval_strategy=steps has no effect on a head: set eval.steps",
-        ),
-        ("+trainer.fp16=true", "trainer.fp16=True has no effect on a head: products are in bfloat16 or float32"),
+        ("trainer.optim=sgd", "trainer.optim=sgd is not one of adamw, muon"),
         (
             "+trainer.activation_checkpointing=true",
-            "trainer.activation_checkpointing=True has no effect on a head: lower trainer.per_device_train_batch_size",
+            "trainer.activation_checkpointing=True has no effect on a head: lower",
         ),
         ("+trainer.train_sampling_strategy=random", "trainer.train_sampling_strategy=random has no effect on a head"),
     ],
 )
-def test_an_argument_that_would_be_ignored_is_refused(here, tiny_path, folder, typed: str, remedy: str):
+def test_a_wrong_argument_is_told_in_a_sentence(here, tiny_path, folder, typed: str, remedy: str):
     ended = here("head=medusa", *SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", typed)
     assert complaint(ended).startswith(remedy)
-
-
-@pytest.mark.parametrize(
-    "name", ["gradient_checkpointing", "auto_find_batch_size", "use_liger_kernel", "push_to_hub", "bf16_full_eval"]
-)
-def test_what_the_trainer_would_do_to_another_model_is_refused(tmp_path, name: str):
-    with pytest.raises(ValueError, match=f"trainer.{name}=True has no effect on a head: "):
-        HeadTrainingArguments(str(tmp_path), use_cpu=True, **{name: True})
 
 
 def test_other_processes_wait_for_hours_while_one_writes_text(tmp_path: Path):
