@@ -103,7 +103,7 @@ def candidates(cfg: DictConfig) -> dict[str, DictConfig]:
     for override in typed:
         if re.match(r"\+*trainer\.max_(steps|minutes)=", override):
             raise ValueError(f"{override}: head=auto trains as long as budget={cfg.budget} says, leave it out")
-    given = [word for word in typed if re.split(r"[.=@]", word.lstrip("+~"))[0] not in OWN]
+    given = [override for override in typed if first_key(override) not in OWN]
     names = list(cfg.heads or cfg.candidates)
     if unknown := [name for name in names if name not in cfg.candidates]:
         raise ValueError(f"heads={unknown} are not among candidates, which has {', '.join(map(str, cfg.candidates))}")
@@ -116,7 +116,8 @@ def candidates(cfg: DictConfig) -> dict[str, DictConfig]:
             HydraConfig.instance().cfg = main  # which `check` replaces
         if "head" not in run:
             raise ValueError(f"candidates.{name} has head=auto, which is not a head")
-        if differ := [key for key in SHARED if run[key] != cfg[key]]:
+        own = {*map(first_key, cfg.candidates[name])}
+        if differ := [key for key in SHARED if key in own or run[key] != cfg[key]]:
             raise ValueError(f"candidates.{name} sets {differ[0]}, which must be the same for all candidates")
         run.output_dir = cfg.output_dir
         if "path" in run.hidden_states:  # heads read different layers
@@ -124,6 +125,11 @@ def candidates(cfg: DictConfig) -> dict[str, DictConfig]:
             run.hidden_states.path, run.hidden_states.load_full_target = path, True
         runs[name] = run
     return runs
+
+
+def first_key(override: str) -> str:
+    """Return the first part of its key: trainer of +trainer.max_steps=3."""
+    return re.split(r"[.=@]", override.lstrip("+~"))[0]
 
 
 def speed(run: DictConfig, amount: Amount, directory: Path, target: Target, data: Corpus, text: Path) -> float:
