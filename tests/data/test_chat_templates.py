@@ -24,10 +24,10 @@ from foredraft.train.data.layouts import SkippedRow, split_reasoning
 from foredraft.train.data.sources import Row, Source
 from foredraft.train.writing.regeneration import GenerationSettings, Regeneration, questions
 from foredraft.train.writing.writers import Server
-from tests.support.chats import MODELS, form_of
-from tests.support.written_chats import CONVERSATIONS, PLAIN, PROMPTS, TOOL, WROTE, wrote
+from tests.support.chats import CONVERSATIONS, MODELS, TOOL, form_of, wrote
 
-CASES = [(model, name) for model, wrote in WROTE.items() for name in wrote]
+PLAIN = MODELS["smollm2"].wrote  # which has no reasoning
+CASES = [(name, conversation) for name, model in MODELS.items() for conversation in model.wrote]
 
 
 def learned(form: ChatFormat, documents: list) -> list[str]:
@@ -150,7 +150,7 @@ def test_the_ids_are_those_of_the_conversation_written_by_hand(model: str):
     thinks = model in ("qwq", "deepseek_r1", "qwen3", "qwen3_5", "glm4_5", "glm5", "minimax_m2", "smollm3")
     name = "reasoning in the text" if thinks else "one turn"
     form, (document,) = rows_of(model, {"messages": CONVERSATIONS[name]})
-    before, written = (form.tokenizer(text)["input_ids"] for text in (PROMPTS[model], wrote(model, name)[0]))
+    before, written = (form.tokenizer(text)["input_ids"] for text in (MODELS[model].prompt, wrote(model, name)[0]))
     whole = [*before, *written]
     assert document.tokens[: len(whole)] == whole and before == form.prompt(CONVERSATIONS[name][:1])
     assert np.flatnonzero(document.loss_mask).tolist() == list(range(len(before), len(whole)))

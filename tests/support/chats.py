@@ -1,5 +1,7 @@
 """Chat templates: those of real models (chat_templates/), two written short, and tokenizers that know their tokens."""
 
+import json
+from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -8,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foredraft.train.data.chat_template import ChatFormat
 
+TEMPLATES = Path(__file__).parent / "chat_templates"
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -38,65 +41,25 @@ class Model(NamedTuple):
     bos: str
     end: str  # of a turn
     special: str  # tokens, with a space between them
+    prompt: str  # of the first turn, whole
+    wrote: dict[str, list[str]]  # the answers of each conversation, without the ends of turns
     eos: str = ""  # where it is another than `end`
 
 
-MODELS = {
-    "deepseek_r1": Model(
-        "<｜begin▁of▁sentence｜>",
-        "<｜end▁of▁sentence｜>",
-        "<｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁sep｜>",
-    ),
-    "deepseek_v3_1": Model(
-        "<｜begin▁of▁sentence｜>",
-        "<｜end▁of▁sentence｜>",
-        (
-            "<｜User｜> <｜Assistant｜> <think> </think> <｜tool▁output▁begin｜> <｜tool▁output▁end｜> "
-            "<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜> <｜tool▁calls▁end｜> <｜tool▁sep｜>"
-        ),
-    ),
-    "gemma3": Model("<bos>", "<end_of_turn>", "<start_of_turn>"),
-    "gemma4": Model(
-        "<bos>",
-        "<turn|>",
-        (
-            "<|turn> <|channel> <channel|> <|tool_call> <tool_call|> <|tool_response> <tool_response|> "
-            '<|think|> <|tool> <tool|> <|"|>'
-        ),
-        "<eos>",
-    ),
-    "glm4_5": Model("[gMASK]", "<|user|>", "<sop> <|system|> <|assistant|> <|observation|>", "<|endoftext|>"),
-    "glm5": Model("[gMASK]", "<|user|>", "<sop> <|system|> <|assistant|> <|observation|>", "<|endoftext|>"),
-    "gpt_oss": Model("<|startoftext|>", "<|return|>", "<|start|> <|message|> <|channel|> <|end|> <|call|>"),
-    "granite4": Model("<|end_of_text|>", "<|end_of_text|>", "<|start_of_role|> <|end_of_role|> <tool_call>"),
-    "kimi_k2": Model(
-        "[BOS]",
-        "<|im_end|>",
-        (
-            "<|im_system|> <|im_user|> <|im_assistant|> <|im_middle|> <|tool_calls_section_begin|> "
-            "<|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>"
-        ),
-        "[EOS]",
-    ),
-    "llama3": Model("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|> <|end_header_id|> <|python_tag|>"),
-    "llama4": Model(
-        "<|begin_of_text|>",
-        "<|eot|>",
-        ("<|header_start|> <|header_end|> <|python_start|> <|python_end|>"),
-    ),
-    "minimax_m2": Model("]~!b[", "[e~[", "]~b] <think> </think> <minimax:tool_call> </minimax:tool_call>"),
-    "mistral": Model("<s>", "</s>", "[INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [/TOOL_RESULTS]"),
-    "phi3": Model("<s>", "<|end|>", "<|user|> <|assistant|> <|system|>", "<|endoftext|>"),
-    "phi4": Model("<|endoftext|>", "<|im_end|>", "<|im_start|> <|im_sep|>"),
-    "qwen3": Model("<|endoftext|>", "<|im_end|>", "<|im_start|> <think> </think> <tool_call> </tool_call>"),
-    "qwen3_5": Model("<|endoftext|>", "<|im_end|>", "<|im_start|> <think> </think> <tool_call> </tool_call>"),
-    "qwq": Model("<|endoftext|>", "<|im_end|>", "<|im_start|> <think> </think> <tool_call> </tool_call>"),
-    "smollm2": Model("<|im_start|>", "<|im_end|>", ""),
-    "smollm3": Model("<|begin_of_text|>", "<|im_end|>", "<|im_start|> <think> </think>"),
-}
+# Conversations, and what each family of models writes in them: found by hand, from its documentation.
+WRITTEN = json.loads((TEMPLATES / "written.json").read_text().replace("TODAY", str(date.today())))
+CONVERSATIONS: dict[str, list[dict]] = WRITTEN["conversations"]
+TOOL: dict = WRITTEN["tool"]
+MODELS = {name: Model(**facts) for name, facts in WRITTEN["models"].items()}
+ENDS = ("<|call|>", "<|observation|>", "<|tool_response>")  # of an answer that is a call
+
+
+def wrote(model: str, name: str) -> list[str]:
+    """Return all that the model emits, answer by answer."""
+    return [text if text.endswith(ENDS) else text + MODELS[model].end for text in MODELS[model].wrote[name]]
 
 
 def form_of(model: str, **settings) -> ChatFormat:
-    bos, end, special, eos = MODELS[model]
-    template = (Path(__file__).parent / "chat_templates" / f"{model}.jinja").read_text()
+    bos, end, special, _, _, eos = MODELS[model]
+    template = (TEMPLATES / f"{model}.jinja").read_text()
     return ChatFormat(tokenizer(template, bos, eos or end, [bos, end, *special.split(), *eos.split()]), **settings)
