@@ -10,7 +10,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from foredraft.heads import Target, save_head
 from foredraft.heads.base import DraftHead
@@ -21,7 +21,7 @@ from tests.support.drafters import NAMED, build_drafter
 from tests.support.head_factory import KINDS, make_head
 from tests.support.hub_server import TOKEN, HubServer
 from tests.support.processes import Ended
-from tests.support.tiny import TEXT, VOCAB, tiny_config
+from tests.support.tiny import TEXT, VOCAB, tiny_model
 
 os.environ["FOREDRAFT_REMEMBER"] = "0"  # no test drafts by what another one timed
 
@@ -45,21 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tiny_path(tmp_path_factory) -> Path:
     """Make a directory as a user would have it: config, float32 weights, tokenizer."""
     path = tmp_path_factory.mktemp("target")
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(tiny_config())
-    for name, parameter in model.named_parameters():
-        if "norm" in name:  # ones would hide a norm that is left out or applied twice
-            torch.nn.init.uniform_(parameter, 0.5, 2.0)
-    model.save_pretrained(path)
+    tiny_model().save_pretrained(path)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    learned = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": alphabet, "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB, **learned)
     tokenizer.train_from_iterator([TEXT], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>")
     fast.save_pretrained(path)
@@ -89,13 +81,8 @@ def target_anywhere(request: pytest.FixtureRequest, tiny_path: Path) -> Target:
 @pytest.fixture(scope="session")
 def deep(tmp_path_factory) -> Target:
     """Make a target of eight layers: deep enough for the paper's choice of three."""
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(tiny_config(num_hidden_layers=golden.N))
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 2.0)
     path = tmp_path_factory.mktemp("deep")
-    model.save_pretrained(path)
+    tiny_model(num_hidden_layers=golden.N).save_pretrained(path)
     return Target.from_pretrained(path, dtype="float32", device="cpu")
 
 
@@ -112,9 +99,9 @@ def head_kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def head(head_kind: str, fresh: Target) -> DraftHead:
-    """Make a head of every kind for the target `fresh`."""
-    return make_head(head_kind, fresh)
+def head(head_kind: str, target: Target) -> DraftHead:
+    """Make a head of every kind."""
+    return make_head(head_kind, target)
 
 
 @pytest.fixture(params=NAMED)
@@ -130,10 +117,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write twelve small files; the tokenizer of `tiny_path` was trained on such text."""
     path = tmp_path_factory.mktemp("texts")
     for number in range(12):
-        lines = [
-            f"def add_{number}_{line}(self, other):\n    return {line * number} + other.value\n" for line in range(9)
-        ]
-        (path / f"{number}.txt").write_text("\n".join(lines))
+        line = "def add_{0}_{1}(self, other):\n    return {2} + other.value\n"
+        (path / f"{number}.txt").write_text("\n".join(line.format(number, i, i * number) for i in range(9)))
     return path
 
 
@@ -172,9 +157,8 @@ def server(monkeypatch, tmp_path):
     retries."""
     with HubServer() as hub:
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        files = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -28,6 +28,8 @@ NO_TEXT = {
     "musicgen": "it writes sound",
     "musicgen_melody": "it writes sound",
 }
+INDEXER = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 24}
+INDEXER |= {"indexer_compress_ratio": 4}
 # What default configs leave out or shrink must keep, and their models need.
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 4]},
@@ -56,13 +58,7 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
     "xlstm": {"qk_dim_factor": 2.0, "v_dim_factor": 2.0},  # its cache rounds up to multiples of 64
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": None, "attention_head_dim": None},  # computed
-    "qwen4_exp_text": {
-        "indexer_n_heads": 16,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 24,
-        "indexer_compress_ratio": 4,
-    },
+    "qwen4_exp_text": INDEXER,
 }
 PROMPTS = (40, 5, 21)  # tokens; with what is written, texts cross every window and chunk
 

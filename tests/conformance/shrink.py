@@ -56,17 +56,9 @@ SIZES = {name: size for size, names in NAMES for name in names.split()}
 TEXTS = {f"{part}_config" for part in ("text", "llm", "language", "patcher", "encoder", "decoder", "global")}
 DROPPED = {"_source", "_partial", "quantization_config", "auto_map", "_name_or_path", "_attn_implementation"}
 # Of the part that reads images, which no text prompt reaches.
-IMAGES: dict[str, Any] = {
-    "depth": 1,
-    "num_hidden_layers": 1,
-    "num_heads": 4,
-    "num_attention_heads": 4,
-    "image_size": 28,
-    "patch_size": 14,
-    "intermediate_size": 48,
-    "deepstack_visual_indexes": [0],
-    "per_layer_config": {},
-}
+IMAGES: dict[str, Any] = {"depth": 1, "num_hidden_layers": 1, "num_heads": 4, "num_attention_heads": 4}
+IMAGES |= {"image_size": 28, "patch_size": 14, "intermediate_size": 48}
+IMAGES |= {"deepstack_visual_indexes": [0], "per_layer_config": {}}
 IMAGES |= dict.fromkeys(("hidden_size", "out_hidden_size", "text_hidden_size", "projection_dim"), HIDDEN)
 IMAGES |= dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), HIDDEN)
 IMAGES |= dict.fromkeys(("adapter_in_dim", "adapter_out_dim"), HIDDEN)
@@ -121,7 +113,7 @@ def rope(value: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     if any(isinstance(entry, dict) for entry in value.values()):
         return {name: entry and rope(entry, config) for name, entry in value.items()}
     share = value.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1
-    pairs = math.floor(config_head_dim(config) * share) // 2
+    pairs = math.floor((ROTATED if config.get("head_dim") else HIDDEN // SIZES["num_attention_heads"]) * share) // 2
     small = {name: SIZES.get(name, entry) for name, entry in value.items() if name != "mrope_section"}
     for name in ("short_factor", "long_factor"):
         if name in value:
@@ -130,8 +122,3 @@ def rope(value: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         rest = pairs - pairs // 2
         small["mrope_section"] = [rest, pairs // 4, pairs // 2 - pairs // 4]
     return small
-
-
-def config_head_dim(config: dict[str, Any]) -> int:
-    """Return the head_dim of the small config."""
-    return ROTATED if config.get("head_dim") else HIDDEN // SIZES["num_attention_heads"]

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from foredraft.heads import Target, load_head
-from foredraft.heads.base import DraftHead, PackedBatch
+from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import write_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
@@ -17,11 +17,10 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target_model.loading import model_class, read_config
 from foredraft.inference import drafter_for, generate
 from foredraft.inference.evaluation.measure import left_pad
-from foredraft.train.losses import kl_div
-from foredraft.train.module import DistillationModel
 from tests.conformance.checks import check_texts, support
 from tests.conformance.families import default_settings
 from tests.conformance.shrink import shrink
+from tests.support.head_factory import learn
 
 PROMPTS = (100, 5, 30)  # tokens of the ragged batch: texts cross windows, chunks and the boundaries of longrope
 
@@ -32,10 +31,10 @@ def check_target(published: dict[str, Any], new_tokens: int) -> str:
     target = small_target(published)
     heads = [kind.for_target(target, 3) for kind in (Eagle3Head, MedusaHead)]
     for head in heads:
-        train(head, target)
+        learn(head.kind, head, target)
     for temperature in (0.0, 1.0):
         for head in heads:
-            decode(target, head.eval(), temperature, new_tokens)
+            decode(target, head, temperature, new_tokens)
     export(heads, target)
     return support(target)
 
@@ -59,23 +58,6 @@ def small_target(published: dict[str, Any]) -> Target:
 
 def small_family(kind: type[PreTrainedConfig]) -> Target:
     return small_target(default_settings(kind))
-
-
-def train(head: DraftHead, target: Target, steps: int = 3) -> None:
-    """Train a few steps on packed sequences of random tokens."""
-    model = DistillationModel(head, target, kl_div)
-    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(1)
-    documents = torch.tensor([[0] * 20 + [1] * 28, [0] * 40 + [-1] * 8])
-    positions = torch.tensor([[*range(20), *range(28)], [*range(40), *[0] * 8]])
-    for _ in range(steps):
-        tokens = torch.randint(3, target.vocab_size, (2, 48), generator=generator)
-        loss = model(*PackedBatch(tokens, documents >= 0, documents, positions)).loss
-        if not loss.isfinite():
-            raise RuntimeError(f"the loss is {loss.item()}")
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
 
 
 def decode(target: Target, head: DraftHead, temperature: float, new_tokens: int) -> None:

@@ -1,7 +1,7 @@
 """Heads that draft in blocks against the papers' equations, written out in loops. Known ways to get them wrong are broken on
 purpose and seen."""
 
-import json
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +14,9 @@ from foredraft.heads.base import BlockHead, PackedBatch
 from foredraft.train import parity_gate
 from tests.support.batches import PROMPT
 from tests.support.equations import attention, ffn, mlp, rms
-from tests.support.head_factory import BLOCK_KINDS, make_head
+from tests.support.head_factory import BLOCK_KINDS, edit, make_head
 
-
-@pytest.fixture(params=BLOCK_KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
+every_kind = pytest.mark.parametrize("kind", BLOCK_KINDS)
 
 
 def conv(head, w: dict[str, Tensor], name: str, x: Tensor, which: int, read: Tensor) -> Tensor:
@@ -51,12 +48,10 @@ def block_pass(head, w: dict[str, Tensor], context: Tensor, root: int, embed: Te
         if convolved:
             normed, kernel = conv(head, w, name + "attention_conv.", normed, 0, normed), normed
         both = torch.cat([context, normed])
-        keys = (both @ w[name + "self_attn.k_proj.weight"].T).view(a + size, -1, dim)
-        values = (both @ w[name + "self_attn.v_proj.weight"].T).view(a + size, -1, dim)
+        keys, values = ((both @ w[f"{name}self_attn.{one}_proj.weight"].T).view(a + size, -1, dim) for one in "kv")
         keys = rms(keys, w[name + "self_attn.k_norm.weight"])
-        queries = rms(
-            (normed @ w[name + "self_attn.q_proj.weight"].T).view(size, -1, dim), w[name + "self_attn.q_norm.weight"]
-        )
+        queries = (normed @ w[name + "self_attn.q_proj.weight"].T).view(size, -1, dim)
+        queries = rms(queries, w[name + "self_attn.q_norm.weight"])
 
         def sees(j: int, p: int, sliding: bool = sliding) -> bool:
             ahead = p >= a and p - a > j and (head.causal or (sliding and head.kind != "dflash2"))
@@ -67,9 +62,8 @@ def block_pass(head, w: dict[str, Tensor], context: Tensor, root: int, embed: Te
         if convolved:
             x = x + conv(head, w, name + "attention_conv.", attended, 1, kernel)
             inner = rms(x, w[name + "post_attention_layernorm.weight"])
-            x = x + conv(
-                head, w, name + "mlp_conv.", ffn(conv(head, w, name + "mlp_conv.", inner, 0, inner), w, name), 1, inner
-            )
+            read = conv(head, w, name + "mlp_conv.", inner, 0, inner)
+            x = x + conv(head, w, name + "mlp_conv.", ffn(read, w, name), 1, inner)
             continue
         x = x + attended
         x = x + mlp(x, w, name)
@@ -85,12 +79,9 @@ def p_eagle_pass(head, w: dict[str, Tensor], fused: Tensor, text: list[int]) -> 
     read = torch.stack([*(embed[token] for token in text[1:]), *[embed[head.mask_token_id]] * (head.depth - 1)])
     for number in range(config.num_hidden_layers):
         name = f"blocks.{number}."
-        if number:
-            inputs = rms(x, w[name + "input_layernorm.weight"])
-        else:
-            inputs = torch.cat(
-                [rms(read, w[name + "input_layernorm.weight"]), rms(x, w[name + "hidden_norm.weight"])], -1
-            )
+        inputs = rms(x, w[name + ("input_layernorm.weight" if number else "hidden_norm.weight")])
+        if number == 0:
+            inputs = torch.cat([rms(read, w[name + "input_layernorm.weight"]), inputs], -1)
         q, k, v = (
             (inputs @ w[f"{name}self_attn.{one}_proj.weight"].T).view(len(x), -1, config.head_dim) for one in "qkv"
         )
@@ -112,17 +103,14 @@ def corrections(
             e = w["markov_head.markov_w1.weight"][previous]
             z = e
             if head.markov_head.variant == "gated":
-                both = torch.cat([h, e])
-                z = torch.sigmoid(w["markov_head.gate_proj.weight"] @ both + w["markov_head.gate_proj.bias"]) * e
+                z = torch.sigmoid(affine(w, "markov_head.gate_proj", torch.cat([h, e]))) * e
             elif head.markov_head.variant == "rnn":
-                joint = (
-                    w["markov_head.joint_proj.weight"] @ torch.cat([memory, e, h]) + w["markov_head.joint_proj.bias"]
-                )
+                joint = affine(w, "markov_head.joint_proj", torch.cat([memory, e, h]))
                 g, c, o = joint.view(3, -1)
                 memory = torch.sigmoid(g) * memory + (1 - torch.sigmoid(g)) * torch.tanh(c)
                 z = torch.tanh(o)
             added.append(w["markov_head.markov_w2.weight"] @ z)
-            ratings.append(w["confidence_head.proj.weight"] @ torch.cat([h, e]) + w["confidence_head.proj.bias"])
+            ratings.append(affine(w, "confidence_head.proj", torch.cat([h, e])))
         elif head.kind == "domino":
             i, m = w["prefix_gru.weight_ih_l0"] @ embed[previous], w["prefix_gru.weight_hh_l0"] @ memory
             (ir, iz, iN), (mr, mz, mn) = i.view(3, -1), m.view(3, -1)
@@ -197,6 +185,7 @@ def trained(head, target: Target, text: list[int], starts: list[int] | None) -> 
     return torch.stack([head.logits(states[:, d - 1], d) for d in range(1, head.depth + 1)], 1), states[..., -1]
 
 
+@every_kind
 def test_logits_are_those_of_the_equations(target, kind):
     head, text = make_head(kind, target), PROMPT[:20]
     assert isinstance(head, BlockHead)
@@ -210,44 +199,43 @@ def test_logits_are_those_of_the_equations(target, kind):
             torch.testing.assert_close(ratings[number], torch.cat(rated), atol=1e-4, rtol=1e-4)
 
 
-TRAPS = {
-    "layout": ("dflash", lambda config: config["dflash_config"].update(sample_from_anchor=True)),
-    "causal": ("dflash", lambda config: config["dflash_config"].update(causal=True)),
-    "not causal": ("jetspec", lambda config: config["dflash_config"].update(causal=False)),
-    "layers": ("dflash", lambda config: config["dflash_config"].update(target_layer_ids=[0, 1])),
-    "mask token": ("dflash", lambda config: config["dflash_config"].update(mask_token_id=9)),
-    "sliding": ("dflash anchor first", lambda config: config.update(layer_types=["full_attention"] * 3)),
-    "window": ("dflash anchor first", lambda config: config.update(sliding_window=3)),
-    "mask token of P-EAGLE": ("p_eagle", lambda config: config.update(pard_token=9)),
-    "residual": ("p_eagle", lambda config: config.update(norm_before_residual=True)),
-    "layers of P-EAGLE": ("p_eagle", lambda config: config.update(eagle_aux_hidden_state_layer_ids=[2, 3, 4])),
-    "pure slots": ("domino", lambda config: config["dflash_config"].update(pure_draft_prefix_len=2)),
-}
+# kind, and what its config.json says instead
+TRAPS: list[tuple[str, dict[str, Any]]] = [
+    ("dflash", {"dflash_config": {"sample_from_anchor": True}}),
+    ("dflash", {"dflash_config": {"causal": True}}),
+    ("jetspec", {"dflash_config": {"causal": False}}),
+    ("dflash", {"dflash_config": {"target_layer_ids": [0, 1]}}),
+    ("dflash", {"dflash_config": {"mask_token_id": 9}}),
+    ("dflash anchor first", {"layer_types": ["full_attention"] * 3}),
+    ("dflash anchor first", {"sliding_window": 3}),
+    ("p_eagle", {"pard_token": 9}),
+    ("p_eagle", {"norm_before_residual": True}),
+    ("p_eagle", {"eagle_aux_hidden_state_layer_ids": [2, 3, 4]}),
+    ("domino", {"dflash_config": {"pure_draft_prefix_len": 2}}),
+]
 
 
-@pytest.mark.parametrize("name", TRAPS)
-def test_the_gate_sees_a_setting_that_the_files_lost(target, tmp_path, name):
-    kind, change = TRAPS[name]
+@pytest.mark.parametrize(("kind", "change"), TRAPS)
+def test_the_gate_sees_a_setting_that_the_files_lost(target, tmp_path, kind, change):
     head = make_head(kind, target)
     save_head(head, tmp_path, target)
     parity_gate.check(head, target, PROMPT, saved=tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    change(config)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def lose(config: dict) -> None:
+        for key, value in change.items():
+            config[key] = config[key] | value if isinstance(value, dict) else value
+
+    edit(tmp_path, lose)
     with pytest.raises(ValueError):
         parity_gate.check(head, target, PROMPT, saved=tmp_path)
 
 
-def test_rows_without_a_block_are_numbers_and_change_nothing(target, kind):
-    head, text = make_head(kind, target), PROMPT[:20]
-    some, none = (trained(head, target, text, starts)[0] for starts in ([4, 9], [-1, -1, 4, 9]))
-    assert torch.isfinite(none).all()
-    torch.testing.assert_close(none[2:], some, atol=1e-4, rtol=1e-4)
-
-
-def test_blocks_do_not_depend_on_how_many_are_read_at_a_time(target, kind, monkeypatch):
-    head, text = make_head(kind, target), PROMPT[:20]
+@every_kind
+def test_a_block_depends_neither_on_others_nor_on_how_many_are_read_at_a_time(target, kind, monkeypatch):
+    head, text, starts = make_head(kind, target), PROMPT[:20], [2, 3, 7, 8, 13]
     whole = trained(head, target, text, None)[0]
     monkeypatch.setattr(block_attention, "QUERIES", 9)
-    starts = [2, 3, 7, 8, 13]
-    torch.testing.assert_close(trained(head, target, text, starts)[0], whole[starts], atol=1e-4, rtol=1e-4)
+    some, none = (trained(head, target, text, given)[0] for given in (starts, [-1, -1, *starts]))
+    assert torch.isfinite(none).all()  # also where no block starts
+    torch.testing.assert_close(some, whole[starts], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(none[2:], some, atol=1e-4, rtol=1e-4)

@@ -2,20 +2,22 @@
 
 import json
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from foredraft.heads import load_head
+from foredraft.heads import Target, load_head
 from foredraft.heads.checkpoint import read_head
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.formats import engines
 from foredraft.heads.p_eagle import PEagleHead
-from foredraft.inference import drafter_for, generate
+from foredraft.inference import drafter_for
 from foredraft.train import parity_gate
 from tests.support import golden
 from tests.support.batches import PROMPT
+from tests.support.decoding import check_drafts
 from tests.support.exports import write_export
 from tests.support.head_factory import make_head
 
@@ -33,63 +35,63 @@ GOLDEN: dict[str, tuple] = {
     "speculators_dflash": ("dflash", [2, 4], 4, False, False),
     "speculators_dspark": ("dspark", [2, 4], 4, True, False),
 }
-RENAMED = {  # of files whose names are not those that training writes
-    "speculators_xpress": {
-        "refiner_head.": "xpress_head.",
-        **{f".{theirs}": f".{ours}" for ours, theirs in golden.SPECULATORS_REFINER.items()},
-    },
-}
 
 
-def renamed(key: str, name: str) -> str:
-    for theirs, ours in RENAMED.get(name, {}).items():
-        key = key.replace(theirs, ours)
-    return key
+@pytest.fixture
+def load(deep, tmp_path):
+    """Return load(name), which gives the head of a layout's files, in float32, and their weights by the head's names."""
+
+    def load(name: str, change: Callable[[dict], object] = lambda config: None) -> tuple[Any, dict[str, torch.Tensor]]:
+        config, weights, file = golden.make(name, deep)
+        change(config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            head = load_head(golden.write(tmp_path, config, weights, file), deep, dtype=torch.float32)
+        if name == "speculators_xpress":
+            weights = {key.replace("refiner_head.", "xpress_head."): tensor for key, tensor in weights.items()}
+            for ours, theirs in golden.SPECULATORS_REFINER.items():
+                weights = {key.replace(f".{theirs}", f".{ours}"): tensor for key, tensor in weights.items()}
+        return head, {key.replace("layers.", "blocks.", 1): tensor for key, tensor in weights.items()}
+
+    return load
+
+
+def check_files(head: Any, theirs: dict[str, torch.Tensor], target: Target) -> None:
+    ours = head.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], tensor.to(ours[key].dtype)) for key, tensor in theirs.items())
+    assert parity_gate.check(head, target, PROMPT) < 1e-3
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_published_files_are_what_they_say(deep, tmp_path, name):
-    config, weights, file = golden.make(name, deep)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        head = load_head(golden.write(tmp_path, config, weights, file), deep, dtype=torch.float32)
+def test_published_files_are_what_they_say(deep, load, name):
+    head, theirs = load(name)
     assert isinstance(head, DFlashHead)
     found = head.kind, head.layers, head.block_size, head.sample_from_anchor, head.causal
     assert found == GOLDEN[name] and head.mask_token_id == 7
     frozen = ("embed_tokens.weight", "lm_head.weight")
-    theirs = {renamed(key, name): value for key, value in weights.items() if key not in frozen}
-    mine = {key.replace("blocks.", "layers.", 1): value for key, value in head.state_dict().items()}
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[key], theirs[key].float()) for key in theirs)
+    check_files(head, {key: tensor for key, tensor in theirs.items() if key not in frozen}, deep)
     if name == "zlab":
         assert head.window == 5 and [head.masking(i) for i in range(3)] == [(True, 5), (True, 5), (False, None)]
-    assert parity_gate.check(head, deep, PROMPT) < 1e-3
 
 
 @pytest.mark.parametrize(("name", "before", "depth"), [("p_eagle", False, 8), ("speculators_p_eagle", True, 3)])
-def test_p_eagle_files_are_what_they_say(deep, tmp_path, name, before, depth):
-    config, weights, _ = golden.make(name, deep)
-    with warnings.catch_warnings(record=True):
-        warnings.simplefilter("always")
-        head = load_head(golden.write(tmp_path, config, weights), deep, dtype=torch.float32)
+def test_p_eagle_files_are_what_they_say(deep, load, name, before, depth):
+    head, theirs = load(name)
     assert isinstance(head, PEagleHead)
     assert (head.layers, head.depth, head.mask_token_id, head.cache_layers) == ([2, 4, 5], depth, 7, 2)
     assert head.norm_before_residual == before
-    mine = {key.replace("blocks.", "layers.", 1): value for key, value in head.state_dict().items()}
-    assert mine.keys() == weights.keys() and all(torch.equal(mine[key], weights[key].to(mine[key])) for key in mine)
-    assert parity_gate.check(head, deep, PROMPT) < 1e-3
+    check_files(head, theirs, deep)
 
 
-def test_p_eagle_files_that_ask_for_one_draft_are_used(deep, tmp_path):
-    config, weights, _ = golden.make("speculators_p_eagle", deep)
+def ask_for_one_draft(config: dict) -> None:
     config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        head = load_head(golden.write(tmp_path, config, weights), deep, dtype=torch.float32)
-    assert parity_gate.check(head, deep, PROMPT) < 1e-3
-    ids, settings = torch.tensor([PROMPT]), {"max_new_tokens": 8, "eos_token_id": -1}
-    plain = generate(deep, None, ids, **settings).new_tokens
-    assert generate(deep, drafter_for(head, deep), ids, **settings).new_tokens == plain
+
+
+def test_p_eagle_files_that_ask_for_one_draft_are_used(deep, load):
+    head, theirs = load("speculators_p_eagle", ask_for_one_draft)
+    check_files(head, theirs, deep)
+    check_drafts(deep, drafter_for(head, deep), torch.tensor([PROMPT]), max_new_tokens=8)
 
 
 def test_p_eagle_without_an_embedding_takes_the_targets(deep, tmp_path):
@@ -99,79 +101,6 @@ def test_p_eagle_without_an_embedding_takes_the_targets(deep, tmp_path):
     with pytest.warns(UserWarning, match="no embedding is stored"):
         head = load_head(golden.write(tmp_path, config, weights), deep, dtype=torch.float32)
     torch.testing.assert_close(head.embed_tokens.weight, deep.embeddings, atol=1e-3, rtol=1e-2)
-
-
-def change(config: dict, path: str, value: Any) -> dict:
-    *parents, last = path.split(".")
-    inside = config
-    for parent in parents:
-        inside = inside[parent]
-    inside[last] = value
-    return config
-
-
-SETTINGS = [
-    ("zlab", "dflash_config.projector_type", "medusa", r"projector_type='medusa'"),
-    ("zlab", "dflash_config.target_layer_ids", [1, 3, 8], r"has layers \[1, 3, 8\], which must ascend within the 8"),
-    ("zlab", "dflash_config.target_layer_ids", [3, 1, 5], "must ascend"),
-    ("zlab", "dflash_config.target_layer_ids", [1, 3], r"fc.weight is \(32, 96\) in the file, \(32, 64\)"),
-    ("zlab", "dflash_config.mask_token_id", golden.V, "mask_token_id=320 must lie between 0 and 319"),
-    ("zlab", "dflash_config", 4, "dflash_config=4"),
-    ("zlab", "attention_bias", True, "attention_bias=True"),
-    ("zlab", "layer_types", ["sliding_attention"] * 2, "layer_types"),
-    ("zlab", "use_sliding_window", False, "without an active sliding_window"),
-    *(("zlab", "dflash_config.block_size", size, "block_size") for size in (0, 10**9, "8", None)),
-    ("zlab", "num_hidden_layers", 2, "layer_types"),
-    ("zlab", "num_hidden_layers", 10**9, "num_hidden_layers=1000000000"),
-    ("jetspec", "dflash_config.causal", False, "both true and false"),
-    ("jetspec", "hidden_size", 16, "fc.weight"),
-    ("deepspec", "confidence_head_with_markov", False, "confidence_head_with_markov=False"),
-    ("deepspec", "markov_rank", 5, "markov_w1.weight is"),
-    ("specforge_dspark", "dflash_config.markov_head_type", "vanilla", "gate_proj.bias belongs to no layer"),
-    ("specforge_dspark", "dflash_config.markov_head_type", "deep", "markov_head_type=deep"),
-    ("specforge_dspark", "dflash_config.attention_mode", "mla", "attention_mode=mla"),
-    ("specforge_domino", "dflash_config.gru_hidden_dim", 9, "prefix_gru.weight_hh_l0 is"),
-    ("speculators_dflash", "aux_hidden_state_layer_ids", [2, 9], r"has layers \[2, 9\]"),
-    ("speculators_dflash", "draft_vocab_size", 200, "d2t is missing; lm_head.weight is missing; t2d is missing"),
-    ("zlab_dflash2", "dflash_config.output_multiplier", 2.0, "output_multiplier=2.0"),
-    ("zlab_dflash2", "dflash_config.conv_group_size", 16, "kernel_projection.weight is"),
-    ("vllm_xpress", "xpress_block_size", 8, "xpress_block_size=8"),
-    ("vllm_xpress", "xpress_rank", 7, "xpress_head.down_g.weight is"),
-    ("speculators_xpress", "xpress_mlp_ratio", 4, "refiner_head.mlp_down.weight is"),
-    ("p_eagle", "ptd_token_id", golden.V, "pard_token=320, which must lie between 0 and 319"),
-    ("p_eagle", "num_hidden_layers", 3, r"layers\.2\.\S+ is missing"),
-    ("p_eagle", "fc_norm", True, "fc_norm=True"),
-    ("speculators_p_eagle", "mask_token_id", None, "has no pard_token"),
-    ("speculators_dflash", "transformer_layer_config", None, "has no 'hidden_size'"),
-]
-
-
-@pytest.mark.parametrize(("name", "setting", "value", "message"), SETTINGS)
-def test_settings_that_do_not_fit_are_named(deep, tmp_path, name, setting, value, message):
-    config, weights, file = golden.make(name, deep)
-    with pytest.raises(ValueError, match=message):
-        load_head(golden.write(tmp_path, change(config, setting, value), weights, file), deep)
-
-
-@pytest.mark.parametrize("name", GOLDEN)
-def test_weights_that_do_not_fit_are_named(deep, tmp_path, name):
-    for number, key in enumerate(("hidden_norm.weight", "layers.1.self_attn.k_norm.weight")):
-        config, weights, _ = golden.make(name, deep)
-        del weights[key]
-        with pytest.raises(ValueError, match=f"{key} is missing"):
-            load_head(golden.write(tmp_path / str(number), config, weights), deep)
-    config, weights, _ = golden.make(name, deep)
-    weights["context_adapter.weight"] = torch.zeros(3, 3)
-    with pytest.raises(ValueError, match=r"context_adapter\.weight belongs to no layer"):
-        load_head(golden.write(tmp_path / "more", config, weights), deep)
-
-
-@pytest.mark.parametrize("key", ["embed_tokens.weight", "lm_head.weight"])
-def test_frozen_copies_must_be_copies(deep, tmp_path, key):
-    config, weights, _ = golden.make("deepspec", deep)
-    weights[key] = weights[key] + 1
-    with pytest.raises(ValueError, match=f"{key} differs from the"):
-        load_head(golden.write(tmp_path, config, weights), deep)
 
 
 # -- which position drafts what -------------------------------------------------------------------------------------------

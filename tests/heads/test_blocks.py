@@ -21,20 +21,12 @@ from foredraft.train.module import DistillationModel
 from tests.support.batches import PROMPT, batch
 from tests.support.head_factory import BLOCK_KINDS, criterion, make_head
 
-
-@pytest.fixture(params=BLOCK_KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("n", "count", "ids"), [(36, 5, [1, 9, 17, 25, 33]), (32, 5, [1, 8, 15, 22, 29]), (64, 5, [1, 16, 31, 46, 61])]
-)
-def test_layers_are_the_published_ones(n, count, ids):
-    assert [layer - 1 for layer in spread_layers(n, count)] == ids
+def test_layers_are_the_published_ones():
+    for n, ids in ((36, [1, 9, 17, 25, 33]), (32, [1, 8, 15, 22, 29]), (64, [1, 16, 31, 46, 61])):
+        assert [layer - 1 for layer in spread_layers(n, 5)] == ids
 
 
 def test_settings_that_make_no_block_are_named(target):
@@ -74,10 +66,8 @@ def test_attention_of_blocks_and_its_gradients_are_those_of_one_query_at_a_time(
     slots, starts = 3, torch.tensor([[-1, 0, 3, 4, 9], [1, 2, 6, 7, 10]])
     text = PackedBatch(*(part.expand(2, -1) for part in batch(5, 7)[:4]), anchors=starts)
     blocks = block_attention.Blocks.of(text, slots)
-    given = [
-        torch.randn(2, heads, n, 8).double().requires_grad_()
-        for heads, n in ((4, 15), (2, 12), (2, 12), (2, 15), (2, 15))
-    ]
+    shapes = ((4, 15), (2, 12), (2, 12), (2, 15), (2, 15))
+    given = [torch.randn(2, heads, n, 8).double().requires_grad_() for heads, n in shapes]
     q, keys, values, own_keys, own_values = given
     found = block_attention.attend_blocks(q, (keys, values), (own_keys, own_values), blocks, causal, window)
     rows = []
@@ -88,9 +78,8 @@ def test_attention_of_blocks_and_its_gradients_are_those_of_one_query_at_a_time(
         inside = [j for j in range(slots) if (j <= slot or not causal) and (window is None or slot - j < window)]
         seen = [p for p in range(0 if begin < 5 else 5, begin + 1) if window is None or place - p < window]
         some = [block * slots + j for j in inside]
-        k, v = (
-            torch.cat([a[row, group, seen], b[row, group, some]]) for a, b in ((keys, own_keys), (values, own_values))
-        )
+        pairs = ((keys, own_keys), (values, own_values))
+        k, v = (torch.cat([a[row, group, seen], b[row, group, some]]) for a, b in pairs)
         rows.append((q[row, head, query] @ k.T / 8**0.5).softmax(-1) @ v)
     expected = torch.stack(rows).view(2, 4, 15, 8)
     torch.testing.assert_close(found, expected)
@@ -210,9 +199,8 @@ def test_candidates_are_chosen_with_the_noise(target):
     tree = begun(BlockTree(head, target, nodes=4, width=2))
     tree.sampling = Sampling.of([SamplingParams(temperature=1.0)], target.vocab_size)
     hidden, noise = torch.randn(1, head.depth, 32), torch.zeros(1, head.depth, target.vocab_size)
-    last = (
-        BlockScorer(tree, hidden, None, tree.sampling.temperature).base[0, 0].argsort()[:2]
-    )  # which nobody would draft without noise
+    # What nobody would draft without noise.
+    last = BlockScorer(tree, hidden, None, tree.sampling.temperature).base[0, 0].argsort()[:2]
     noise[0, 0, head.to_target_ids(last)] = 50.0
     _, ids = BlockScorer(tree, hidden, noise, tree.sampling.temperature).best(1, torch.tensor([[1]]))
     assert set(ids.flatten().tolist()) == set(head.to_target_ids(last).tolist())
@@ -244,6 +232,7 @@ def test_the_tree_is_the_exact_set_of_the_best_paths(target, nodes):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", BLOCK_KINDS)
 def test_a_chain_takes_the_best_draft_of_every_depth(target, kind):
     head = make_head(kind, target)
     chain, logits = parity_gate.drafted_logits(head, target, PROMPT[:9], PROMPT[9])

@@ -6,18 +6,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from foredraft.heads import Target, load_head, save_head
+from foredraft.heads import load_head, save_head
 from foredraft.heads.draft_model import DraftModelHead
-from foredraft.inference import generate, load_drafter
+from foredraft.inference import load_drafter
 from foredraft.train.losses import kl_div
 from foredraft.train.module import DistillationModel
 from tests.support.batches import PROMPT, batch
+from tests.support.decoding import check_drafts
 
 IDS = torch.tensor([PROMPT])
-
-
-def text_of(target: Target, drafter=None) -> list[list[int]]:
-    return generate(target, drafter, IDS, max_new_tokens=16, eos_token_id=-1).new_tokens
 
 
 @pytest.mark.parametrize("lora_rank", [None, 4])
@@ -44,7 +41,7 @@ def test_a_tuned_draft_model_is_saved_as_a_model(fresh, tmp_path, lora_rank):
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(model(IDS).logits[0, 1:], drafted, atol=1e-4, rtol=1e-4)
     for spec in (str(tmp_path), f"draft:{tmp_path}"):
-        assert text_of(fresh, load_drafter(spec, fresh)) == text_of(fresh)
+        check_drafts(fresh, load_drafter(spec, fresh, tree="fixed"), IDS)
 
 
 def test_tied_embeddings_get_rows_of_their_own(tiny_path, fresh, tmp_path):
@@ -60,14 +57,11 @@ def test_tied_embeddings_get_rows_of_their_own(tiny_path, fresh, tmp_path):
     load_head(tmp_path / "head", fresh)
 
 
-def test_casts_leave_rotary_frequencies_alone(fresh):
+def test_a_draft_model_has_fewer_layers_and_casts_leave_rotary_frequencies_alone(fresh):
     head = DraftModelHead.for_target(fresh)
     before = head.model.model.rotary_emb.inv_freq.clone()
     head.to(torch.bfloat16)
     assert head.dtype == torch.bfloat16 and torch.equal(head.model.model.rotary_emb.inv_freq, before)
-
-
-def test_a_draft_model_has_fewer_layers(fresh):
     with pytest.raises(ValueError, match=r"head\.num_hidden_layers=6 must lie between 1 and 5"):
         DraftModelHead.for_target(fresh, num_hidden_layers=6)
 
@@ -76,9 +70,8 @@ def test_a_draft_model_of_another_vocabulary_is_refused(fresh, tiny_path, tmp_pa
     AutoModelForCausalLM.from_pretrained(tiny_path).save_pretrained(tmp_path)
     fresh.tokenizer.save_pretrained(tmp_path)
     tokens = json.loads((tmp_path / "tokenizer.json").read_text())
-    names = list(tokens["model"]["vocab"])
-    one, other = names[10], names[11]
     words = tokens["model"]["vocab"]
+    one, other, *_ = words
     words[one], words[other] = words[other], words[one]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
     with pytest.raises(ValueError, match="has another vocabulary than"):

@@ -1,7 +1,6 @@
 """What a head is in training, in drafting and on disk is one thing; every known way to part them is caught."""
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.train import parity_gate
 from tests.support.batches import PROMPT, batch
-from tests.support.head_factory import criterion, make_head
+from tests.support.head_factory import criterion, edit, make_head, same
 from tests.support.live_bytes import LiveBytes
 
 
@@ -41,31 +40,21 @@ def test_a_new_head_is_sure_of_nothing(tiny_path, kind: str):
 
 def test_supervision_follows_the_token_that_a_draft_names():
     """Check that the loss covers tokens 4..7, the answer after a prompt of 4 tokens. The draft at slot p names token p +
-    2."""
-    text = PackedBatch(
-        torch.arange(8)[None],
-        torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]]).bool(),
-        torch.zeros(1, 8).long(),
-        torch.arange(8)[None],
-    )
-    assert draft_loss_mask(text, 1).tolist() == [[False, False, True, True, True, True, False, False]]
+    2. Unshifted (loss_mask[p] for slot p) it would lose slots 2 and 3, the first drafts behind the prompt."""
+    text = batch(8)
+    text = text._replace(loss_mask=text.positions >= 4)
     # Depth 3 at slot 2 started at position 0 and names token 4; at slot 1 it would have started before the text.
-    assert draft_loss_mask(text, 3).tolist() == [[False, False, True, True, True, True, False, False]]
-    # The mask left unshifted (supervised[p] for slot p) would lose slots 2 and 3, the first drafts behind the prompt.
-    assert not torch.equal(draft_loss_mask(text, 1), text.loss_mask)
+    for depth in (1, 3):
+        assert draft_loss_mask(text, depth)[0].nonzero()[:, 0].tolist() == [2, 3, 4, 5]
 
 
-def test_no_draft_crosses_documents():
+def test_no_draft_crosses_documents_or_learns_from_padding():
     text = batch(5, 4)
     for depth in range(1, 5):
         for slot in draft_loss_mask(text, depth)[0].nonzero()[:, 0].tolist():
             begin = slot + 1 - depth
             assert begin >= 0 and text.documents[0, begin] == text.documents[0, slot + 2]
-    assert draft_loss_mask(text, 1)[0].tolist() == [True] * 3 + [False] * 2 + [True] * 2 + [False] * 2
-
-
-def test_padding_is_not_learnt_from():
-    text = batch(5, 4)
+    assert draft_loss_mask(text, 1)[0].nonzero()[:, 0].tolist() == [0, 1, 2, 5, 6]
     padded = text._replace(documents=torch.where(text.documents == 1, -1, text.documents))
     assert not draft_loss_mask(padded, 1)[0, 3:].any()
 
@@ -73,46 +62,41 @@ def test_padding_is_not_learnt_from():
 # -- training, drafting and files draft the same ------------------------------------------------------------------------
 
 
-def test_parity_gate_passes_for_what_is_right(fresh, head, tmp_path):
-    save_head(head, tmp_path, fresh)
-    assert parity_gate.check(head, fresh, PROMPT, saved=tmp_path) < 1e-4
+def test_training_drafting_and_files_are_one_head(target, head, tmp_path):
+    save_head(head, tmp_path, target)
+    assert parity_gate.check(head, target, PROMPT, saved=tmp_path) < 1e-4
+    again = load_head(tmp_path, target)
+    assert again.kind == head.kind and same(again, head)
+    pointers = [parameter.data_ptr() for parameter in head.parameters()]
+    assert len(pointers) == len(set(pointers))  # no layers are tied by accident
 
 
-def test_packed_documents_draft_as_they_do_alone(fresh, head):
+def test_packed_documents_draft_as_they_do_alone(target, head):
     text = batch(12, 9, 15)
-    packed = states(head, fresh, text)
+    packed = states(head, target, text)
     for number, (first, last) in enumerate([(0, 12), (12, 21), (21, 36)]):
         alone = PackedBatch(*(tensor[:, first:last] for tensor in text[:4]))
         alone = alone._replace(documents=torch.zeros_like(alone.documents))
-        for depth, (whole, single) in enumerate(zip(packed, states(head, fresh, alone), strict=True), start=1):
+        for depth, (whole, single) in enumerate(zip(packed, states(head, target, alone), strict=True), start=1):
             inside = draft_loss_mask(alone, depth)
             assert torch.equal(inside, draft_loss_mask(text, depth)[:, first:last]), number
             torch.testing.assert_close(whole[:, first:last][inside], single[inside], atol=1e-4, rtol=1e-4)
 
 
-def test_files_give_back_the_head_bit_for_bit(fresh, head, tmp_path):
-    save_head(head, tmp_path, fresh)
-    again = load_head(tmp_path, fresh)
-    assert again.state_dict().keys() == head.state_dict().keys()
-    for name, tensor in head.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name]), name
-    assert (again.layers, again.depth, again.kind) == (head.layers, head.depth, head.kind)
-
-
-def test_every_parameter_learns(fresh, head_kind, head):
+def test_every_parameter_learns(target, head_kind, head):
     text = batch(20, 12)
-    criterion(head_kind, head.train(), fresh)(*text).loss.backward()
+    criterion(head_kind, head.train(), target)(*text).loss.backward()
     rows = {id(p) for part in head.projections for p in part.parameters() if head.lm_head_is_targets}
     for name, parameter in head.named_parameters():
         learns = parameter.grad is not None and bool(parameter.grad.any())
         assert learns != (id(parameter) in rows), name
 
 
-def test_the_begin_and_the_end_of_training_change_neither_drafts_nor_weights(fresh, head):
+def test_the_begin_and_the_end_of_training_change_neither_drafts_nor_weights(target, head):
     text = batch(20, 12)
-    before, drafts = {name: tensor.clone() for name, tensor in head.state_dict().items()}, states(head, fresh, text)
-    head.on_train_begin(fresh)
-    torch.testing.assert_close(states(head, fresh, text), drafts)
+    before, drafts = {name: tensor.clone() for name, tensor in head.state_dict().items()}, states(head, target, text)
+    head.on_train_begin(target)
+    torch.testing.assert_close(states(head, target, text), drafts)
     head.on_train_end()
     assert head.state_dict().keys() == before.keys()
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
@@ -139,19 +123,14 @@ def test_an_optimizers_step_counts_alike_for_hidden_states_of_all_sizes(fresh, k
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "p_eagle"])
-def test_a_checkpoint_whose_inputs_were_not_scaled_gives_the_same_drafts(fresh, kind: str):
-    head, text = make_head(kind, fresh), batch(20, 12)
-    drafts, unscaled = states(head, fresh, text), {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    head.on_train_begin(fresh)
+def test_a_checkpoint_whose_inputs_were_not_scaled_gives_the_same_drafts(target, kind: str):
+    head, text = make_head(kind, target), batch(20, 12)
+    drafts, unscaled = states(head, target, text), {name: tensor.clone() for name, tensor in head.state_dict().items()}
+    head.on_train_begin(target)
     with torch.no_grad():
         head.fc.weight.zero_()
     head.load_state_dict(unscaled)
-    torch.testing.assert_close(states(head, fresh, text), drafts)
-
-
-def test_layers_are_not_tied_by_accident(head):
-    pointers = [parameter.data_ptr() for parameter in head.parameters()]
-    assert len(pointers) == len(set(pointers))
+    torch.testing.assert_close(states(head, target, text), drafts)
 
 
 # -- pitfalls: each is broken on purpose and seen -----------------------------------------------------------------------
@@ -314,12 +293,6 @@ def test_step_attention_keeps_neither_scores_nor_masks(count, by_document, monke
 # -- files: strict ----------------------------------------------------------------------------------------------------
 
 
-def edit(directory, change) -> None:
-    config = json.loads((directory / "config.json").read_text())
-    change(config)
-    (directory / "config.json").write_text(json.dumps(config))
-
-
 def test_a_head_that_is_saved_again_is_whole_whenever_that_is_interrupted(target, tmp_path, monkeypatch):
     old, new = make_head("eagle3", target), make_head("eagle3", target)
     save_head(old, tmp_path / "head", target, note="ours")
@@ -333,8 +306,7 @@ def test_a_head_that_is_saved_again_is_whole_whenever_that_is_interrupted(target
         save_head(new, tmp_path / "head", target)
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
     for head in (old, new):
-        again = load_head(tmp_path / "head", target, torch.float32).state_dict()
-        assert all(torch.equal(tensor, again[name]) for name, tensor in head.state_dict().items())
+        assert same(load_head(tmp_path / "head", target, torch.float32), head)
         save_head(new, tmp_path / "head", target)
     assert (tmp_path / "head" / "metrics.json").exists()
     assert len({path.stat().st_mode for path in (tmp_path / "head").iterdir()}) == 1  # others may read all or nothing

@@ -11,7 +11,6 @@ from transformers import LlamaForCausalLM
 from foredraft.heads import Target, load_head
 from foredraft.heads.base import BlockHead, PackedBatch, RecurrentHead
 from foredraft.heads.caches import cuda_graphs
-from foredraft.inference import generate
 from foredraft.inference.drafters import AutoTree, drafter_for, load_drafter
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.sampling import Sampling, SamplingParams
@@ -21,8 +20,9 @@ from foredraft.train.module import DistillationModel
 from tests.support import ROOT, nightly_but, typed
 from tests.support.batches import PROMPT
 from tests.support.configs import composed
+from tests.support.decoding import check_drafts
 from tests.support.drafters import SETTINGS
-from tests.support.head_factory import make_head
+from tests.support.head_factory import KINDS, make_head
 from tests.support.tape import Tape
 from tests.support.tiny import TEXT
 from tests.support.toy.head import ToyHead
@@ -46,11 +46,11 @@ def answers_of(head, target: Target) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(answer.hidden, count) for answer, count in zip(seen, outcome.counts.tolist(), strict=True)]
 
 
-def test_the_loss_compares_with_just_the_supervised_tokens(fresh, head):
+def test_the_loss_compares_with_just_the_supervised_tokens(target, head):
     """Train on tokens 10..15. The target chose them by its hidden states 9..14: these are the answers, all of them, at
     every depth."""
-    states = fresh.forward(torch.tensor([PROMPT[:16]]), layers=[fresh.num_layers]).aux_hidden_states[0]
-    for answers, count in answers_of(head, fresh):
+    states = target.forward(torch.tensor([PROMPT[:16]]), layers=[target.num_layers]).aux_hidden_states[0]
+    for answers, count in answers_of(head, target):
         assert count == 6
         torch.testing.assert_close(answers, states[9:15])
 
@@ -58,20 +58,20 @@ def test_the_loss_compares_with_just_the_supervised_tokens(fresh, head):
 # -- what is drafted --------------------------------------------------------------------------------------------------
 
 
-WAYS = [(tree, name) for tree in ("fixed", "auto") for name in ("greedy", "sampled", "top-p")]
+WAYS = [(kind, tree, name) for kind in KINDS for tree in ("fixed", "auto") for name in ("greedy", "sampled", "top-p")]
+BY_DAY = {(kind, "fixed", "top-p") for kind in KINDS}
+BY_DAY |= {(kind, "auto", "greedy") for kind in ("eagle3", "medusa", "dflash", "draft_model")}
 
 
-@pytest.mark.parametrize(("tree", "name"), nightly_but(WAYS, ("fixed", "top-p"), ("auto", "greedy")))
-def test_text_is_the_targets_own(fresh, head, tree, name):
+@pytest.mark.parametrize(("kind", "tree", "name"), nightly_but(WAYS, *BY_DAY))
+def test_text_is_the_targets_own(target, kind, tree, name):
+    head = make_head(kind, target)
     rows = torch.tensor([PROMPT[:12], [0] * 5 + PROMPT[20:27], [0] * 11 + PROMPT[5:6]])
     mask = (torch.arange(12) >= torch.tensor([[0], [5], [11]])).long()
-    settings = SETTINGS[name] | {"max_new_tokens": 24, "eos_token_id": -1, "seed": 3}
     every_level = {"min_probability": 0.0} if isinstance(head, RecurrentHead | BlockHead) else {}
-    drafter = drafter_for(head, fresh, nodes=9, tree=tree, **every_level)
+    drafter = drafter_for(head, target, nodes=9, tree=tree, **every_level)
     assert isinstance(drafter, AutoTree) == (tree == "auto")
-    drafted = generate(fresh, drafter, rows, mask, **settings)
-    assert drafted.new_tokens == generate(fresh, None, rows, mask, **settings).new_tokens
-    assert max(step.nodes for step in drafted.steps) > 1
+    check_drafts(target, drafter, rows, mask, max_new_tokens=24, seed=3, **SETTINGS[name])
 
 
 @torch.no_grad()
@@ -96,10 +96,11 @@ def test_a_pruned_head_drafts_its_best_tokens_under_their_own_names(target, kind
     assert first == set(ids[scores.topk(len(first)).indices].tolist())
 
 
-def test_the_parity_gate_passes_where_steps_are_captured(head, fresh, monkeypatch):
+@pytest.mark.parametrize("kind", ["eagle3", "hydra_pp", "medusa", "mtp", "dflash2", "dspark rnn", "xpress", "p_eagle"])
+def test_the_parity_gate_passes_where_steps_are_captured(kind, target, monkeypatch):
     """Check that it sees each of the drafter's logits once: a capture runs the head's code again."""
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
-    assert parity_gate.check(head, fresh, PROMPT) < 1e-3
+    assert parity_gate.check(make_head(kind, target), target, PROMPT) < 1e-3
 
 
 # -- one file and one yaml --------------------------------------------------------------------------------------------
@@ -114,8 +115,8 @@ def train(tiny_path, tmp_path, here):
         (texts / f"{number}.txt").write_text(TEXT[: 1200 + 7 * number])
     small = typed(f"""
         preset=test_model target.path={tiny_path} target.device=cpu target.dtype=float32
-        data=text data.path={texts} self_generated_tokens=0 max_length=64 trainer.max_steps=3 trainer.bf16=false
-        eval.final_num_prompts=2 eval.prompt_tokens=16 eval.max_new_tokens=16 eval.steps=0
+        data=text data.path={texts} self_generated_tokens=0 max_length=64 trainer.max_steps=2 trainer.bf16=false
+        eval.final_num_prompts=2 eval.prompt_tokens=16 eval.max_new_tokens=8 eval.steps=0
         eval.timed_prompts=1 output_dir=out
     """)
 
@@ -127,18 +128,15 @@ def train(tiny_path, tmp_path, here):
     return run
 
 
-def test_a_new_head_is_one_file_and_one_yaml(train, tiny_path):
+def test_a_new_head_is_one_file_and_one_yaml(train, target):
     """Train it by the command that users type, save it, load it, and decode with it; nothing in the project contains its
     name."""
     directory = train(f"hydra.searchpath=[file://{ROOT}/tests/support/toy/conf]", "head=toy")
     metrics = json.loads((directory / "metrics.json").read_text())
     assert metrics["head"] == "toy" and metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0
-    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     head = load_head(directory / "head", target)
     assert isinstance(head, ToyHead) and head.depth == 2
-    prompt, settings = torch.tensor([PROMPT]), {"max_new_tokens": 20, "eos_token_id": -1}
-    drafted = generate(target, load_drafter(str(directory / "head"), target), prompt, **settings)
-    assert drafted.new_tokens == generate(target, None, prompt, **settings).new_tokens
+    check_drafts(target, load_drafter(str(directory / "head"), target, tree="fixed"), torch.tensor([PROMPT]))
 
 
 def test_a_head_may_choose_loss_and_objective_and_the_command_line_overrules_it():

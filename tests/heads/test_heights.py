@@ -3,7 +3,6 @@ exported for as any other (Llama-3.2-Vision takes 128,264 tokens and writes 128,
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from foredraft.heads import Target, load_head, save_head
-from foredraft.heads.base import DraftHead, PackedBatch
 from foredraft.heads.checkpoint import write_head
 from foredraft.heads.dflash import check_mask_token
 from foredraft.heads.draft_model import DraftModelHead
@@ -22,18 +20,16 @@ from foredraft.inference import Grammars, drafter_for, generate, load_drafter
 from foredraft.inference.drafters.ngram import NgramDrafter
 from foredraft.train.data.corpus import count_tokens
 from foredraft.train.data.packing import Document
-from tests.support import names
-from tests.support.head_factory import OVERRIDES, build_head, criterion, make_head
+from tests.support import names, nightly_but
+from tests.support.decoding import check_drafts
+from tests.support.head_factory import edit, learn, make_head, new_head
 from tests.support.tiny import VOCAB, tiny_config
 
 MORE = 8
-LIMITS = {"max_new_tokens": 12, "eos_token_id": -1}
 PROMPT = torch.arange(3, 23)[None]
-KINDS = [name for name in names("head") if name not in ("auto", "draft_model")]  # the last has its own test
-BY_DAY = [("embedding", kind) for kind in KINDS] + [
-    ("lm_head", kind) for kind in ("medusa", "eagle3", "eagle", "dspark")
-]
-REST = [("lm_head", kind) for kind in KINDS if ("lm_head", kind) not in BY_DAY]
+KINDS = [name for name in names("head") if name != "draft_model"]  # which has its own test
+BY_DAY = [("embedding", kind) for kind in KINDS] + [("lm_head", "medusa"), ("lm_head", "eagle3"), ("lm_head", "dspark")]
+ENDS = ("embedding", "lm_head")
 
 
 def taller(target: Target, end: str) -> Target:
@@ -49,40 +45,28 @@ def taller(target: Target, end: str) -> Target:
     return Target(model, target.tokenizer, target.name)
 
 
-@pytest.mark.parametrize(("end", "kind"), [*BY_DAY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in REST)])
+@pytest.mark.parametrize(("end", "kind"), nightly_but([(e, k) for e in ENDS for k in KINDS], *BY_DAY))
 def test_heads_of_ends_that_differ_train_draft_and_are_saved(end: str, kind: str, fresh: Target, tmp_path) -> None:
-    plain = generate(fresh, None, PROMPT, **LIMITS).new_tokens
+    plain = generate(fresh, None, PROMPT, max_new_tokens=12, eos_token_id=-1).new_tokens
     target = taller(fresh, end)
     assert target.vocab_size == VOCAB
-    assert generate(target, None, PROMPT, **LIMITS).new_tokens == plain
-    head = build_head(**{"kind": kind} | OVERRIDES.get(kind, {}), target=target)
-    model = criterion(kind, head, target)
-    head.on_train_begin(target)
-    documents = torch.tensor([[0] * 20 + [1] * 28])
-    text = PackedBatch(
-        torch.randint(3, VOCAB, (1, 48)), documents >= 0, documents, torch.tensor([[*range(20), *range(28)]])
-    )
+    assert generate(target, None, PROMPT, max_new_tokens=12, eos_token_id=-1).new_tokens == plain
+    head = new_head(kind, target)
+    tokens, prompt = torch.randint(3, VOCAB, (2, 48)), PROMPT.clone()
     if end == "embedding":
-        text.tokens[0, 5::6] = VOCAB + 3  # which it takes and never writes
-    model(*text[:4], **model.prepare(text, step=0)).loss.backward()
-    gradients = [weight.grad for weight in head.parameters() if weight.grad is not None]
-    assert gradients and all(gradient.isfinite().all() for gradient in gradients)
-    head.on_train_end()
+        tokens[0, 5::6] = prompt[0, 4] = VOCAB + 3  # which it takes and never writes
+    learn(kind, head, target, tokens)
     save_head(head, tmp_path / "head", target)
     drafter = drafter_for(load_head(tmp_path / "head", target), target)
-    prompt = PROMPT.clone()
-    prompt[0, 4] = VOCAB + 3 if end == "embedding" else 4
     for ids in (PROMPT, prompt):
-        drafted = generate(target, drafter, ids, **LIMITS)
-        assert drafted.new_tokens == generate(target, None, ids, **LIMITS).new_tokens
-        assert any(step.nodes > 1 for step in drafted.steps)
+        check_drafts(target, drafter, ids)
 
 
-EXPORTS = [("vllm", "eagle3"), ("vllm", "eagle"), ("vllm", "p_eagle"), ("vllm", "dflash"), ("sglang", "eagle")]
-EXPORTS += [("speculators", "eagle3"), ("speculators", "p_eagle"), ("llamacpp", "eagle3"), ("llamacpp", "dflash")]
+EXPORTS = [("vllm", "eagle"), ("vllm", "p_eagle"), ("vllm", "dflash"), ("sglang", "eagle")]
+EXPORTS += [("speculators", "eagle3"), ("llamacpp", "eagle3"), ("llamacpp", "dflash")]
 
 
-@pytest.mark.parametrize("end", ["embedding", "lm_head"])
+@pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize(("engine", "kind"), EXPORTS)
 def test_exports_have_a_row_for_each_token_of_the_vocabulary(engine: str, kind: str, end: str, fresh, tmp_path) -> None:
     if engine == "llamacpp":
@@ -116,38 +100,26 @@ def test_a_draft_model_without_the_targets_last_tokens_drafts(longer: Target, ti
     prompt = PROMPT.clone()
     prompt[0, 3], prompt[0, -1] = VOCAB, VOCAB + MORE - 1  # of which the small model has no embeddings
     for ids in (PROMPT, prompt):
-        drafted = generate(longer, drafter, ids, **LIMITS, **settings)
-        assert drafted.new_tokens == generate(longer, None, ids, **LIMITS, **settings).new_tokens
-        assert any(step.nodes > 1 for step in drafted.steps)
+        check_drafts(longer, drafter, ids, **settings)
 
 
-def test_a_draft_model_with_more_tokens_than_its_target_drafts_those_of_the_target(longer: Target, tiny_path) -> None:
-    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    drafted = generate(target, load_drafter(f"draft:{longer.name}", target, tree="fixed"), PROMPT, **LIMITS)
-    assert drafted.new_tokens == generate(target, None, PROMPT, **LIMITS).new_tokens
+def test_a_draft_model_with_more_tokens_than_its_target_drafts_those_of_the_target(longer: Target, target) -> None:
+    check_drafts(target, load_drafter(f"draft:{longer.name}", target, tree="fixed"), PROMPT)
 
 
-@pytest.mark.parametrize("end", ["embedding", "lm_head"])
+@pytest.mark.parametrize("end", ENDS)
 def test_the_first_layers_of_a_target_of_different_ends_are_a_draft_model(end: str, fresh: Target, tmp_path) -> None:
-    plain = generate(fresh, None, PROMPT, **LIMITS).new_tokens
     target = taller(fresh, end)
     head = DraftModelHead.for_target(target, num_hidden_layers=1)
     assert head.logits(torch.zeros(1, 1, target.hidden_size), 0).shape[-1] == target.vocab_size
     save_head(head, tmp_path / "head", target)
-    drafter = drafter_for(load_head(tmp_path / "head", target), target)
-    assert generate(target, drafter, PROMPT, **LIMITS).new_tokens == plain
+    check_drafts(target, drafter_for(load_head(tmp_path / "head", target), target), PROMPT)
 
 
 def test_a_shorter_draft_model_is_tuned_on_texts_with_all_tokens(longer: Target, tiny_path) -> None:
-    head = DraftModelHead.for_target(longer, path=str(tiny_path))
-    documents = torch.zeros(1, 16, dtype=torch.int64)
-    tokens = torch.randint(3, VOCAB + MORE, (1, 16))
+    tokens = torch.randint(3, VOCAB + MORE, (2, 48))
     tokens[0, 7] = VOCAB
-    text = PackedBatch(tokens, documents == 0, documents, torch.arange(16)[None])
-    model = criterion("draft_model", head, longer)
-    loss = model(*text[:4], **model.prepare(text, step=0)).loss
-    loss.backward()
-    assert loss.isfinite()
+    learn("draft_model", DraftModelHead.for_target(longer, path=str(tiny_path)), longer, tokens)
 
 
 def test_a_grammar_is_followed_with_a_tokenizer_of_more_tokens_than_the_target_has(embedded: Target) -> None:
@@ -162,12 +134,12 @@ def test_a_grammar_is_followed_with_a_tokenizer_of_more_tokens_than_the_target_h
     assert answers[0] == answers[1]
 
 
-def test_a_copied_token_that_the_target_never_writes_is_not_accepted(fresh: Target) -> None:
-    target = taller(fresh, "embedding")
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.3}, {"presence_penalty": 0.5, "temperature": 1.0}])
+def test_a_copied_token_that_the_target_never_writes_is_not_accepted(more: dict, fresh: Target) -> None:
     prompt = torch.tensor([[5, VOCAB + 3, 6, 7, 5, VOCAB + 3, 6, 7, 5]])
-    for settings in ({}, {"repetition_penalty": 1.3}, {"presence_penalty": 0.5, "temperature": 1.0, "seed": 2}):
-        plain = generate(target, None, prompt, **LIMITS, **settings).new_tokens
-        assert generate(target, NgramDrafter(), prompt, **LIMITS, **settings).new_tokens == plain
+    target, settings = taller(fresh, "embedding"), {"max_new_tokens": 12, "eos_token_id": -1, "seed": 2, **more}
+    plain = generate(target, None, prompt, **settings).new_tokens
+    assert generate(target, NgramDrafter(), prompt, **settings).new_tokens == plain
 
 
 def test_the_mask_token_is_one_that_the_target_has_a_row_for(fresh: Target) -> None:
@@ -197,23 +169,19 @@ def test_tokens_that_the_target_never_writes_are_not_counted() -> None:
     assert count_tokens([text], VOCAB).nonzero().flatten().tolist() == [2]
 
 
-def write_published(head: DraftHead, folder: Path, target: Target) -> None:
-    """Write a head as somebody else would publish it, without its lm_head."""
-    save_head(head, folder, target)
-    weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
-    del weights["lm_head.weight"], config["foredraft"]
-    assert config["draft_vocab_size"] == target.vocab_size
-    save_file(weights, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": head.layers}))
-
-
 def test_a_head_that_ships_no_lm_head_drafts_with_the_targets(target: Target, tmp_path) -> None:
-    """Check also a config with the size of the whole vocabulary (thoughtworks' heads)."""
-    head = make_head("eagle3 full vocabulary", target)
-    twin = copy.deepcopy(head)
+    """Write it as somebody else would publish it, with the size of the whole vocabulary (thoughtworks' heads)."""
+    twin = make_head("eagle3 full vocabulary", target)
     with torch.no_grad():
         twin.lm_head.weight.copy_(target.lm_head_rows)
-    write_published(twin, tmp_path, target)
+    save_head(twin, tmp_path, target)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    edit(
+        tmp_path, lambda config: (config.pop("foredraft"), config.update(eagle_aux_hidden_state_layer_ids=twin.layers))
+    )
+    assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == target.vocab_size
     with pytest.warns(UserWarning, match="no lm_head is stored, so that of"):
         again = load_head(tmp_path, target)
     assert all(torch.equal(tensor, twin.state_dict()[name]) for name, tensor in again.state_dict().items())

@@ -21,7 +21,8 @@ from foredraft.inference import load_drafter
 from foredraft.train import publish
 from tests.support import golden
 from tests.support.gguf_heads import gguf_head
-from tests.support.hub_server import TOKEN, Repo
+from tests.support.head_factory import edit, same
+from tests.support.hub_server import TOKEN, HubServer, Repo
 
 NAME = "org/a-head"
 
@@ -50,9 +51,20 @@ def folder(run, tmp_path, target) -> Path:
     return tmp_path / "staged"
 
 
+def flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
 def change_weights(folder: Path) -> None:
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (folder / "model.safetensors").write_bytes(flipped((folder / "model.safetensors").read_bytes()))
+
+
+def sent(hub: HubServer) -> list[str]:
+    return [line for line in hub.log if line.startswith("PUT")]
+
+
+def fetched(hub: HubServer, *endings: str) -> list[str]:
+    return [line for line in hub.log if line.startswith("GET") and line.endswith(endings)]
 
 
 def push(folder: Path, **changes) -> str:
@@ -66,8 +78,7 @@ def test_a_head_that_was_pushed_drafts_the_same_when_pulled_and_its_card_says_wh
     said = publish.push(run / "head", target, NAME, private=True, license="mit")
     assert server.repos[NAME].private and set(server.repos[NAME].files) == SENT
     assert all(name in said for name in SENT) and TOKEN not in said
-    pulled, ours = load_head(NAME, target), load_head(run / "head", target)
-    assert all(torch.equal(tensor, pulled.state_dict()[name]) for name, tensor in ours.state_dict().items())
+    assert same(load_head(NAME, target), load_head(run / "head", target))
     card = server.repos[NAME].files["README.md"].decode()
     data = ModelCard(card).data.to_dict()
     assert data["license"] == "mit" and data["tags"] == ["speculative-decoding", "draft-head", "eagle3"]
@@ -98,10 +109,10 @@ def test_a_dry_run_needs_no_network(folder, monkeypatch):
 
 def test_the_same_head_is_sent_once(server, folder):
     push(folder)
-    sent = [line for line in server.log if line.startswith("PUT")]
-    assert len(sent) == 2 and len(server.repos[NAME].commits) == 1  # weights and report; the rest is in the commit
+    before = sent(server)
+    assert len(before) == 2 and len(server.repos[NAME].commits) == 1  # weights and report; the rest is in the commit
     push(folder)
-    assert [line for line in server.log if line.startswith("PUT")] == sent
+    assert sent(server) == before
 
 
 def test_a_different_head_is_not_overwritten_without_a_word(server, folder):
@@ -156,8 +167,7 @@ def test_a_repository_that_changes_meanwhile_is_not_overwritten(server, folder):
 def test_weights_are_held_against_their_card(server, folder, target):
     push(folder)
     load_head(NAME, target)
-    content = server.repos[NAME].files["model.safetensors"]
-    server.repos[NAME].files["model.safetensors"] = content[:-1] + bytes([content[-1] ^ 1])
+    server.repos[NAME].files["model.safetensors"] = flipped(server.repos[NAME].files["model.safetensors"])
     server.repos[NAME].commits.append("weights alone")
     with pytest.raises(ValueError, match=r"are not those of its README\.md"):
         load_head(NAME, target)
@@ -171,23 +181,21 @@ def test_a_head_in_gguf_is_pulled_as_it_is_read_from_a_folder(server, tmp_path, 
     repo.files = {file.name: file.read_bytes() for file in (tmp_path / "head").iterdir()}
     repo.files |= {"pytorch_model.bin": b"not fetched", "other.gguf": b"not fetched"}
     assert not any(name.endswith(".safetensors") for name in repo.files)
-    ours, pulled = load_head(tmp_path / "head", embedded).state_dict(), load_head(NAME, embedded).state_dict()
-    assert all(torch.equal(tensor, pulled[name]) for name, tensor in ours.items())
+    assert same(load_head(tmp_path / "head", embedded), load_head(NAME, embedded))
     assert hub.weights_sha256(tmp_path / "head") == file_sha256(tmp_path / "head" / "head.gguf")
-    assert not any(line.startswith("GET") and line.endswith(("other.gguf", ".bin")) for line in server.log)
+    assert not fetched(server, "other.gguf", ".bin")
 
 
 def test_a_revision_is_what_is_loaded(server, folder, target):
     push(folder)
     first = server.repos[NAME].sha
-    weights = {name: t + 1 if name == "fc.weight" else t for name, t in load_file(folder / "model.safetensors").items()}
-    save_file(weights, folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"fc.weight": weights["fc.weight"] + 1}, folder / "model.safetensors")
     (folder / "README.md").write_text("another")
     push(folder, replace=True)
-    old, new = (load_head(NAME, target, revision=revision).state_dict() for revision in (first, None))
-    torch.testing.assert_close(old["fc.weight"] + 1, new["fc.weight"])
-    again = load_drafter(NAME, target, revision=first, tree="fixed").head
-    assert torch.equal(again.state_dict()["fc.weight"], old["fc.weight"])
+    old, new = (load_head(NAME, target, revision=revision) for revision in (first, None))
+    torch.testing.assert_close(old.fc.weight + 1, new.fc.weight)
+    assert same(load_drafter(NAME, target, revision=first, tree="fixed").head, old)
     with pytest.raises(ValueError, match="is a directory, which has no revision=main"):
         load_head(folder, target, revision="main")
 
@@ -197,27 +205,23 @@ def test_the_config_is_read_before_weights_are_fetched(server, folder, target):
     push(folder)
     with pytest.raises(ValueError, match=f"the head in {NAME} is a DFlare block drafter"):
         load_head(NAME, target)
-    assert not any(line.startswith("GET") and line.endswith(".safetensors") for line in server.log)
+    assert not fetched(server, ".safetensors")
 
 
-@pytest.mark.parametrize("shipped", [None, "mtp.fc.weight"])
-def test_a_language_model_is_known_by_its_config_before_its_weights_are_fetched(server, target, shipped):
+def test_a_language_model_is_known_by_its_config_before_its_weights_are_fetched(server, target):
     """Check also one that ships an MTP layer, which its index reveals."""
     config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 64}
     server.repos["org/model"] = repo = Repo(private=False)
     repo.files = {"config.json": json.dumps(config).encode(), "model-1-of-1.safetensors": b"65 GB"}
-    repo.files["model.safetensors.index.json"] = json.dumps(
-        {"weight_map": {shipped or "norm": "model-1-of-1"}}
-    ).encode()
-    words = (
-        "org/model is a language model with 64 layers, not a head: use drafter=draft:org/model"
-        if shipped is None
-        else ""
-    )
-    with pytest.raises(ValueError, match=words):
-        load_drafter("org/model", target)
-    fetched = [line for line in server.log if line.startswith("GET") and line.endswith(".safetensors")]
-    assert bool(fetched) == (shipped is not None)
+    for shipped, message in (
+        ("norm", "org/model is a language model with 64 layers, not a head: use drafter=draft:org/model"),
+        ("mtp.fc.weight", "model-1-of-1.safetensors"),
+    ):
+        index = json.dumps({"weight_map": {shipped: "model-1-of-1.safetensors"}}).encode()
+        repo.files["model.safetensors.index.json"] = index
+        with pytest.raises(ValueError, match=message):
+            load_drafter("org/model", target)
+        assert bool(fetched(server, ".safetensors")) == (shipped != "norm")
 
 
 def test_what_is_public_does_not_become_private_by_itself(server, folder):
@@ -227,16 +231,15 @@ def test_what_is_public_does_not_become_private_by_itself(server, folder):
 
 
 def test_an_upload_that_was_cut_goes_on(server, folder):
-    """Stop the second file's connection for good; run again, only that one is sent."""
+    """Refuse the second file for good; run again, only that one is sent."""
     report = hub.client.file_sha256(folder / "report.html")
-    server.trouble = lambda method, path: "drop" if method == "PUT" and path.endswith(report) else None
+    server.trouble = lambda method, path: 503 if method == "PUT" and path.endswith(report) else None
     with pytest.raises(ValueError, match="did not accept"):
         push(folder)
     assert not server.repos[NAME].commits  # nothing is visible of it
     server.trouble, server.log = lambda method, path: None, []
     push(folder)
-    assert [line for line in server.log if line.startswith("PUT")] == [f"PUT /lfs/{report}"]
-    assert set(server.repos[NAME].files) == SENT
+    assert sent(server) == [f"PUT /lfs/{report}"] and set(server.repos[NAME].files) == SENT
 
 
 def test_a_download_that_was_cut_goes_on_where_it_was(server, folder, target):
@@ -246,8 +249,7 @@ def test_a_download_that_was_cut_goes_on_where_it_was(server, folder, target):
         "cut" if method == "GET" and path.endswith("model.safetensors") and next(cuts, False) else None
     )
     load_head(NAME, target)
-    gets = [line for line in server.log if line.startswith("GET") and line.endswith("model.safetensors")]
-    assert len(gets) == 2
+    assert len(fetched(server, "model.safetensors")) == 2
 
 
 REFUSALS = {401: "log in with `hf auth login`", 403: "lacks permission", 429: "wait some minutes"}
@@ -277,13 +279,10 @@ def test_words_of_other_errors_are_told_without_the_token(server, folder, monkey
 def test_a_head_works_offline_once_it_was_pulled(server, folder, target, monkeypatch):
     push(folder)
     first = load_head(NAME, target)
-    server.server.shutdown()
-    server.server.server_close()
-    again = load_drafter(NAME, target, tree="fixed").head  # the connection is refused
+    server.__exit__()
+    assert same(load_drafter(NAME, target, tree="fixed").head, first)  # the connection is refused
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    offline = load_head(NAME, target)
-    for name, tensor in first.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name]) and torch.equal(tensor, offline.state_dict()[name])
+    assert same(load_head(NAME, target), first)
 
 
 def test_a_head_that_is_nowhere_is_said(server, target, monkeypatch):
@@ -294,14 +293,12 @@ def test_a_head_that_is_nowhere_is_said(server, target, monkeypatch):
         load_head("org/nothing", target)
 
 
-def test_code_and_needless_pickles_are_not_fetched(server, folder, target):
+def test_code_and_needless_pickles_are_not_fetched(server, folder):
     (folder / "modeling.py").write_text("raise SystemExit")
     (folder / "pytorch_model.bin").write_bytes(b"a pickle")
     push(folder)
-    found = hub.find(NAME)
-    assert {path.name for path in found.iterdir()} == {
-        name for name in SENT if name.endswith((".json", ".md", "tensors"))
-    }
+    expected = {name for name in SENT if name.endswith((".json", ".md", "tensors"))}
+    assert {path.name for path in hub.find(NAME).iterdir()} == expected
 
 
 def test_a_pickle_is_fetched_where_there_is_nothing_else(server, target, tmp_path):
@@ -311,8 +308,7 @@ def test_a_pickle_is_fetched_where_there_is_nothing_else(server, target, tmp_pat
 
 def test_a_file_that_points_out_of_the_cache_is_refused(server, folder, target, tmp_path):
     push(folder)
-    repo = server.repos[NAME]
-    repo.files["../../../../escaped.json"] = b"{}"
+    server.repos[NAME].files["../../../../escaped.json"] = b"{}"
     with pytest.raises(ValueError, match=f"head {NAME} is not a directory, and the Hub does not provide it"):
         load_head(NAME, target)
     assert not list(tmp_path.rglob("escaped.json"))
@@ -321,9 +317,7 @@ def test_a_file_that_points_out_of_the_cache_is_refused(server, folder, target, 
 def test_nothing_is_pushed_that_fails_the_gate(server, run, target, monkeypatch):
     def worse(head: Path, folder: Path, *args) -> None:
         shutil.copytree(head, folder, dirs_exist_ok=True)
-        config = json.loads((folder / "config.json").read_text())
-        config["norm_before_residual"] = True  # loads, and drafts otherwise
-        (folder / "config.json").write_text(json.dumps(config))
+        edit(folder, lambda config: config.update(norm_before_residual=True))  # loads, and drafts otherwise
 
     monkeypatch.setattr(publish, "stage", worse)
     with pytest.raises(ValueError, match="parity gate"):
@@ -340,14 +334,12 @@ def test_a_name_that_cannot_be_is_refused_first(server, run, target, name):
 
 def test_a_target_of_the_hub_has_its_revision_in_the_card(server, monkeypatch, tmp_path):
     assert hub.cached_commit(str(tmp_path)) is None
-    snapshot = tmp_path / "cache" / "models--org--target" / "snapshots" / ("ab" * 20)
-    snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text("{}")
-    (tmp_path / "cache" / "models--org--target" / "refs").mkdir()
-    (tmp_path / "cache" / "models--org--target" / "refs" / "main").write_text("ab" * 20)
-    assert hub.cached_commit("org/target") == "ab" * 20
-    about = {"kind": "eagle3", "target": "org/target", "revision": "ab" * 20}
-    assert "ab" * 20 in model_card({}, about, None)
+    place, commit = tmp_path / "cache" / "models--org--target", "ab" * 20
+    for file, text in ((f"snapshots/{commit}/config.json", "{}"), ("refs/main", commit)):
+        (place / file).parent.mkdir(parents=True)
+        (place / file).write_text(text)
+    assert hub.cached_commit("org/target") == commit
+    assert commit in model_card({}, {"kind": "eagle3", "target": "org/target", "revision": commit}, None)
 
 
 def test_a_target_and_its_tokenizer_are_of_the_revision_that_was_asked_for(server, tiny_path, tmp_path):

@@ -111,17 +111,14 @@ def test_latent_attention_is_deepseeks(query: int | None, yarn: bool):
     if yarn:
         scale = {"factor": 8.0, "mscale": 1.0, "mscale_all_dim": 0.7, "original_max_position_embeddings": 8}
         rope |= {"rope_type": "yarn"} | scale
-    sizes = dict(zip(LATENT, (query, 5, 6, 4, 7), strict=True)) | {
-        "hidden_size": WIDTH,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-    }
-    theirs_config = DeepseekV3Config(**sizes, rope_parameters=dict(rope), rms_norm_eps=1e-6, max_position_embeddings=64)
+    sizes = dict(zip(LATENT, (query, 5, 6, 4, 7), strict=True)) | {"hidden_size": WIDTH}
+    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 3, "rms_norm_eps": 1e-6, "max_position_embeddings": 64}
+    theirs_config = DeepseekV3Config(**sizes, rope_parameters=dict(rope))
     theirs_config._attn_implementation = "eager"
     theirs = DeepseekV3Attention(theirs_config, 0).eval()
     for parameter in theirs.parameters():
         parameter.data = torch.randn_like(parameter)
-    config = LayerConfig(**sizes, head_dim=4, rope_parameters=dict(rope), rms_norm_eps=1e-6, max_position_embeddings=64)
+    config = LayerConfig(**sizes, head_dim=4, rope_parameters=dict(rope))
     ours = LatentAttention(config, WIDTH)
     ours.load_state_dict(theirs.state_dict())
     x, positions = torch.randn(2, ROWS, WIDTH), torch.arange(ROWS).repeat(2, 1) + 3

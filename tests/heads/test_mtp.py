@@ -15,13 +15,13 @@ from foredraft.heads import Target, load_head, mtp
 from foredraft.heads.checkpoint import write_head
 from foredraft.heads.formats import engines
 from foredraft.heads.mtp import MTPHead
-from foredraft.inference import generate
 from foredraft.inference.drafters import drafter_for
 from foredraft.train import parity_gate
 from tests.support.batches import PROMPT
+from tests.support.decoding import check_drafts
 from tests.support.equations import attention, mlp, rms
 from tests.support.exports import write_export
-from tests.support.head_factory import make_head
+from tests.support.head_factory import edit, make_head
 from tests.support.hybrids import CONFIGS
 
 CONFIG = CONFIGS["qwen3_5"]
@@ -34,10 +34,8 @@ def shipped() -> dict[str, Tensor]:
     layer = Qwen3_5DecoderLayer(CONFIG, layer_idx=1).state_dict()
     layer = {name: tensor + 0.2 * torch.randn_like(tensor) for name, tensor in layer.items()}
     own = {f"mtp.layers.0.{name}": tensor for name, tensor in layer.items()}
-    own |= {
-        f"mtp.{name}.weight": 0.2 * torch.randn(width)
-        for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
-    }
+    norms = ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")
+    own |= {f"mtp.{name}.weight": 0.2 * torch.randn(width) for name in norms}
     return own | {"mtp.fc.weight": 0.2 * torch.randn(width, 2 * width)}
 
 
@@ -114,11 +112,8 @@ def test_further_drafts_are_those_of_the_equations(target):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_text_of_a_target_with_its_own_layer_is_its_own(shipping, temperature):
-    rows, settings = torch.tensor([TEXT]), {"max_new_tokens": 20, "eos_token_id": -1, "seed": 3}
-    drafted = generate(
-        shipping, drafter_for(MTPHead.for_target(shipping), shipping), rows, temperature=temperature, **settings
-    )
-    assert drafted.new_tokens == generate(shipping, None, rows, temperature=temperature, **settings).new_tokens
+    drafter = drafter_for(MTPHead.for_target(shipping), shipping)
+    check_drafts(shipping, drafter, torch.tensor([TEXT]), max_new_tokens=20, temperature=temperature, seed=3)
 
 
 def test_a_layer_is_stitched_back_into_its_targets_files(shipping, tmp_path):
@@ -144,10 +139,8 @@ def test_a_layer_is_stitched_back_into_its_targets_files(shipping, tmp_path):
     tokens = torch.tensor([TEXT])
     assert torch.equal(whole.forward(tokens).logits, shipping.forward(tokens).logits)
     torch.testing.assert_close(MTPHead.for_target(whole).state_dict(), head.state_dict())
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["foredraft"]["depth"] == 3 and config["dtype"] == json.loads(
-        (Path(shipping.name) / "config.json").read_text()
-    ).get("dtype", "float32")
+    config, theirs = (json.loads((Path(path) / "config.json").read_text()) for path in (tmp_path, shipping.name))
+    assert config["foredraft"]["depth"] == 3 and config["dtype"] == theirs.get("dtype", "float32")
 
 
 def test_a_layer_of_another_kind_is_named(shipping, tmp_path, monkeypatch):
@@ -188,11 +181,9 @@ def test_the_layer_of_other_targets_is_found_by_its_names(tiny_path, target, tmp
 def test_a_layer_that_is_promised_and_missing_is_no_new_one(tiny_path, tmp_path):
     path = tmp_path / "target"
     shutil.copytree(tiny_path, path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
-    with pytest.raises(
-        ValueError, match=r"has num_nextn_predict_layers=1, but its files contain no MTP layer \(mtp\., model"
-    ):
+    edit(path, lambda config: config.update(num_nextn_predict_layers=1))
+    missing = r"has num_nextn_predict_layers=1, but its files contain no MTP layer \(mtp\., model"
+    with pytest.raises(ValueError, match=missing):
         MTPHead.for_target(Target.from_pretrained(path, dtype="float32", device="cpu"))
 
 

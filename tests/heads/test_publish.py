@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import torch
 from foredraft.heads import load_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
-from tests.support.hub_server import TOKEN, HubServer
-from tests.support.processes import SMALL, Ended, end, program
+from tests.support.head_factory import edit, same
+from tests.support.hub_server import TOKEN
+from tests.support.processes import SMALL, Ended
 
 
 @pytest.fixture
@@ -33,28 +35,18 @@ def trained(target, tmp_path_factory) -> Path:
     return place
 
 
-def test_export_writes_what_has_passed_the_gate(script, trained, target, tmp_path):
-    ended = script(
-        "export", f"checkpoint={trained}/medusa/head", "format=medusa", "output_dir=exported", "target.device=cpu"
-    )
-    assert ended.code == 0, ended.err
-    assert "parity gate passed" in ended.out and "text-generation-launcher" in ended.out
-    assert [path.name for path in tmp_path.iterdir()] == ["exported"]
-    config = json.loads((tmp_path / "exported" / "config.json").read_text())
-    assert config["medusa_num_heads"] == 3 and config["foredraft"]["accuracies"] == [[0.5, 0.25]] * 3
-    ours, again = load_head(trained / "medusa/head", target), load_head("exported", target)
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in ours.state_dict().items())
-
-
-def test_export_removes_nothing_that_it_did_not_make(script, trained, tmp_path):
+def test_export_writes_what_has_passed_the_gate_and_removes_nothing_else(script, trained, target, tmp_path):
     (tmp_path / "exported.part").mkdir()
     (tmp_path / "exported.part" / "thesis.txt").write_text("ours")
-    ended = script(
-        "export", f"checkpoint={trained}/medusa/head", "format=medusa", "output_dir=exported", "target.device=cpu"
-    )
+    given = (f"checkpoint={trained}/medusa/head", "format=medusa", "output_dir=exported", "target.device=cpu")
+    ended = script("export", *given)
     assert ended.code == 0, ended.err
+    assert "parity gate passed" in ended.out and "text-generation-launcher" in ended.out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "exported.part"]
     assert (tmp_path / "exported.part" / "thesis.txt").read_text() == "ours"
+    config = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert config["medusa_num_heads"] == 3 and config["foredraft"]["accuracies"] == [[0.5, 0.25]] * 3
+    assert same(load_head("exported", target), load_head(trained / "medusa/head", target))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +76,8 @@ def test_the_gate_is_a_command(script, trained, tmp_path):
     head = trained / "eagle3/head"
     ended = script("parity", f"checkpoint={head}")
     assert ended.code == 0 and "parity gate passed" in ended.out
-    (tmp_path / "other").mkdir()
-    for path in head.iterdir():
-        (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
-    config = json.loads((head / "config.json").read_text())
-    (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"norm_before_residual": True}))
+    shutil.copytree(head, tmp_path / "other")
+    edit(tmp_path / "other", lambda config: config.update(norm_before_residual=True))
     ended = script("parity", f"checkpoint={head}", "exported=other")
     assert ended.code == 2 and "parity gate: at depth 1" in ended.err
 
@@ -105,14 +94,12 @@ def test_push_as_it_is_typed(script, trained, server, monkeypatch):
     assert ended.code == 2 and "hf auth login" in ended.err and "secret" not in ended.out + ended.err
 
 
-def test_a_training_pushes_what_it_ends_with(tiny_path: Path, folder: Path, tmp_path: Path):
+def test_a_training_pushes_what_it_ends_with(tiny_path: Path, folder: Path, tmp_path: Path, here, server):
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "head=medusa", "eval.check_float32=false"]
     given += ["trainer.max_steps=2", "eval.steps=0", "push_to_hub=org/mine", "push_private=false"]
-    with HubServer() as hub:
-        environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
-        ended = end(program(*given, cwd=tmp_path, **environment, HF_HOME=str(tmp_path / "cache")))
-        assert ended.code == 0, ended.err
-        assert "parity gate passed" in ended.out and TOKEN not in ended.out + ended.err
-        sent = hub.repos["org/mine"]
-        weights = (tmp_path / "outputs/medusa/head/model.safetensors").read_bytes()
-        assert not sent.private and sent.files["model.safetensors"] == weights and "report.html" in sent.files
+    ended = here(*given)
+    assert ended.code == 0, ended.err
+    assert "parity gate passed" in ended.out and TOKEN not in ended.out + ended.err
+    sent = server.repos["org/mine"]
+    weights = (tmp_path / "outputs/medusa/head/model.safetensors").read_bytes()
+    assert not sent.private and sent.files["model.safetensors"] == weights and "report.html" in sent.files

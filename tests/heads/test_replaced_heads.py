@@ -1,28 +1,20 @@
 """Promise: a head that is written over another one takes its place whole, or the other one stays as it was."""
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from foredraft.heads import load_head, save_head
-from foredraft.heads.base import DraftHead
 from foredraft.heads.target_model import Target
-from tests.support.head_factory import make_head
-
-
-def same(ours: DraftHead, theirs: DraftHead) -> bool:
-    state = theirs.state_dict()
-    return ours.kind == theirs.kind and all(torch.equal(x, state[name]) for name, x in ours.state_dict().items())
+from tests.support.head_factory import make_head, same
 
 
 @pytest.mark.parametrize(("first", "second"), [("eagle3", "medusa"), ("dflash", "medusa"), ("medusa", "hydra")])
-def test_files_of_another_layout_do_not_stay(first: str, second: str, fresh: Target, tiny_path, tmp_path) -> None:
-    save_head(make_head(first, fresh), tmp_path / "head", fresh)
-    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    head = make_head(second, target)
-    save_head(head, tmp_path / "head", target)
+def test_files_of_another_layout_do_not_stay(first: str, second: str, target: Target, tmp_path) -> None:
+    save_head(make_head(first, target), tmp_path / "head", target)
+    save_head(head := make_head(second, target), tmp_path / "head", target)
     assert same(load_head(tmp_path / "head", target), head)
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
@@ -30,11 +22,10 @@ def test_files_of_another_layout_do_not_stay(first: str, second: str, fresh: Tar
 @pytest.mark.parametrize("call", range(4))
 @pytest.mark.parametrize("foreign", [False, True])
 def test_an_interrupted_write_leaves_the_head_that_was_there(
-    call: int, foreign: bool, target: Target, tmp_path, monkeypatch: pytest.MonkeyPatch
+    call, foreign, target: Target, tmp_path, monkeypatch
 ) -> None:
     """Check a folder with nothing but a head. In others each file is replaced separately, and other files stay."""
-    folder = tmp_path / "head"
-    old, new = make_head("medusa", target), make_head("eagle3", target)
+    folder, old, new = tmp_path / "head", make_head("medusa", target), make_head("eagle3", target)
     save_head(old, folder, target)
     if foreign:
         (folder / "notes.txt").write_text("mine")
@@ -47,12 +38,9 @@ def test_an_interrupted_write_leaves_the_head_that_was_there(
         return rename(self, *args)
 
     monkeypatch.setattr(Path, "rename", interrupted)
-    try:
+    finished = foreign or call not in (1, 2)
+    with contextlib.nullcontext() if finished else pytest.raises(KeyboardInterrupt):
         save_head(new, folder, target)
-        finished = True
-    except KeyboardInterrupt:
-        finished = False
-    assert finished == (foreign or call not in (1, 2))
     assert same(load_head(folder, target), new if finished else old)
     assert not foreign or (folder / "notes.txt").read_text() == "mine"
 

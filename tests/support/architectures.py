@@ -36,6 +36,16 @@ LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope
 ROUTED = EXPERTS | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 
 
+OPENAI = {
+    "vocab_size": VOCAB,
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": CONTEXT,
+    "initializer_range": 0.3,
+}
+
+
 def configs() -> dict[str, hf.PreTrainedConfig]:
     return {
         "llama": hf.LlamaConfig(**SIZES),
@@ -47,15 +57,7 @@ def configs() -> dict[str, hf.PreTrainedConfig]:
         "gemma3_text": hf.Gemma3TextConfig(**SIZES, **MIXED, **CAPPED),
         "phi3": hf.Phi3Config(**SIZES, sliding_window=WINDOW),
         "gpt_neox": hf.GPTNeoXConfig(**UNGROUPED),
-        "gpt2": hf.GPT2Config(
-            vocab_size=VOCAB,
-            n_embd=32,
-            n_layer=4,
-            n_head=4,
-            n_positions=CONTEXT,
-            initializer_range=0.3,
-            eos_token_id=None,
-        ),
+        "gpt2": hf.GPT2Config(**OPENAI, eos_token_id=None),
         "opt": hf.OPTConfig(**UNGROUPED, ffn_dim=48, word_embed_proj_dim=32, init_std=0.3),
         "mixtral": hf.MixtralConfig(**SIZES, **EXPERTS),
         "qwen3_moe": hf.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=8, sliding_window=WINDOW, use_sliding_window=True),
@@ -91,9 +93,8 @@ def pair(family: str, attention: str) -> Pair:
         if parameter.ndim < 2:  # norms, biases, sinks: at their initial 0 or 1 one left out would not show
             parameter.data += 0.3 * torch.randn_like(parameter)
     target = Target(copy.deepcopy(plain))
-    own = (
-        "eager" if attention == "eager" and family != "gpt_oss" else "foredraft"
-    )  # sinks: transformers knows eager ones
+    # transformers knows eager attention with sinks, and only that
+    own = "eager" if attention == "eager" and family != "gpt_oss" else "foredraft"
     assert target.model.config._attn_implementation == own
     assert plain.config._attn_implementation == attention
     return Pair(plain, target)

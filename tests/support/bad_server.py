@@ -74,23 +74,20 @@ class Handler(BaseHTTPRequestHandler):
         message = {"role": "assistant", "content": f"{len(asked['messages'])}: {last}"}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         good = json.dumps({"id": "1", "object": "chat.completion", "created": 1, "model": "tiny", "choices": [choice]})
+        half = len(good) // 2
+        answers: dict[str, tuple[str, dict]] = {
+            "busy": ("{}", {"status": 429, "Retry_After": "1"}),
+            "broken": ("oh", {"status": 500, "kind": "text/plain"}),
+            "cut": (good[:half], {"missing": len(good) - half}),
+            "not json": (good[:-20], {}),
+            "no choices": ("{}", {}),
+            "text": ("try later", {"kind": "text/plain"}),
+        }
         if "refuse" in last:
-            self.send('{"error": {"message": "too long"}}', status=400)
-        elif way == "busy":
-            self.send("{}", status=429, Retry_After="1")
-        elif way == "broken":
-            self.send("oh", status=500, kind="text/plain")
-        elif way == "late":
+            return self.send('{"error": {"message": "too long"}}', status=400)
+        if way == "late":
             time.sleep(4.0)
-            self.send(good)
         elif way == "cut":
-            self.send(good[: len(good) // 2], missing=len(good) - len(good) // 2)
             self.close_connection = True
-        elif way == "not json":
-            self.send(good[:-20])
-        elif way == "no choices":
-            self.send("{}")
-        elif way == "text":
-            self.send("try later", kind="text/plain")
-        else:
-            self.send(good)
+        body, how = answers.get(way, (good, {}))
+        return self.send(body, **how)

@@ -1,9 +1,13 @@
 """Requests, and an engine that decodes them to their end."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
 
 from foredraft.heads import Target
-from foredraft.inference import Engine, Request, SamplingParams
+from foredraft.inference import Engine, Request, SamplingParams, generate
+from foredraft.inference.drafters import Drafter
 from tests.support import batches
 
 PARAMS = [
@@ -47,3 +51,11 @@ def run(
 def alone(target: Target, asked: Sequence[Request]) -> list[list[int]]:
     """Return each request's text, decoded separately and without drafts."""
     return [run(Engine(target), [request])[0][0] for request in asked]
+
+
+def check_drafts(target: Target, drafter: Drafter | None, prompt: Tensor, *mask: Tensor, **settings: Any) -> None:
+    """Check that something is drafted, and that the text is the target's own."""
+    settings = {"max_new_tokens": 12, "eos_token_id": -1} | settings
+    drafted = generate(target, drafter, prompt, *mask, **settings)
+    assert drafted.new_tokens == generate(target, None, prompt, *mask, **settings).new_tokens
+    assert any(step.nodes > 1 for step in drafted.steps)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from foredraft import __main__ as foredraft
-from tests.support import ROOT
+from tests.support import ROOT, typed
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
@@ -16,21 +16,7 @@ BLOCK = re.compile(
 TRAINING = ("torchrun", "accelerate", "deepspeed", "sbatch")  # what follows the script is train/run.py's
 SCRIPTS = ("train/run.py", "foredraft.train.run", "scripts/slurm.sh")
 # Programs of others, whose command lines are theirs.
-FOREIGN = (
-    "hf",
-    "git",
-    "cat",
-    "echo",
-    "cd",
-    "curl",
-    "kubectl",
-    "vllm",
-    "llama-server",
-    "guidellm",
-    "lm_eval",
-    "mkdocs",
-    "docker",
-)
+FOREIGN = typed("hf git cat echo cd curl kubectl vllm llama-server guidellm lm_eval mkdocs docker")
 
 
 class Block(NamedTuple):

@@ -11,17 +11,8 @@ from foredraft.heads import Target
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
-from foredraft.inference.drafters import (
-    AutoTree,
-    BlockTree,
-    DraftModel,
-    DynamicTree,
-    Lookahead,
-    NgramDrafter,
-    StaticTree,
-    SuffixDrafter,
-    Union,
-)
+from foredraft.inference import drafters as kinds
+from foredraft.inference.drafters import AutoTree, DraftModel, DynamicTree, NgramDrafter, StaticTree, Union
 from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, chains
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import from_parents
@@ -48,11 +39,10 @@ class Random(Drafter):
         self.generator = torch.Generator().manual_seed(batch)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None):
-        bonus_tokens = bonus_only(accepted).tokens
-        tokens = torch.randint(0, 40, (len(bonus_tokens), 8), generator=self.generator)
-        return from_parents(
-            torch.cat([bonus_tokens, tokens], 1), torch.tensor([[0, 0, 0, 1, 1, 3, 3, 5, 5]] * len(bonus_tokens)), 4
-        )
+        bonus = bonus_only(accepted).tokens
+        tokens = torch.randint(0, 40, (len(bonus), 8), generator=self.generator)
+        parents = torch.tensor([[0, 0, 0, 1, 1, 3, 3, 5, 5]] * len(bonus))
+        return from_parents(torch.cat([bonus, tokens], 1), parents, 4)
 
 
 class OneBranch(Drafter):
@@ -96,9 +86,8 @@ class Oracle(Drafter):
 
 
 def drafters(target) -> dict[str, Drafter]:
-    head = Eagle3Head.for_target(
-        target, ttt_steps=4, draft_vocab_size=200, counts=torch.arange(target.vocab_size)
-    ).eval()
+    counts = torch.arange(target.vocab_size)
+    head = Eagle3Head.for_target(target, ttt_steps=4, draft_vocab_size=200, counts=counts).eval()
 
     def tree() -> DynamicTree:
         return DynamicTree(head, target, nodes=10, depth=4, width=3, min_probability=0)
@@ -110,8 +99,8 @@ def drafters(target) -> dict[str, Drafter]:
     return {
         "random": Random(),
         "ngram": NgramDrafter(),
-        "suffix": SuffixDrafter(),
-        "lookahead": Lookahead(),
+        "suffix": kinds.SuffixDrafter(),
+        "lookahead": kinds.Lookahead(),
         "medusa": StaticTree(medusa.eval(), target, nodes=9),
         "eagle3": tree(),
         "eagle3 auto": AutoTree(tree(), target),
@@ -119,7 +108,7 @@ def drafters(target) -> dict[str, Drafter]:
         "draft model": DraftModel(random_model(5, device=target.device), target, min_probability=0),
         "itself": DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0),
         "eagle3 chain": DynamicTree(head, target, nodes=5, depth=4, width=1, min_probability=0),
-        "dflash": BlockTree(block, target, nodes=8),
+        "dflash": kinds.BlockTree(block, target, nodes=8),
         "union": Union([tree(), NgramDrafter()]),
         "union of auto": Union([AutoTree(tree(), target), NgramDrafter(depth=2)]),
     }

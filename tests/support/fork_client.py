@@ -10,15 +10,7 @@ import signal
 import socket
 import sys
 
-PASSED_ON = (
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-    signal.SIGCONT,
-)
+PASSED_ON = [signal.Signals[f"SIG{name}"] for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "CONT")]
 
 
 def main() -> int:

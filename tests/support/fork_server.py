@@ -17,20 +17,10 @@ import signal
 import socket
 import sys
 
-PRELOADED = [
-    "foredraft.train.run",
-    "foredraft.train.search",
-    "foredraft.inference.serve.app",
-    "foredraft.inference.serve.worker",
-    "foredraft.inference.serve.accepted_log",
-    "foredraft.scripts.serve",
-    "foredraft.scripts.generate",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.tokenization_utils_tokenizers",
-    "foredraft.train.optimizer",
-    "torch.distributed.run",
-]
+PRELOADED = [f"foredraft.{name}" for name in ("train.run", "train.search", "scripts.serve", "scripts.generate")]
+PRELOADED += [f"foredraft.inference.serve.{name}" for name in ("app", "worker", "accepted_log")]
+PRELOADED += ["transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto"]
+PRELOADED += ["transformers.tokenization_utils_tokenizers", "foredraft.train.optimizer", "torch.distributed.run"]
 if not os.path.exists("/dev/nvidiactl"):  # it asks for the device, and CUDA cannot be forked once it has started
     PRELOADED.append("deepspeed")  # accelerate imports it where it is installed, for two more seconds
 

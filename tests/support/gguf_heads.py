@@ -36,25 +36,11 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {  # name -> kind in conf/head, a
     "dspark": ("dspark", {**BLOCK, "markov_rank": 32}),
     "dspark pruned": ("dspark", {**BLOCK, "markov_rank": 32, "draft_vocab_size": 200}),
 }
-QWEN: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "layer_types": [*["linear_attention"] * 3, "full_attention"],
-    "max_position_embeddings": 1024,
-    "mtp_num_hidden_layers": 1,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": None,
-}
+QWEN: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+QWEN |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024}
+QWEN |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+QWEN |= {"layer_types": [*["linear_attention"] * 3, "full_attention"], "mtp_num_hidden_layers": 1}
+QWEN |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 OUTTYPES = ("f32", "f16", "bf16", "q8_0")  # that the converter writes
 
 
@@ -78,9 +64,8 @@ def write_qwen(folder: Path) -> Path:
     norms = {f"mtp.{name}.weight": torch.zeros(128) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
     weights = model.state_dict() | layer | norms | {"mtp.fc.weight": torch.zeros(128, 256)}
     for number, (name, tensor) in enumerate(weights.items()):
-        bits = (
-            (torch.arange(tensor.numel()) + 65537 * number) * 2654435761 % 2**32
-        )  # a hash of places: Murmur's last step
+        # A hash of places: Murmur's last step.
+        bits = (torch.arange(tensor.numel()) + 65537 * number) * 2654435761 % 2**32
         for factor in (2246822507, 3266489909):
             bits = (bits ^ bits >> 15) * factor % 2**32
         values = (bits >> 16).float() / 2**15 - 1  # multiples of 2^-15, which lose nothing when added to a norm's 1

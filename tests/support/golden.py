@@ -1,12 +1,11 @@
-"""Tiny heads in the layouts that others publish, written key by key from their descriptions and not by our own savers.
+"""Tiny heads in the layouts that others publish, with random weights. Their files are written key by key from what
+config.json says, after the descriptions of their authors and not by our own savers.
 
 `make` gives (config.json, weights, name of the weights' file) for a target of these sizes; golden_configs.json has the
 configs. Rope, context length and what else is not a size are those of published files, named below, and not the target's.
 """
 
-import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,145 +14,26 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.heads import Target
-from tests.support.equations import mlp, rms
+from tests.support.equations import THETA
 
 H, MLP, V, VD = 32, 64, 320, 200  # hidden, MLP width, vocabulary, draft vocabulary
-HEADS, KV, HD = 4, 2, 8  # query heads, key and value heads, head dim
-N = 8  # layers of the target
-LAYERS, RANK, GRU, EMB = 3, 6, 10, 5  # of block drafters
-Weights = dict[str, Tensor]
-Golden = tuple[dict[str, Any], Weights, str]
-ROPE = 5000.0  # of the target, which Hydra++ heads take theirs from
+HD, N = 8, 8  # head dim; layers of the target
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 SAFE, PICKLE = "model.safetensors", "pytorch_model.bin"
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
-    return (torch.randn(*shape) * 0.2).to(dtype)
-
-
-def norm(width: int = H, dtype: torch.dtype = torch.float16) -> Tensor:
-    return torch.empty(width).uniform_(0.5, 2.0).to(dtype)
-
-
-def linear(name: str, rows: int, width: int) -> Weights:
-    return {f"{name}.weight": random(rows, width), f"{name}.bias": random(rows)}
-
-
-def layer(prefix: str, width: int) -> Weights:
-    return {
-        f"{prefix}.self_attn.q_proj.weight": random(HEADS * HD, width),
-        f"{prefix}.self_attn.k_proj.weight": random(KV * HD, width),
-        f"{prefix}.self_attn.v_proj.weight": random(KV * HD, width),
-        f"{prefix}.self_attn.o_proj.weight": random(H, HEADS * HD),
-        f"{prefix}.mlp.gate_proj.weight": random(MLP, H),
-        f"{prefix}.mlp.up_proj.weight": random(MLP, H),
-        f"{prefix}.mlp.down_proj.weight": random(H, MLP),
-        f"{prefix}.post_attention_layernorm.weight": norm(),
-    }
-
-
-def eagle3(prefix: str) -> Weights:
-    ids = torch.randperm(V)[:VD].sort().values
-    pruned = {"d2t": ids - torch.arange(VD), "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, ids, True)}
-    norms = {f"{prefix}.hidden_norm.weight": norm(), f"{prefix}.input_layernorm.weight": norm()}
-    whole = {"fc.weight": random(H, 3 * H), "norm.weight": norm(), "lm_head.weight": random(VD, H)}
-    return layer(prefix, 2 * H) | norms | whole | pruned
-
-
-def qk_norms(prefix: str) -> Weights:
-    return {f"{prefix}.self_attn.{one}_norm.weight": norm(HD) for one in "qk"}
-
-
-def embedding(target: Target) -> Weights:
-    return {"embed_tokens.weight": target.model.get_input_embeddings().weight.detach().to(torch.float16)}
-
-
-def lm_head(target: Target) -> Weights:
-    return {"lm_head.weight": target.model.get_output_embeddings().weight.detach().to(torch.float16)}
-
-
-def medusa(heads: int, blocks: int, projections: bool) -> Weights:
-    weights: Weights = {}
-    for i in range(heads):
-        for j in range(blocks):
-            weights |= linear(f"{i}.{j}.linear", H, H)
-        if projections:
-            weights[f"{i}.{blocks}.weight"] = random(V, H)
-    return weights
-
-
-def hydra(target: Target) -> Weights:
-    """Make Hydra's weights: the first block of an MLP reads hidden states and embeddings, concatenated."""
-    weights: Weights = {}
-    for i in range(3):
-        for part in ("linear", "res_connection"):
-            weights |= linear(f"hydra_mlp.{i}.0.{part}", H, (i + 2) * H)
-        weights |= linear(f"hydra_mlp.{i}.1.linear", H, H) | linear(f"hydra_lm_head.{i}", V, H)
-    return weights
-
-
-def hydra_pp(target: Target) -> Weights:
-    """Make Hydra++'s weights: dropouts take the even places; layers 3, 5 and 7 are one; a whole LlamaModel is saved, under
-    its misspelled name."""
-    weights: Weights = {}
-    for i in range(3):
-        for part in ("linear", "res_connection"):
-            weights |= linear(f"hydra_mlp.{i}.1.{part}", H, (i + 2) * H)
-        tied = linear("linear", H, H)
-        weights |= {f"hydra_mlp.{i}.{j}.{name}": tensor for j in (3, 5, 7) for name, tensor in tied.items()}
-        weights |= linear(f"hydra_lm_head.{i}.1", V, H)
-    prefix = layer("layers.0", H) | {"layers.0.input_layernorm.weight": norm(), "norm.weight": norm()}
-    prefix |= {"embed_tokens.weight": random(V, H)}
-    prefix["layers.0.self_attn.rotary_emb.inv_freq"] = ROPE ** (-torch.arange(0, HD, 2).float() / HD)
-    return weights | {f"prefix_embeding_layer.{name}": t for name, t in prefix.items()}
-
-
-def backbone(taps: int) -> Weights:
-    """Make the backbone of a block drafter."""
-    weights = {"fc.weight": random(H, taps * H), "hidden_norm.weight": norm(), "norm.weight": norm()}
-    for name in (f"layers.{i}" for i in range(LAYERS)):
-        weights |= layer(name, H) | qk_norms(name) | {f"{name}.input_layernorm.weight": norm()}
-    return weights
-
-
-def markov() -> Weights:
-    tables = {f"markov_head.markov_w{i}.weight": random(V, RANK) for i in (1, 2)}
-    return tables | linear("confidence_head.proj", 1, H + RANK)
-
-
-def domino() -> Weights:
-    return {
-        "prefix_gru.weight_ih_l0": random(3 * GRU, H),
-        "prefix_gru.weight_hh_l0": random(3 * GRU, GRU),
-        "embed_proj.0.weight": random(EMB, H + GRU),
-        "embed_proj.2.weight": random(V, EMB),
-    }
-
-
-def dflash2() -> Weights:
-    selector = "candidate_selector."
-    weights = {f"{selector}{which}_codebook": random(V, RANK) for which in ("predecessor", "successor")}
-    weights |= {f"{selector}hidden_projection.weight": random(RANK, H)}
-    return weights | convolutions()
-
-
-def convolutions() -> Weights:
-    weights: Weights = {}
-    for i, part in itertools.product(range(LAYERS), ("attention", "mlp")):
-        name = f"layers.{i}.{part}_conv."
-        weights |= {f"{name}base_kernel": random(2, 2, H), f"{name}kernel_projection.weight": random(4 * H // 8, H)}
-    return weights
-
-
-def refiner(prefix: str, names: dict[str, str]) -> Weights:
-    """Make xPress's weights. names: the authors' names -> those of these files, if they differ."""
-    shapes = {"w1": (V, RANK), "w2": (V, RANK), "down_h": (RANK, H), "down_g": (RANK, H), "in_proj": (RANK, 3 * RANK)}
-    shapes |= {"mlp.gate_proj": (2 * RANK, RANK), "mlp.up_proj": (2 * RANK, RANK), "mlp.down_proj": (RANK, 2 * RANK)}
-    weights = {f"{prefix}.{names.get(name, name)}.weight": random(*shape) for name, shape in shapes.items()}
-    return weights | {f"{prefix}.{names.get('mix.L', 'mix.L')}": random(RANK, 4, 4)}
-
-
-SPECULATORS_REFINER = {
+Weights = dict[str, Tensor]
+# The files of what is not in safetensors' usual one. EAGLE's authors call every head LlamaForCausalLM; FasterDecoding's
+# first release says two heads and stores five; version 2, in TGI's file, shares the target's lm_head.
+FILES = dict.fromkeys(("safeailab_eagle3", "safeailab_eagle"), PICKLE) | {
+    "medusa_v1": "medusa_lm_head.pt",
+    "medusa_v2": "medusa_lm_head.safetensors",
+    "hydra": "hydra_lm_head.pt",
+    "hydra_pp": "hydra_lm_head.pt",
+}
+# Files that repeat weights of their target.
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
+REPEATED = dict.fromkeys(("speculators", "speculators_qwen3", "safeailab_eagle"), (EMBEDDING,))
+REPEATED["deepspec"] = (EMBEDDING, LM_HEAD)
+SPECULATORS_REFINER = {  # xPress's names -> those of the speculators package
     "w1": "token_embed",
     "w2": "readout",
     "mix.L": "mix_l",
@@ -163,66 +43,18 @@ SPECULATORS_REFINER = {
 }
 
 
-def p_eagle(target: Target) -> Weights:
-    further = layer("layers.1", H) | {"layers.1.input_layernorm.weight": norm()}
-    return eagle3("layers.0") | further | {"mask_hidden": random(1, 1, 3 * H), "embed_tokens.weight": random(V, H)}
-
-
-def modelopt(target: Target) -> Weights:
-    weights = eagle3("layers.0")
-    del weights["t2d"]
-    return weights
-
-
-LAYOUTS: dict[str, tuple[Callable[[Target], Weights], str]] = {
-    # The authors' own for Vicuna 13B: called LlamaForCausalLM, no rope, no layer ids, the target's 40 layers, a pickle.
-    "safeailab_eagle3": (lambda target: eagle3("midlayer"), PICKLE),
-    # For Qwen3-30B-A3B. Ids are outputs of decoder layers counted from 0; fc_norm and norm_output are 3.1's.
-    "specforge": (lambda target: eagle3("midlayer") | {f"fc_norm.{i}.weight": norm() for i in range(3)}, SAFE),
-    # The layer is `layers.0`, and t2d is left out. Rope on a quarter of the dimensions, as in a head for Qwen3.5-9B.
-    "modelopt": (modelopt, SAFE),
-    # vLLM's, for GPT-OSS 20B: the layer's config apart, ids of hidden_states, embeddings along, one norm before fc.
-    "speculators": (lambda t: eagle3("layers.0") | embedding(t) | {"input_norm.weight": norm(3 * H)}, SAFE),
-    # Layers of Qwen3's form: of vLLM's class for them, and of the speculators package up to 0.8.
-    "vllm_qwen3": (lambda target: eagle3("midlayer") | qk_norms("midlayer"), SAFE),
-    "speculators_qwen3": (lambda t: eagle3("layers.0") | qk_norms("layers.0") | embedding(t), SAFE),
-    # `bias` is absent, which means true; no first norm, no last one, no lm_head; the target's embeddings; a pickle. That for
-    # Mixtral says model_type mixtral.
-    "safeailab_eagle": (lambda target: embedding(target) | linear("fc", H, 2 * H) | layer("layers.0", H), PICKLE),
-    "vllm_eagle": (lambda target: {"fc.weight": random(H, 2 * H)} | layer("layers.0", H), SAFE),
-    # FasterDecoding's first release says two heads and stores five.
-    "medusa_v1": (lambda target: medusa(5, 1, projections=True), "medusa_lm_head.pt"),
-    # Version 2 shares the target's lm_head; in TGI's file.
-    "medusa_v2": (lambda target: medusa(3, 2, projections=False), "medusa_lm_head.safetensors"),
-    "hydra": (hydra, "hydra_lm_head.pt"),
-    "hydra_pp": (hydra_pp, "hydra_lm_head.pt"),
-    # The newest: the block's size inside, sliding layers, its own class.
-    "zlab": (lambda target: backbone(3), SAFE),
-    "jetspec": (lambda target: backbone(1), SAFE),
-    # The kind stands in the architecture and the settings alone.
-    "zlab_dflash2": (lambda target: backbone(2) | dflash2(), SAFE),
-    # Flat settings next to z-lab's.
-    "vllm_xpress": (lambda target: backbone(2) | refiner("xpress_head", {}), SAFE),
-    "speculators_xpress": (lambda target: backbone(2) | refiner("refiner_head", SPECULATORS_REFINER), SAFE),
-    # Flat settings, and the target's embedding and lm_head along.
-    "deepspec": (lambda target: backbone(2) | markov() | embedding(target) | lm_head(target), SAFE),
-    # Its DFlash files: the architecture of DSpark with rank 0, anchor first.
-    "deepspec_dflash": (lambda target: backbone(2), SAFE),
-    "specforge_dspark": (lambda t: backbone(2) | markov() | linear("markov_head.gate_proj", RANK, H + RANK), SAFE),
-    "specforge_domino": (lambda target: backbone(2) | domino(), SAFE),
-    # Layer ids of hidden states; no flag.
-    "speculators_dflash": (lambda target: backbone(2), SAFE),
-    "speculators_dspark": (lambda target: backbone(2) | markov(), SAFE),
-    # For vLLM; the mask token under the older of its names.
-    "p_eagle": (p_eagle, SAFE),
-    "speculators_p_eagle": (p_eagle, SAFE),
-}
-
-
-def make(name: str, target: Target) -> Golden:
+def make(name: str, target: Target) -> tuple[dict[str, Any], Weights, str]:
     torch.manual_seed(1)
-    weights, file = LAYOUTS[name]
-    return json.loads(Path(__file__).with_name("golden_configs.json").read_text())[name], weights(target), file
+    config = json.loads(Path(__file__).with_name("golden_configs.json").read_text())[name]
+    found = weights(config | ({"medusa_num_heads": 5} if name == "medusa_v1" else {}))
+    if name == "modelopt":  # the layer is `layers.0`, and t2d is left out
+        found = {key.replace("midlayer", "layers.0"): tensor for key, tensor in found.items() if key != "t2d"}
+    if name == "hydra_pp":  # a whole LlamaModel is saved
+        found["prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"] = THETA ** (-torch.arange(0, HD, 2) / HD)
+    ends = {EMBEDDING: target.model.get_input_embeddings(), LM_HEAD: target.model.get_output_embeddings()}
+    for key in REPEATED.get(name, ()):
+        found[key] = ends[key].weight.detach().half()
+    return config, found, FILES.get(name, SAFE)
 
 
 def write(directory: Path, config: Any, weights: Weights, file: str = SAFE) -> Path:
@@ -233,102 +65,189 @@ def write(directory: Path, config: Any, weights: Weights, file: str = SAFE) -> P
     return directory
 
 
-# -- what these heads draft, computed without our head classes ------------------------------------------------------------
+# -- weights, by what a config says ---------------------------------------------------------------------------------------
 
 
-def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor, config: dict) -> Tensor:
-    """Compute one causal decoder layer of x (length, width) with positions from 0."""
-    w = {name.removeprefix(f"{prefix}."): tensor for name, tensor in weights.items() if name.startswith(f"{prefix}.")}
-    length, width = len(x), int(HD * config.get("partial_rotary_factor", 1))
-    theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10000.0)
-    angles = torch.outer(torch.arange(length).float(), theta ** (-torch.arange(0, width, 2).float() / width))
-    cos, sin = angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
-
-    def heads(name: str, count: int, turned: bool) -> Tensor:
-        states = (x @ w[f"self_attn.{name}_proj.weight"].T).view(length, count, HD).transpose(0, 1)
-        if f"self_attn.{name}_norm.weight" in w:
-            states = rms(states, w[f"self_attn.{name}_norm.weight"])
-        if turned:
-            left, right = states[..., :width].chunk(2, dim=-1)
-            rotated = states[..., :width] * cos + torch.cat([-right, left], -1) * sin
-            states = torch.cat([rotated, states[..., width:]], -1)
-        return states.repeat_interleave(HEADS // count, 0)
-
-    q, k, v = heads("q", HEADS, True), heads("k", KV, True), heads("v", KV, False)
-    scores = (q @ k.transpose(1, 2) / HD**0.5).masked_fill(~torch.ones(length, length).tril().bool(), -torch.inf)
-    attended = (scores.softmax(-1) @ v).transpose(0, 1).reshape(length, HEADS * HD)
-    hidden = residual + attended @ w["self_attn.o_proj.weight"].T
-    return hidden + mlp(hidden, w, "")
+def weights(config: dict[str, Any]) -> Weights:
+    """Make weights in the layout that the config's keys name; too few for a kind that is not supported."""
+    kinds = f"{config.get('architectures')}{config.get('model_type')}{config.get('speculators_model_type')}".lower()
+    if is_block(config):
+        return block(config)
+    if "medusa_num_heads" in config:
+        return medusa(config)
+    if "hydra_num_heads" in config:
+        return hydra(config)
+    if "ptd_token_id" in config or "peagle" in kinds:
+        return p_eagle(config)
+    if "eagle3" in kinds or "draft_vocab_size" in config or "transformer_layer_config" in config:
+        return eagle3(config)
+    return eagle1(config)
 
 
-def eagle3_drafts(
-    config: dict, weights: dict[str, Tensor], states: list[Tensor], embedded: Tensor, chain: Tensor
-) -> list[Tensor]:
-    """Return logits (draft vocabulary,) of each depth. states: the three fused hidden states (length, H); embedded:
-    (length, H), of the token after each position; chain: (depths - 1, H), of the tokens drafted so far."""
-    w, prefix = {name: tensor.float() for name, tensor in weights.items()}, "midlayer"
-    prefix = prefix if f"{prefix}.hidden_norm.weight" in w else "layers.0"
-    layer = config.get("transformer_layer_config", config)
-    if config.get("fc_norm"):
-        states = [rms(state, w[f"fc_norm.{i}.weight"]) for i, state in enumerate(states)]
-    aux_hidden_states = torch.cat(states, -1)
-    if config.get("norm_before_fc"):
-        aux_hidden_states = rms(aux_hidden_states, w["input_norm.weight"])
-    hidden, drafts = aux_hidden_states @ w["fc.weight"].T, []
-    for token in [*chain, None]:
-        normed = rms(hidden, w[f"{prefix}.hidden_norm.weight"])
-        x = torch.cat([rms(embedded, w[f"{prefix}.input_layernorm.weight"]), normed], -1)
-        out = llama_layer(w, prefix, x, normed if config.get("norm_before_residual") else hidden, layer)[-1:]
-        last = rms(out, w["norm.weight"])
-        drafts.append((last @ w["lm_head.weight"].T)[0])
-        if token is not None:  # its hidden state stands in for features that the target has not made
-            hidden = torch.cat([hidden, last if config.get("norm_output") else out])
-            embedded = torch.cat([embedded, token[None]])
-    return drafts
+def is_block(config: dict[str, Any]) -> bool:
+    named = f"{config.get('architectures')}{config.get('speculators_model_type')}".lower()
+    return any(word in named for word in ("dflash", "dspark", "domino", "xpress"))
 
 
-def eagle_drafts(
-    config: dict, weights: dict[str, Tensor], last: Tensor, embedded: Tensor, chain: Tensor
-) -> list[Tensor]:
-    """Return hidden states (H,) of each depth of EAGLE-1. last: the target's last hidden states (length, H), after its
-    final norm; embedded, chain: as above."""
-    w, drafts = {name: tensor.float() for name, tensor in weights.items()}, []
-    for token in [*chain, None]:
-        fused = torch.cat([embedded, last], -1) @ w["fc.weight"].T + w.get("fc.bias", torch.zeros(H))
-        drafts.append(llama_layer(w, "layers.0", fused, fused, config)[-1])
-        if token is not None:
-            last, embedded = torch.cat([last, drafts[-1][None]]), torch.cat([embedded, token[None]])
-    return drafts
+def layer_ids(config: dict[str, Any]) -> list[int]:
+    for place in (config.get("eagle_config") or {}, config.get("dflash_config") or {}, config):
+        for name in ("eagle_aux_hidden_state_layer_ids", "target_layer_ids", "aux_hidden_state_layer_ids"):
+            if place.get(name):
+                return place[name]
+    return []
 
 
-def medusa_drafts(config: dict, weights: dict[str, Tensor], last: Tensor, lm_head: Tensor) -> list[Tensor]:
-    """Return logits (vocabulary,) of each depth. last: (H,), the newest hidden state."""
-    w, blocks, found = {key: tensor.float() for key, tensor in weights.items()}, config.get("medusa_num_layers", 2), []
-    while f"{len(found)}.0.linear.weight" in w:
-        x, i = last, len(found)
-        for j in range(blocks):
-            x = x + torch.nn.functional.silu(w[f"{i}.{j}.linear.weight"] @ x + w[f"{i}.{j}.linear.bias"])
-        found.append(w.get(f"{i}.{blocks}.weight", lm_head) @ x)
+def vocabulary(config: dict[str, Any]) -> int:
+    return config.get("vocab_size") or config.get("transformer_layer_config", {}).get("vocab_size") or V
+
+
+def random(*shape: int) -> Tensor:
+    return (torch.randn(*shape) * 0.2).half()
+
+
+def linear(name: str, rows: int, width: int) -> Weights:
+    return {f"{name}.weight": random(rows, width), f"{name}.bias": random(rows)}
+
+
+def norm(*shape: int) -> Tensor:
+    return torch.empty(shape).uniform_(0.5, 2.0).half()
+
+
+def tensors(shapes: dict[str, tuple[int, ...]]) -> Weights:
+    """Make the weight of each layer; one of one dimension is a norm's."""
+    return {f"{name}.weight": (norm if len(shape) == 1 else random)(*shape) for name, shape in shapes.items()}
+
+
+def layer(config: dict[str, Any], prefix: str, width: int, *norms: str, qk_norm: bool = False) -> Weights:
+    """Make a decoder layer whose attention reads `width` numbers. norms: those besides the MLP's."""
+    heads = config.get("num_attention_heads") or 4
+    kv, dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or H // heads
+    attention = {"q_proj": (heads * dim, width), "k_proj": (kv * dim, width), "v_proj": (kv * dim, width)}
+    attention["o_proj"] = (H, heads * dim)
+    if qk_norm:
+        attention |= {"q_norm": (dim,), "k_norm": (dim,)}
+    if config.get("kv_lora_rank"):  # DeepSeek's
+        query, latent, plain, rotated, value = (config[name] for name in LATENT)
+        attention = {"q_a_proj": (query, width), "q_a_layernorm": (query,), "o_proj": (H, heads * value)}
+        attention |= {"q_b_proj": (heads * (plain + rotated), query), "kv_b_proj": (heads * (plain + value), latent)}
+        attention |= {"kv_a_proj_with_mqa": (latent + rotated, width), "kv_a_layernorm": (latent,)}
+    shapes = {f"self_attn.{name}": shape for name, shape in attention.items()}
+    shapes |= {"mlp.gate_proj": (MLP, H), "mlp.up_proj": (MLP, H), "mlp.down_proj": (H, MLP)}
+    shapes |= dict.fromkeys((*norms, "post_attention_layernorm"), (H,))
+    return tensors({f"{prefix}.{name}": shape for name, shape in shapes.items()})
+
+
+def lm_head(config: dict[str, Any]) -> Weights:
+    """Make an lm_head of the draft vocabulary, and the maps between this and the target's."""
+    vocab = vocabulary(config)
+    rows = config.get("draft_vocab_size") or vocab
+    found = {LM_HEAD: random(rows, H)}
+    if rows < vocab:
+        ids = torch.randperm(vocab)[:rows].sort().values
+        found["d2t"] = ids - torch.arange(rows)
+        found["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
     return found
 
 
-def hydra_draft(config: dict, weights: dict[str, Tensor], last: Tensor, behind: list[Tensor]) -> Tensor:
-    """Return logits of depth len(behind). last: the target's last hidden states (length, H); behind: the embeddings (H,) of
-    the root and of the tokens drafted so far."""
-    w = {name: tensor.float() for name, tensor in weights.items()}
-    i = len(behind) - 1
-    if config["hydra_head_arch"] == "prefix-mlp":
-        inner = {name.removeprefix("prefix_embeding_layer."): t for name, t in w.items() if name.startswith("prefix")}
-        normed = rms(last, inner["layers.0.input_layernorm.weight"])
-        last = llama_layer(inner, "layers.0", normed, last, {"rope_theta": ROPE})
-        last, places, projection = rms(last, inner["norm.weight"]), (1, 3, 5, 7), f"hydra_lm_head.{i}.1"
-    else:
-        places, projection = (0, 1), f"hydra_lm_head.{i}"
-    x = torch.cat([last[-1], *behind])
-    for j in places:
-        block = f"hydra_mlp.{i}.{j}"
-        kept = x
-        if j == places[0]:
-            kept = w[f"{block}.res_connection.weight"] @ x + w[f"{block}.res_connection.bias"]
-        x = kept + torch.nn.functional.silu(w[f"{block}.linear.weight"] @ x + w[f"{block}.linear.bias"])
-    return w[f"{projection}.weight"] @ x + w[f"{projection}.bias"]
+def eagle3(config: dict[str, Any], prefix: str | None = None, fused: int | None = None) -> Weights:
+    """Make EAGLE-3. prefix: of the decoder layer's names. fused: the number of hidden states that it reads, if not the
+    config's."""
+    inner, flags = config.get("transformer_layer_config", config), config | (config.get("eagle_config") or {})
+    prefix = prefix or ("midlayer" if inner is config else "layers.0")
+    fused = fused or len(layer_ids(config)) or 3
+    normed = "Qwen3ForCausalLM" in str(inner.get("architectures"))  # vLLM's class, and the package up to 0.8
+    found = layer(inner, prefix, 2 * H, "hidden_norm", "input_layernorm", qk_norm=normed)
+    found |= tensors({"fc": (H, fused * H), "norm": (H,)})
+    if config.get("draft_vocab_size", H) is not None:  # else the target's is used
+        found |= lm_head(config)
+    if flags.get("norm_before_fc"):
+        found |= tensors({"input_norm": (fused * H,)})
+    if flags.get("fc_norm"):
+        found |= tensors({f"fc_norm.{i}": (H,) for i in range(fused)})
+    return found
+
+
+def p_eagle(config: dict[str, Any]) -> Weights:
+    inner, found = config.get("transformer_layer_config", config), eagle3(config, "layers.0")
+    for i in range(1, inner["num_hidden_layers"]):
+        found |= layer(inner, f"layers.{i}", H, "input_layernorm")
+    return found | {"mask_hidden": random(1, 1, 3 * H), EMBEDDING: random(vocabulary(config), H)}
+
+
+def eagle1(config: dict[str, Any]) -> Weights:
+    """Make EAGLE-1: no first norm, no last one, no lm_head; `bias` is true where it is absent."""
+    inner = config.get("model", config)
+    fc = linear("fc", H, 2 * H) if inner.get("bias", True) else tensors({"fc": (H, 2 * H)})
+    return layer(inner, "layers.0", H) | fc
+
+
+def medusa(config: dict[str, Any]) -> Weights:
+    found, blocks = {}, config["medusa_num_layers"]
+    for i in range(config["medusa_num_heads"]):
+        for j in range(blocks):
+            found |= linear(f"{i}.{j}.linear", H, H)
+        if config.get("version") != "2":
+            found |= tensors({f"{i}.{blocks}": (vocabulary(config), H)})
+    return found
+
+
+def hydra(config: dict[str, Any]) -> Weights:
+    """Make Hydra: the first block of an MLP reads hidden states and embeddings, concatenated. In Hydra++ dropouts take the
+    even places, later blocks are one, and a layer before them is saved under its misspelled name."""
+    prefixed, vocab = config.get("hydra_head_arch") == "prefix-mlp", vocabulary(config)
+    places = [1 + 2 * j if prefixed else j for j in range(config["hydra_num_layers"])]
+    found: Weights = {}
+    for i in range(config["hydra_num_heads"]):
+        for name in ("linear", "res_connection"):
+            found |= linear(f"hydra_mlp.{i}.{places[0]}.{name}", H, (i + 2) * H)
+        tied = linear("linear", H, H)
+        for j in places[1:]:
+            found |= {f"hydra_mlp.{i}.{j}.{name}": tensor.clone() for name, tensor in tied.items()}
+        found |= linear(f"hydra_lm_head.{i}{'.1' if prefixed else ''}", vocab, H)
+    if prefixed:
+        inner = layer({"num_key_value_heads": 2}, "layers.0", H, "input_layernorm")
+        inner |= tensors({"norm": (H,), "embed_tokens": (vocab, H)})
+        found |= {f"prefix_embeding_layer.{name}": tensor for name, tensor in inner.items()}
+    return found
+
+
+def block(config: dict[str, Any]) -> Weights:
+    """Make DFlash's layers, and what DFlash-2, DSpark, Domino and xPress add."""
+    inner, own = config.get("transformer_layer_config", config), config | (config.get("dflash_config") or {})
+    vocab, rank, layers = vocabulary(config), own.get("markov_rank") or 0, range(inner["num_hidden_layers"])
+    found = tensors({"fc": (H, len(layer_ids(config)) * H), "hidden_norm": (H,), "norm": (H,)})
+    for i in layers:
+        found |= layer(inner, f"layers.{i}", H, "input_layernorm", qk_norm=True)
+    if (own.get("draft_vocab_size") or vocab) < vocab:
+        found |= lm_head(own)
+    if rank:
+        found |= tensors({f"markov_head.markov_w{i}": (vocab, rank) for i in (1, 2)})
+    if own.get("markov_head_type") == "gated":
+        found |= linear("markov_head.gate_proj", rank, H + rank)
+    if own.get("enable_confidence_head"):
+        found |= linear("confidence_head.proj", 1, H + rank)
+    if memory := own.get("gru_hidden_dim"):
+        found |= {f"prefix_gru.weight_{name}_l0": random(3 * memory, n) for name, n in (("ih", H), ("hh", memory))}
+        found |= tensors({"embed_proj.0": (own["emb_dim"], H + memory), "embed_proj.2": (vocab, own["emb_dim"])})
+    if rank := own.get("selector_rank"):
+        taps, groups = own["conv_kernel_size"], H // own["conv_group_size"]
+        found |= {f"candidate_selector.{which}_codebook": random(vocab, rank) for which in ("predecessor", "successor")}
+        found |= tensors({"candidate_selector.hidden_projection": (rank, H)})
+        for name in (f"layers.{i}.{part}_conv" for i in layers for part in ("attention", "mlp")):
+            found |= {f"{name}.base_kernel": random(2, taps, H)}
+            found |= tensors({f"{name}.kernel_projection": (2 * taps * groups, H)})
+    return found | (refiner(own) if own.get("xpress_rank") else {})
+
+
+def refiner(config: dict[str, Any]) -> Weights:
+    """Make what xPress adds."""
+    rank, size, vocab = config["xpress_rank"], config["block_size"], vocabulary(config)
+    inner = config.get("xpress_mlp_hidden") or config["xpress_mlp_ratio"] * rank
+    shapes = {"w1": (vocab, rank), "w2": (vocab, rank), "down_h": (rank, H), "down_g": (rank, H)}
+    shapes |= {"in_proj": (rank, 3 * rank), "mlp.gate_proj": (inner, rank), "mlp.up_proj": (inner, rank)}
+    found = tensors(shapes | {"mlp.down_proj": (rank, inner)}) | {"mix.L": random(rank, size, size)}
+    if "speculators_model_type" not in config:
+        return {f"xpress_head.{name}": tensor for name, tensor in found.items()}
+    for ours, theirs in SPECULATORS_REFINER.items():
+        found = {name.replace(ours, theirs): tensor for name, tensor in found.items()}
+    return {f"refiner_head.{name}": tensor for name, tensor in found.items()}

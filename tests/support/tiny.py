@@ -1,6 +1,7 @@
-"""The sizes of the tiny random target, and the text that its tokenizer knows."""
+"""The tiny random target, and the text that its tokenizer knows."""
 
-from transformers import LlamaConfig
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCAB = 320
 TEXT = "def add(self, other):\n    return self.value + other.value\n\nclass Pair:\n    pass\n" * 40
@@ -21,3 +22,12 @@ def tiny_config(**changes) -> LlamaConfig:
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
     }
     return LlamaConfig(**(facts | changes))
+
+
+def tiny_model(**changes) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(tiny_config(**changes))
+    for name, parameter in model.named_parameters():
+        if "norm" in name:  # ones would hide a norm that is left out or applied twice
+            torch.nn.init.uniform_(parameter, 0.5, 2.0)
+    return model

@@ -8,22 +8,11 @@ from typing import Any
 import torch
 import transformers as hf
 
+from tests.support.architectures import SIZES
 from tests.support.chats import tokenizer
 
-TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-    "vocab_size": 320,
-    "max_position_embeddings": 1024,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-    "pad_token_id": 256,
-}
+TEXT: dict[str, Any] = SIZES | {"head_dim": 8, "vocab_size": 320}
+TEXT |= {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 256}
 MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 1, 1]}
 SIGHT = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32}
 SIGHT |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.3}
@@ -50,9 +39,7 @@ def configs() -> dict[str, hf.PreTrainedConfig]:
     siglip |= {"image_size": 16, "patch_size": 4, "vision_use_head": False}
     return {
         "qwen2_5_vl": hf.Qwen2_5_VLConfig(
-            text_config=mrope,
-            vision_config=SIGHT | {"window_size": 16, "fullatt_block_indexes": [1]},
-            **ids,
+            text_config=mrope, vision_config=SIGHT | {"window_size": 16, "fullatt_block_indexes": [1]}, **ids
         ),
         "qwen3_vl": hf.Qwen3VLConfig(
             text_config=mrope, vision_config=SIGHT | positions | {"deepstack_visual_indexes": [0]}, **ids
