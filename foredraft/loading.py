@@ -3,9 +3,11 @@
 import functools
 from typing import Any
 
+import torch
+
 from foredraft.heads import Target
+from foredraft.heads.target_model.loading import model_class, read_config, resolve_dtype
 from foredraft.inference import Drafter, load_drafter
-from foredraft.inference.evaluation.random_target import shaped_target
 
 
 @functools.wraps(Target.from_pretrained)
@@ -15,6 +17,15 @@ def open_target(path: str, dtype: str = "auto", device: str | None = None, **opt
     for name in (name for name, value in options.items() if value):
         raise ValueError(f"target.{name}={options[name]}: {path} is a config.json, whose weights are random. Set null.")
     return shaped_target(path, "bfloat16" if dtype == "auto" else dtype, device)
+
+
+def shaped_target(path: str, dtype: str = "bfloat16", device: str | None = None, seed: int = 0) -> Target:
+    """Create a model of the shape that a config.json describes, with random weights and without a tokenizer."""
+    config = read_config(path)
+    torch.manual_seed(seed)
+    with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
+        model = model_class(config).from_config(config, dtype=resolve_dtype(dtype))
+    return Target(model, name=path)
 
 
 def open_drafter(

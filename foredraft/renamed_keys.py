@@ -114,6 +114,7 @@ REMOVED = {
     "recipe=glm52_eagle3": "use recipe=glm5_eagle3 target=zai-org/GLM-5.2",
     "recipe=qwen3_8b_eagle31": "use recipe=qwen3_8b_eagle3 head=eagle3_1",
     "recipe=vicuna_7b_medusa2": "head=medusa2 was removed. Use recipe=vicuna_7b_medusa1",
+    "retry_errors": "the same command with output=FILE.jsonl answers failed prompts again",
     "trainer.gpu_tflops": "set trainer.profile=true to see what a step spends its time on",
     "trainer.head_lr_multiplier": OF_MEDUSA2,
 }

@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.caches.cuda_graphs import CudaGraphs, power_of_two
-from foredraft.heads.caches.kv_cache import KEY_BLOCK, bucket
+from foredraft.heads.caches.kv_cache import KEY_BLOCK, bucket, to_device
 from foredraft.heads.target_model import Target, TargetCache, TargetOutput
 from foredraft.inference.clock import Clock
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter
 from foredraft.inference.drafters.chain import as_supported
-from foredraft.inference.request import Request, SequenceState, StoppingCriteria
+from foredraft.inference.request import Request, SequenceState
 from foredraft.inference.slots import Prompts, RequestOutput, Slots
 from foredraft.inference.trace import trace_sequences
 from foredraft.inference.tree import TokenTree, pad_nodes
-from foredraft.inference.verify import Coupled, Outcome, Validity, Verification, Verifier
+from foredraft.inference.verify import Outcome, Validity, Verification
 
 # Prompts are prefilled together if padding multiplies their tokens by at most this ratio, or if they are short.
 MAX_PADDING_RATIO, SMALL_PREFILL_TOKENS = 1.15, 128
@@ -42,21 +42,19 @@ class Engine:
         self,
         target: Target,
         drafter: Drafter | None = None,
-        verifier: Verifier | None = None,
         max_num_seqs: int | None = None,
         timings: bool = False,
         slot_tokens: int | None = None,
         prefill_chunk: int | None = None,
         reuse_prefixes: bool = False,
     ):
-        """Initialize the engine. drafter: None is the baseline, autoregressive decoding. verifier: None is the coupled one,
-        which is lossless (inference/verify.py). max_num_seqs: maximum number of requests that are decoded at a time; None
-        is unlimited. timings: measure the seconds of each stage. slot_tokens: cache entries of each sequence, for its text
-        and twice the largest tree; None means as many as the waiting requests need. Then a request that needs more, or
-        another slot, replaces all slots by larger ones, and running sequences are prefilled again. prefill_chunk: maximum
-        number of prompt tokens per step, so that long prompts do not delay other requests; None prefills prompts whole
-        (always the case for targets without chains). reuse_prefixes: do not prefill what is in the cache already, because
-        another text began alike."""
+        """Initialize the engine. drafter: None is the baseline, autoregressive decoding. max_num_seqs: maximum number of
+        requests that are decoded at a time; None is unlimited. timings: measure the seconds of each stage. slot_tokens: cache
+        entries of each sequence, for its text and twice the largest tree; None means as many as the waiting requests need.
+        Then a request that needs more, or another slot, replaces all slots by larger ones, and running sequences are
+        prefilled again. prefill_chunk: maximum number of prompt tokens per step, so that long prompts do not delay other
+        requests; None prefills prompts whole (always the case for targets without chains). reuse_prefixes: do not prefill
+        what is in the cache already, because another text began alike."""
         self.target, self.drafter = target, as_supported(drafter or NoDrafter(), target)
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[SequenceState] = deque()
@@ -67,7 +65,7 @@ class Engine:
         if target.capabilities.keeps_bits:  # masks of longer prompts would be large
             self.prefill_chunk = min(self.prefill_chunk or KEY_BLOCK, KEY_BLOCK)
         self.slot_tokens, self.reuse_prefixes = slot_tokens, reuse_prefixes
-        self.slots = Slots(target, self.drafter, verifier or Coupled())
+        self.slots = Slots(target, self.drafter)
         # On a CPU the matrix product of a single row uses another kernel than several rows, and rounds differently.
         self.pads_single_rows = target.device.type == "cpu" and target.capabilities.trees
         self.clock = Clock(target.device, timings)
@@ -95,22 +93,18 @@ class Engine:
         check_ids(
             "logit_bias or bad_words_ids", (token for token, _ in request.params.logit_bias), self.target.vocab_size
         )
-        sequence = SequenceState(request, list(request.prompt), StoppingCriteria(self.target, request))
-        if not self.fits(sequence):
+        sequence = SequenceState(request, self.target)
+        if self.slot_tokens is not None and self.num_entries(sequence) > self.slot_tokens:
             raise ValueError(
                 f"a prompt of {len(request.prompt)} tokens with max_new_tokens={request.max_new_tokens} exceeds the cache of "
                 f"{self.slot_tokens} tokens per text: reduce max_new_tokens or the prompt"
             )
         return sequence
 
-    def fits(self, sequence: SequenceState) -> bool:
-        """Return whether the sequence fits into a slot."""
-        return self.slot_tokens is None or self.num_entries(sequence) <= self.slot_tokens
-
     def num_entries(self, sequence: SequenceState) -> int:
         """Return the number of cache entries that a sequence may need: also for the accepted path of its last step, and then
         its tree."""
-        return len(sequence.request.prompt) + sequence.stopping.budget + 2 * self.drafter.nodes
+        return len(sequence.request.prompt) + sequence.budget + 2 * self.drafter.nodes
 
     def max_text_tokens(self) -> int | None:
         """Return the maximum length of a text that fits into the cache, in tokens; None without a limit."""
@@ -141,7 +135,7 @@ class Engine:
         the new drafter's trees."""
         before, self.drafter = self.drafter, as_supported(drafter or NoDrafter(), self.target)
         sequences = [sequence for sequence in self.running() if sequence.finish_reason is None] + list(self.waiting)
-        if not all(map(self.fits, sequences)):
+        if self.slot_tokens is not None and max(map(self.num_entries, sequences), default=0) > self.slot_tokens:
             nodes, self.drafter = self.drafter.nodes, before
             raise ValueError(f"trees of {nodes} nodes do not fit into the cache next to a text that is being decoded")
         self.close()
@@ -164,9 +158,12 @@ class Engine:
         if self.empty:
             ended, self.empty = self.empty, []
             return [RequestOutput(request, [], None, 1, "length") for request in ended]
-        self.last_was_prefill = self.prefill_is_next()
-        if self.last_was_prefill:
-            return self.prefill()
+        if not self.last_was_prefill or not self.slots.unfinished():  # prefill steps alternate with decoding steps
+            self.admit()
+            if self.prefilling:
+                self.last_was_prefill = True
+                return self.prefill()
+        self.last_was_prefill = False
         self.clock.start()
         started, captured = time.perf_counter(), CudaGraphs.num_captured
         tree, gumbel = self.propose()
@@ -230,7 +227,9 @@ class Engine:
         self.drafter.observe(paths, verification.choices)
         cache = self.slots.open_cache()
         captured = cache.kv_bucket is not None
-        device_counts = self.slots.mask_finished(verification.counts)
+        # Finished sequences get nothing. The counts of the others are on the device already.
+        device_counts = verification.counts if all(counts) else to_device(counts, verification.counts.device)
+        device_counts = device_counts[:, None]
         cache.commit(paths, verification.path, device_counts)
         for slot, is_valid in enumerate(valid):
             if is_valid == Validity.REJECTED_NAN:
@@ -250,13 +249,6 @@ class Engine:
         self.slots.accepted = Accepted(new_tokens, aux_hidden_states, counts, texts, device_counts)
         self.clock.lap("host")
         return outputs
-
-    def prefill_is_next(self) -> bool:
-        """Return whether the next step is a prefill. Prefill steps alternate with decoding steps."""
-        if self.last_was_prefill and self.slots.unfinished():
-            return False
-        self.admit()
-        return bool(self.prefilling)
 
     def admit(self) -> None:
         """Start to prefill waiting requests: together those that fit into one chunk without much padding, or one. A request
@@ -282,7 +274,8 @@ class Engine:
             longest, tokens = max(longest, len(sequence.text)), tokens + len(sequence.text)
             sequences.append(sequence)
         if sequences:
-            self.prefilling.append(self.slots.take(sequences, self.reuse_prefixes))
+            slots = [self.slots.choose(sequence, self.reuse_prefixes) for sequence in sequences]
+            self.prefilling.append(Prompts(slots))
             admitted = {sequence.request for sequence in sequences}
             self.waiting = deque(sequence for sequence in self.waiting if sequence.request not in admitted)
 

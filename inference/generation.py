@@ -7,16 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.sharding import all_equal
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.engine import Engine
-from foredraft.inference.request import Request, budget
+from foredraft.inference.request import Request
 from foredraft.inference.sampling import SamplingParams
 from foredraft.inference.slots import RequestOutput
-from foredraft.inference.verify import Verifier
 
 PARAMS = {field.name for field in fields(SamplingParams)}
 LIMITS = {"max_new_tokens", "max_length", "eos_token_id", "pad_token_id", "stop_strings", "do_sample", "bad_words_ids"}
@@ -74,7 +74,6 @@ def generate(
     *,
     seed: int | Sequence[int] | None = None,
     streamer: Any = None,
-    verifier: Verifier | None = None,
     timings: bool = False,
     progress: Callable[[int], None] | None = None,
     **settings: Any,
@@ -88,30 +87,26 @@ def generate(
     (inference/grammar.py). Decoding is greedy unless do_sample is true or temperature is above 0. Settings without a value
     are off (also top_k, which is 50 in transformers). seed: sequence i uses seed + i, or give one per sequence. A text
     depends only on its prompt and seed. None draws a seed from torch's generator, as transformers does, so that calls differ
-    unless `torch.manual_seed` precedes each. streamer: as in transformers. verifier, timings: as in `Engine`. progress:
-    called after each step with the number of tokens that it added to all sequences.
-
-    Raises ValueError for an empty or too long prompt, for an unknown or unsupported setting, and for logits that are not
-    numbers.
+    unless `torch.manual_seed` precedes each. streamer: as in transformers. timings: as in `Engine`. progress: called after
+    each step with the number of tokens that it added to all sequences. Raises ValueError for an empty or too long prompt,
+    for an unknown or unsupported setting, and for logits that are not numbers.
     """
     prompts = unpad(input_ids, attention_mask)
     shared = read_settings(generation_config, settings, target, input_ids.shape[1])
     pad_token_id = shared.pop("pad_token_id")
     requests = build_requests(target, drafter, prompts, shared, seed)
-    engine = Engine(target, drafter, verifier, timings=timings)
+    engine = Engine(target, drafter, timings=timings)
+    for request in requests:
+        engine.add(request)
     if streamer is not None:
         streamer.put(input_ids.cpu())
-    for request in requests:
-        if budget(request, target) > 0:
-            engine.add(request)
     texts: dict[Request, list[int]] = {request: [] for request in requests}
     reasons = dict.fromkeys(requests, "length")
-    numbers = {request: number for number, request in enumerate(requests)}
     steps: list[Step] = []
     while engine.has_work:
         outputs = engine.step()
-        if outputs and outputs[0].accepted is not None:  # none after a part of a prompt
-            steps.append(step_of(outputs, numbers))
+        if outputs and outputs[0].accepted is not None:  # not a prefill
+            steps.append(step_of(outputs, requests))
         for output in outputs:
             if output.finish_reason == "error":
                 raise ValueError(f"{output.request.failure}: {target.name} may need dtype bfloat16 or float32")
@@ -124,30 +119,31 @@ def generate(
     engine.close()
     if streamer is not None:
         streamer.end()
-    new_tokens = [texts[request] for request in requests]
-    sequences = appended(input_ids, new_tokens, pad_token_id)
-    return Generation(sequences, new_tokens, steps, engine.clock.seconds, list(reasons.values()))
+    new_tokens = list(texts.values())
+    rows = [torch.tensor(new, dtype=torch.int64) for new in new_tokens]
+    padded = pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
+    return Generation(
+        torch.cat([input_ids, padded.to(input_ids)], dim=1),
+        new_tokens,
+        steps,
+        engine.clock.seconds,
+        list(reasons.values()),
+    )
 
 
-def step_of(outputs: Sequence[RequestOutput], numbers: dict[Request, int]) -> Step:
-    """Return the record of a decoding step. numbers: of the sequences of each request."""
+def step_of(outputs: Sequence[RequestOutput], requests: list[Request]) -> Step:
+    """Return the record of a decoding step. requests: of all sequences, in their order."""
     accepted = [output.accepted for output in outputs if output.accepted is not None]
-    emitted = [len(output.tokens) for output in outputs]
-    return Step(accepted, emitted, outputs[0].nodes, [numbers[output.request] for output in outputs])
-
-
-def appended(input_ids: Tensor, new_tokens: list[list[int]], pad_token_id: int) -> Tensor:
-    """Return (batch, length + most new tokens) int64: each prompt with its new tokens, padded on the right."""
-    longest = max(map(len, new_tokens))
-    padded = [new + [pad_token_id] * (longest - len(new)) for new in new_tokens]
-    return torch.cat([input_ids, input_ids.new_tensor(padded).view(len(padded), longest)], dim=1)
+    numbers = [requests.index(output.request) for output in outputs]
+    return Step(accepted, [len(output.tokens) for output in outputs], outputs[0].nodes, numbers)
 
 
 def build_requests(
     target: Target, drafter: Drafter | None, prompts: list[list[int]], shared: dict[str, Any], seed: Any
 ) -> list[Request]:
-    """Return a request per prompt. shared: the other arguments of all requests. Raises ValueError for a number of seeds that
-    does not fit, for a long prompt, and if processes of a sharded target have different inputs."""
+    """Return a request per prompt, for as many tokens as the context has room for. shared: the other arguments of all
+    requests. Raises ValueError for a number of seeds that does not fit, and if processes of a sharded target have different
+    inputs."""
     if seed is None:
         seed = target.broadcast(int(torch.randint(1 << 62, ()))) if shared["params"].temperature > 0 else 0
     seeds = [seed + number for number in range(len(prompts))] if isinstance(seed, int) else list(seed)
@@ -159,10 +155,10 @@ def build_requests(
             f"sharding={target.sharding}: the processes got different prompts or settings, but all take part in every "
             "forward: give the same ones to each process"
         )
-    longest, context = max(map(len, prompts)), target.context
-    if context is not None and longest > context:
-        raise ValueError(f"the prompt has {longest} tokens, but {target.name} supports at most {context}: shorten it")
-    return [Request(prompt, seed=seed, **shared) for prompt, seed in zip(prompts, seeds, strict=True)]
+    room = [shared["max_new_tokens"] if target.context is None else target.context - len(prompt) for prompt in prompts]
+    most = [max(0, min(shared["max_new_tokens"], tokens)) for tokens in room]
+    facts = zip(prompts, most, seeds, strict=True)
+    return [Request(prompt, **shared | {"max_new_tokens": tokens, "seed": seed}) for prompt, tokens, seed in facts]
 
 
 def read_settings(
@@ -187,7 +183,12 @@ def read_settings(
         raise ValueError("do_sample=true with temperature=0: set a temperature above 0, or remove do_sample")
     params["temperature"] = params.get("temperature", 1.0) if sampled else min(0.0, params.get("temperature", 0.0))
     params["top_k"] = params.get("top_k") or None
-    params["logit_bias"] = logit_bias(params.get("logit_bias", {}), given.get("bad_words_ids"), target.vocab_size)
+    bias = [(int(token), float(value)) for token, value in dict(params.get("logit_bias", {})).items()]
+    for word in given.get("bad_words_ids") or []:
+        if len(word) != 1:
+            raise ValueError(f"bad_words_ids={word} has {len(word)} tokens: only words of one token are supported")
+        bias.append((word[0], float("-inf")))
+    params["logit_bias"] = tuple(bias)
     eos = given.get("eos_token_id")
     eos = target.eos_token_ids if eos is None else [eos] if isinstance(eos, int) else list(eos)
     stops = given.get("stop_strings") or ()
@@ -207,19 +208,6 @@ def read_settings(
         "pad_token_id": max(0, min(eos, default=0)) if pad is None else pad,
         "stop_strings": (stops,) if isinstance(stops, str) else tuple(stops),
     }
-
-
-def logit_bias(bias: Any, bad_words: list[list[int]] | None, vocab: int) -> tuple[tuple[int, float], ...]:
-    """Return the pairs (token, bias). Banned words of one token get a bias of minus infinity."""
-    pairs = [(int(token), float(value)) for token, value in dict(bias).items()]
-    for word in bad_words or []:
-        if len(word) != 1:
-            raise ValueError(f"bad_words_ids={word} has {len(word)} tokens: only words of one token are supported")
-        pairs.append((word[0], float("-inf")))
-    for token, _ in pairs:
-        if not 0 <= token < vocab:
-            raise ValueError(f"logit_bias or bad_words_ids contains token {token}, but the target has 0 to {vocab - 1}")
-    return tuple(pairs)
 
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

@@ -22,11 +22,11 @@ from foredraft.heads.caches.cuda_graphs import CudaGraphs, power_of_two
 from foredraft.heads.caches.kv_cache import KVCache, to_device
 from foredraft.heads.target_model import Target, TargetCache, TargetOutput
 from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, scatter, select, select_layers
-from foredraft.inference.request import Request, SequenceState, StoppingCriteria
+from foredraft.inference.request import Request, SequenceState
 from foredraft.inference.sampling import Sampling, SamplingParams
 from foredraft.inference.target_sampler import TargetSampler
 from foredraft.inference.trace import Trace, trace_sequences
-from foredraft.inference.verify import Validity, Verifier
+from foredraft.inference.verify import Validity
 
 COMPARED = 64  # tokens that are compared at a time
 
@@ -71,17 +71,15 @@ class Prompts:
 
 
 class Slots:
-    def __init__(self, target: Target, drafter: Drafter, verifier: Verifier):
-        """Initialize without memory. The parameters are those of `Engine`."""
-        self.target, self.drafter, self.verifier = target, drafter, verifier
+    def __init__(self, target: Target, drafter: Drafter):
+        """Initialize without memory."""
+        self.target, self.drafter = target, drafter
         self.looked_up = self.hits = 0  # tokens of prompts, and those whose entries were used again
         self.clock = itertools.count(1)
         # With CUDA graphs, the batch is a power of two. This sequence fills the unused slots.
-        nothing = Request([0], max_new_tokens=0)
-        self.padding = SequenceState(nothing, [0], StoppingCriteria(target, nothing), finish_reason="padding")
+        self.padding = SequenceState(Request([0], max_new_tokens=0), target)
+        self.padding.finish_reason = "padding"
         self.sampler: TargetSampler
-        # Which sequences have finished, on the host and on the device (batch, 1).
-        self.ended: tuple[list[bool], Tensor] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -122,13 +120,9 @@ class Slots:
     def free(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.is_free]
 
-    def take(self, sequences: Sequence[SequenceState], reuse: bool) -> Prompts:
-        """Give each sequence a free slot. reuse: reuse entries of other texts that start with the same tokens."""
-        return Prompts([self.choose(sequence, reuse) for sequence in sequences])
-
     def choose(self, sequence: SequenceState, reuse: bool) -> Slot:
-        """Take a free slot with the longest available beginning of the text: in place if the text continues that of the
-        slot, otherwise as a copy in the slot that was taken the longest time ago."""
+        """Give the sequence a free slot. reuse: with the longest available beginning of its text, in place if it continues
+        the slot's text, otherwise as a copy in the slot that was taken the longest time ago."""
         text = sequence.text
         slot = min(self.free(), key=lambda slot: slot.taken)
         source = max(self.slots, key=lambda slot: self.num_shared(slot, text)) if reuse else slot
@@ -194,7 +188,14 @@ class Slots:
         text = torch.tensor([part + [0] * (width + 1 - len(part)) for part in parts], device=device)
         output = self.target.prefill(text[:, :width], counts, cache, self.drafter.layers)
         cache.set_lengths([start + count for start, count in zip(done, counts, strict=True)])
-        self.prefill_drafters(sequences, text[:, 1:], output.aux_hidden_states, counts)
+        # Drafters combine each position's aux hidden states with the token after it. The prompt's last one has none yet.
+        ends = zip(cache.lengths, lengths, counts, strict=True)
+        paired = [count - (count > 0 and end == length) for end, length, count in ends]
+        if pairs := max(paired):
+            texts = [sequence.text for sequence in sequences]
+            accepted = Accepted(text[:, 1 : pairs + 1], output.aux_hidden_states[:, :pairs], paired, texts)
+            for drafter in self.drafter.cached_drafters:
+                drafter.prefill(select_layers(accepted, self.drafter.layers, drafter.layers))
         if cache.lengths != lengths:
             return None
         last = text.new_tensor(counts)[:, None] - 1
@@ -202,32 +203,23 @@ class Slots:
         hidden = hidden.gather(1, last[:, :, None].expand(-1, -1, hidden.shape[-1]))
         return TargetOutput(output.logits, hidden)
 
-    def prefill_drafters(
-        self, sequences: Sequence[SequenceState], following: Tensor, aux_hidden_states: Tensor, counts: Sequence[int]
-    ) -> None:
-        """Prefill the drafters with the chunk: each position's aux hidden states (sequences, n, width) with the token after
-        it (sequences, n). The token after the last one of the prompt is not known yet."""
-        texts = [sequence.text for sequence in sequences]
-        ends = zip(self.open_cache().lengths, texts, counts, strict=True)
-        counts = [count - (count > 0 and end == len(text)) for end, text, count in ends]
-        width = max(counts)
-        if width == 0:
-            return
-        accepted = Accepted(following[:, :width], aux_hidden_states[:, :width], counts, texts)
-        for drafter in self.drafter.cached_drafters:
-            drafter.prefill(select_layers(accepted, self.drafter.layers, drafter.layers))
-
     def join(self, prompts: Prompts, last: TargetOutput) -> list[RequestOutput]:
         """Sample the first tokens of prefilled prompts, and add the sequences that do not end with them."""
-        first_tokens, traces = self.sample_first_tokens(prompts.sequences, last)
+        sequences = prompts.sequences
+        texts = [sequence.text for sequence in sequences]
+        tokens = to_device([[text[-1]] for text in texts], self.target.device)
+        tree = bonus_only(Accepted(tokens, last.aux_hidden_states, [1] * len(texts), texts))
+        not_captured = CudaGraphs(self.target.device, enabled=False)
+        sampler, starts = TargetSampler(sequences, self.target), self.open_cache().seq_lens
+        verification, outcome = sampler.verify(last.logits, tree, None, 0, starts, not_captured)
+        traces = trace_sequences(sequences, tree, verification, last.logits)
         outputs, joining, numbers = [], [], []
-        for number, (slot, token) in enumerate(zip(prompts.slots, first_tokens, strict=True)):
-            sequence = prompts.sequences[number]
+        for number, (slot, sequence) in enumerate(zip(prompts.slots, sequences, strict=True)):
             if sequence.finish_reason is not None:  # canceled during the prefill
                 continue
-            if token is None:
+            if outcome.valid[number] == Validity.INVALID:
                 sequence.finish_reason = "error"
-            added = [] if token is None else sequence.extend([token])
+            added = [] if sequence.finish_reason else sequence.extend(outcome.tokens[number][:1])
             trace = traces.get(sequence.request)
             outputs.append(RequestOutput(sequence.request, added, None, 1, sequence.finish_reason, trace))
             if sequence.finish_reason is None:
@@ -238,19 +230,6 @@ class Slots:
             self.add(joining, last.aux_hidden_states[numbers])
         return outputs
 
-    def sample_first_tokens(
-        self, sequences: Sequence[SequenceState], last: TargetOutput
-    ) -> tuple[list[int | None], dict[Request, Trace]]:
-        """Return the first token after each prompt (None if a logit was NaN), and traces."""
-        sampler, texts = self.new_sampler(sequences), [sequence.text for sequence in sequences]
-        tokens = to_device([[text[-1]] for text in texts], self.target.device)
-        tree = bonus_only(Accepted(tokens, last.aux_hidden_states, [1] * len(texts), texts))
-        not_captured = CudaGraphs(self.target.device, enabled=False)
-        verification, outcome = sampler.verify(last.logits, tree, None, 0, self.open_cache().seq_lens, not_captured)
-        pairs = zip(outcome.valid, outcome.tokens, strict=True)
-        chosen = [None if valid == Validity.INVALID else tokens[0] for valid, tokens in pairs]
-        return chosen, trace_sequences(sequences, tree, verification, last.logits)
-
     def add(self, joining: list[Slot], aux_hidden_states: Tensor) -> None:
         """Add prefilled sequences to the batch. aux_hidden_states: (sequences, 1, width), of the positions before their
         bonus tokens."""
@@ -259,30 +238,15 @@ class Slots:
         fresh = Accepted(bonus_tokens, aux_hidden_states, [1] * len(texts), texts)
         if self.accepted is None:
             self.accepted = fresh
-        order = self.plan(len(joining))
+        order = next_rows(self.sequences, len(joining), self.target.capabilities.captures)
         rows = [row for row, old in enumerate(order) if old is None][: len(joining)]
         self.rearrange(order, joining)
         self.accepted = fresh if len(rows) == len(order) else scatter(self.accepted, rows, fresh)
 
-    def plan(self, arriving: int) -> list[int | None]:
-        """Return the old row of each sequence of the next batch, or None for a new sequence. New sequences take the rows of
-        finished ones. The last sequences move into rows that are still free. With CUDA graphs, the number of rows is filled
-        up to a power of two with None."""
-        order = [None if sequence.finish_reason else row for row, sequence in enumerate(self.sequences)]
-        count = len(order) - order.count(None) + arriving
-        count = power_of_two(count) if self.target.capabilities.captures else count
-        if count >= len(order):
-            return order + [None] * (count - len(order))
-        for _ in range(len(order) - count):
-            last = order.pop()
-            if last is not None:
-                order[order.index(None)] = last
-        return order
-
     @torch.inference_mode()
     def drop_finished(self) -> None:
         """Remove finished sequences from the batch. Called before a step."""
-        order = self.plan(0)
+        order = next_rows(self.sequences, 0, self.target.capabilities.captures)
         same = [None if sequence is self.padding else row for row, sequence in enumerate(self.sequences)]
         if order and order != same:
             self.rearrange(order, [])
@@ -298,7 +262,7 @@ class Slots:
             self.swap(row, slot.index)
             sequences[row] = slot.sequence or self.padding
         assert self.accepted is not None
-        self.sequences, self.sampler = sequences, self.new_sampler(sequences)
+        self.sequences, self.sampler = sequences, TargetSampler(sequences, self.target)
         self.drafter.select_sequences(order, self.capacity, self.sampler.sampling)
         self.accepted = select(self.accepted, order)._replace(text=[sequence.text for sequence in sequences])
 
@@ -311,15 +275,6 @@ class Slots:
         self.slots[one], self.slots[other] = self.slots[other], self.slots[one]
         self.slots[one].index, self.slots[other].index = one, other
 
-    def mask_finished(self, counts: Tensor) -> Tensor:
-        """Return counts (batch,) as (batch, 1), with 0 for finished sequences. The mask is copied to the device on change."""
-        ended = [sequence.finish_reason is not None for sequence in self.sequences]
-        if not any(ended):
-            return counts[:, None]
-        if self.ended is None or self.ended[0] != ended:
-            self.ended = ended, to_device(ended, counts.device)[:, None].bool()
-        return counts[:, None].masked_fill(self.ended[1], 0)
-
     def end_invalid(self, valid: Sequence[int], nodes: int) -> list[RequestOutput]:
         """End the sequences with NaN logits, and erase their slots."""
         failed = []
@@ -330,8 +285,21 @@ class Slots:
                 failed.append(RequestOutput(sequence.request, [], None, nodes, "error"))
         return failed
 
-    def new_sampler(self, sequences: Sequence[SequenceState]) -> TargetSampler:
-        return TargetSampler(self.verifier, sequences, self.target.vocab_size, self.target.device)
+
+def next_rows(sequences: Sequence[SequenceState], arriving: int, powers_of_two: bool) -> list[int | None]:
+    """Return the old row of each sequence of the next batch, or None for a new sequence. New sequences take the rows of
+    finished ones. The last sequences move into rows that are still free. powers_of_two: fill up the rows with None, for CUDA
+    graphs."""
+    order = [None if sequence.finish_reason else row for row, sequence in enumerate(sequences)]
+    count = len(order) - order.count(None) + arriving
+    count = power_of_two(count) if powers_of_two else count
+    if count >= len(order):
+        return order + [None] * (count - len(order))
+    for _ in range(len(order) - count):
+        last = order.pop()
+        if last is not None:
+            order[order.index(None)] = last
+    return order
 
 
 def common_length(text: Sequence[int], other: Sequence[int]) -> int:

@@ -9,24 +9,26 @@ from torch import Tensor
 
 from foredraft.heads.caches.cuda_graphs import CudaGraphs
 from foredraft.heads.caches.device import HostCopy
+from foredraft.heads.target_model import Target
 from foredraft.inference.grammar import GrammarState, allowed_tokens, mask_forbidden
 from foredraft.inference.request import SequenceState
 from foredraft.inference.sampling import TOP_P_CANDIDATES, Noise, Sampling
 from foredraft.inference.tree import TokenTree
-from foredraft.inference.verify import Outcome, Validity, Verification, Verifier, to_host, validity
+from foredraft.inference.verify import Outcome, Validity, Verification, to_host, validity, verify
 
 
 class TargetSampler:
     """Choose the target's token after each node: argmax of the processed logits plus the keyed noise of its position."""
 
-    def __init__(self, verifier: Verifier, sequences: Sequence[SequenceState], vocab: int, device: torch.device):
+    def __init__(self, sequences: Sequence[SequenceState], target: Target):
+        vocab, device = target.vocab_size, target.device
         requests = [sequence.request for sequence in sequences]
         params = [request.params for request in requests]
-        self.verifier, self.sequences, self.vocab = verifier, sequences, vocab
+        self.sequences, self.vocab = sequences, vocab
         self.sampling = Sampling.of(params, vocab, device)
         self.host_tree: HostCopy | None = None
         self.noise: Noise | None = None
-        if verifier.noisy and self.sampling.temperature is not None:
+        if self.sampling.temperature is not None:
             seeds = [request.seed if request.params.temperature > 0 else None for request in requests]
             self.noise = Noise(seeds, vocab, device)
         self.seen: Tensor | None = None  # (batch, vocab) bool: whether prompt or text contain the token
@@ -92,7 +94,7 @@ class TargetSampler:
         # How many tokens top-p considers: on a host as many as each node needs, because nothing waits for a device.
         on_host = logits.device.type == "cpu" and not graphs.active
         for candidates in (None,) if on_host else (TOP_P_CANDIDATES, self.vocab):
-            how = self.verifier, self.sampling.key, candidates, depth
+            how = self.sampling.key, candidates, depth
             choose = partial(choose_and_verify, add_noise, *how)
             verification, valid = graphs(("verify", *how), choose, logits, *state, *tree, *self.sampling.tensors)
             outcome = to_host(verification, valid if failed is None else valid.masked_fill(failed, Validity.INVALID))
@@ -122,7 +124,6 @@ def host_copy(tree: TokenTree) -> HostCopy:
 
 def choose_and_verify(
     add_noise: Callable[[Tensor], None] | None,
-    verifier: Verifier,
     key: int,
     candidates: int | None,
     depth: int,
@@ -144,8 +145,7 @@ def choose_and_verify(
         logits = logits + gumbel[rows, tree.depths]
     elif add_noise is not None:
         add_noise(logits)
-    sampled = None if sampling.temperature is None else sampling.temperature[:, 0] > 0
-    verification = verifier(tree, logits, sampled, depth)
+    verification = verify(tree, logits, depth)
     best = logits.gather(-1, verification.choices[..., None])  # argmax treats NaN as the maximum
     return verification, validity(verification, best[..., 0].isnan(), too_few)
 

@@ -3,9 +3,9 @@
 Probabilities are the target's, before temperature, penalties and biases. Without a request for a trace, nothing is computed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,10 +43,11 @@ def trace_sequences(
     ]
     if not requested:
         return {}
-    parts = [trace_tensors(slot, top, tree, verification, logits) for slot, _, top in requested]
-    numbers = iter(torch.cat([part.flatten() for one in parts for part in one]).tolist())  # waits for the device once
-    lists = [[take_like(numbers, part) for part in one] for one in parts]
-    return {request: trace(hide_rejected, *one) for (_, request, _), one in zip(requested, lists, strict=True)}
+    parts = [part for slot, _, top in requested for part in trace_tensors(slot, top, tree, verification, logits)]
+    numbers = torch.cat([part.flatten() for part in parts]).cpu()  # waits for the device once
+    pieces = zip(numbers.split([part.numel() for part in parts]), parts, strict=True)
+    lists = iter([piece.view(part.shape).tolist() for piece, part in pieces])
+    return {request: trace(hide_rejected, *islice(lists, len(parts) // len(requested))) for _, request, _ in requested}
 
 
 def trace_tensors(
@@ -67,13 +68,6 @@ def trace_tensors(
         best.values,
     )
     return tuple(part.double() for part in parts)
-
-
-def take_like(numbers: Iterator[float], part: Tensor) -> list[Any]:
-    """Take the next numbers in the shape of `part`."""
-    if part.ndim == 1:
-        return list(islice(numbers, len(part)))
-    return [take_like(numbers, row) for row in part]
 
 
 def trace(

@@ -2,14 +2,14 @@
 
 The text is written to stdout; acceptance length and tokens/s are written to stderr. A file of prompts (prompts=FILE.jsonl) is
 answered in batches. A prompt that cannot be answered (because it is too long, for example) gets a line with `error`. With
-output=FILE.jsonl the same command resumes an interrupted run; retry_errors=true also answers failed prompts again.
+output=FILE.jsonl the same command resumes an interrupted run, and answers failed prompts again.
 """
 
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +38,15 @@ Answer = dict[str, Any]  # a line of the output: `prompt`, and `text` or `error`
 def main(cfg: DictConfig) -> None:
     if (cfg.prompt is None) == (cfg.prompts is None):
         raise ValueError("set either prompt=TEXT or prompts=FILE.jsonl")
-    rows = [Row("prompt", {"prompt": cfg.prompt})] if cfg.prompts is None else read_file(Path(cfg.prompts))
+    if cfg.prompts is not None and not Path(cfg.prompts).is_file():
+        raise ValueError(f"prompts={cfg.prompts} does not exist: give a JSON Lines file with a column `prompt`")
+    rows = [Row("prompt", {"prompt": cfg.prompt})] if cfg.prompts is None else list(read(Path(cfg.prompts)))
     if cfg.batch_size < 1:
         raise ValueError(f"batch_size={cfg.batch_size} must be at least 1")
     if cfg.output is not None and cfg.prompts is None:
         raise ValueError(
             f"output={cfg.output} needs prompts=FILE.jsonl; the answer to a single prompt is written to stdout"
         )
-    if cfg.retry_errors and cfg.output is None:
-        raise ValueError("retry_errors=true needs output=FILE.jsonl, whose failed prompts are answered again")
     target: Target = instantiate(cfg.target)
     if cfg.chat and target.text_tokenizer.chat_template is None:
         raise ValueError(f"chat=true: {target.text_tokenizer.name_or_path} has no chat template. Set chat=false.")
@@ -141,16 +141,16 @@ class Writer:
         prompt = asked(row)["prompt"]
         if not isinstance(prompt, str):
             raise ValueError('the row has no prompt: write {"prompt": "..."} on every line')
-        ids = encode(self.tokenizer, prompt, self.cfg.chat)
+        if self.cfg.chat:
+            turns = [{"role": "user", "content": prompt}]
+            ids = list(
+                self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True).input_ids
+            )
+        else:
+            ids = encode_prompt(self.tokenizer, prompt)
         if not ids:
             raise ValueError("the prompt is empty: give at least one token (the bos token, say)")
         return ids
-
-
-def read_file(file: Path) -> list[Row]:
-    if not file.is_file():
-        raise ValueError(f"prompts={file} does not exist: give a JSON Lines file with a column `prompt`")
-    return list(read(file))
 
 
 def asked(row: Row) -> Answer:
@@ -159,7 +159,7 @@ def asked(row: Row) -> Answer:
 
 
 def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
-    """Answer the rows that have no line in the output yet, and with retry_errors those whose line is an error."""
+    """Answer the rows that have no line in the output yet, or an error."""
 
     def batches(numbers: Sequence[int]) -> Iterator[tuple[Sequence[int], list[Answer]]]:
         with Progress("answering", len(rows), "prompts", done=len(rows) - len(numbers)) as progress:
@@ -175,11 +175,10 @@ def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
     output = Path(cfg.output)
     lock = hold(output, "output")
     done = answered(output, rows)
-    if cfg.retry_errors:
-        for some, answers in batches([number for number, line in enumerate(done) if "error" in line]):
-            for number, answer in zip(some, answers, strict=True):
-                done[number] = answer
-        write_atomically(output, lines(done))
+    if failed := [number for number, line in done.items() if "error" in line]:
+        for some, answers in batches(failed):
+            done |= zip(some, answers, strict=True)
+        write_atomically(output, lines(done.values()))
         lock.close()
         lock = hold(output, "output")  # the new file
     with output.open("a", encoding="utf-8") as opened:
@@ -189,7 +188,7 @@ def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
     lock.close()
 
 
-def answered(output: Path, rows: Sequence[Row]) -> list[Answer]:
+def answered(output: Path, rows: Sequence[Row]) -> dict[int, Answer]:
     """Read the lines of an interrupted run, and remove an incomplete last line. Raises ValueError if the file contains
     answers to other prompts."""
     whole = output.read_bytes().rpartition(b"\n")[0]
@@ -200,21 +199,13 @@ def answered(output: Path, rows: Sequence[Row]) -> list[Answer]:
                 f"output={output}, line {number + 1} is not an answer to prompt {number + 1}. Use another file."
             )
     os.truncate(output, len(whole) + bool(done))
-    return done
+    return dict(enumerate(done))
 
 
-def lines(answers: Sequence[Answer]) -> str:
+def lines(answers: Iterable[Answer]) -> str:
     """Format the answers as JSON Lines. Unpaired surrogates, which UTF-8 cannot encode, are escaped."""
     found = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
     return found.encode(errors="backslashreplace").decode()
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool) -> list[int]:
-    """Encode a prompt with the special tokens that the target expects before a text."""
-    if not chat:
-        return encode_prompt(tokenizer, prompt)
-    turns = [{"role": "user", "content": prompt}]
-    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True).input_ids)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,21 @@ from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub.card import aligned, measured, model_card
 from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import AutoTree, load_drafter
-from foredraft.inference.drafters.auto import HeadTree
+from foredraft.inference.drafters.policy import HeadTree
 from foredraft.inference.evaluation import results as benchmark_results
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text
-from foredraft.inference.evaluation.figures import ALL, LOOPS, Spread, Table, acceptance, accepted_shares
 from foredraft.inference.evaluation.measure import NOT_CHECKED, check_identical
 from foredraft.inference.evaluation.report import Report, write_report
-from foredraft.inference.evaluation.results import Results, Sample
+from foredraft.inference.evaluation.results import (
+    ALL,
+    LOOPS,
+    Results,
+    Sample,
+    Spread,
+    Table,
+    acceptance,
+    accepted_shares,
+)
 from foredraft.inference.generation import generate
 from foredraft.train import held_out, publish
 from foredraft.train.checks import save_checked

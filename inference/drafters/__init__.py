@@ -1,5 +1,6 @@
 """All drafters, and `load_drafter`, which loads one by name."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,17 @@ from foredraft.heads.checkpoint import find, load_head, read_config
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.packing import pack
-from foredraft.inference.drafters import memory
-from foredraft.inference.drafters.adaptive import AdaptiveLength
-from foredraft.inference.drafters.auto import AutoTree, HeadTree
 from foredraft.inference.drafters.base import Drafter, NoDrafter
 from foredraft.inference.drafters.block import BlockTree
 from foredraft.inference.drafters.chain import Chain
 from foredraft.inference.drafters.draft_model import DraftModel
 from foredraft.inference.drafters.dynamic import DynamicTree
 from foredraft.inference.drafters.lookahead import Lookahead
+from foredraft.inference.drafters.measurements import about
 from foredraft.inference.drafters.ngram import NgramDrafter
+from foredraft.inference.drafters.policy import AdaptiveLength, AutoTree, HeadTree
 from foredraft.inference.drafters.static import StaticTree
 from foredraft.inference.drafters.suffix import SuffixDrafter
-from foredraft.inference.drafters.switch import Switch
 from foredraft.inference.drafters.union import Union
 
 DRAFTER_NAMES = "none, ngram, suffix, lookahead, draft:<path or id of a smaller model>, a head's directory or Hub id"
@@ -41,51 +40,51 @@ def load_drafter(path: str, target: Target, revision: str | None = None, **optio
 
 
 def load_joined(paths: list[str], target: Target, tree: str = "auto") -> Drafter:
-    """Load several drafters. A head and "suffix": each step uses the one with the higher expected throughput (switch.py).
+    """Load several drafters. A head and "suffix": each step uses the one that promises more tokens per second (policy.py).
     Other drafters, or tree="fixed": the union of their trees. It sizes no head's tree, whose share of the time is unknown."""
     if tree not in ("auto", "fixed"):
         raise ValueError(f"tree={tree} is not one of auto, fixed, which drafters joined by + support")
     drafters = [load(path, target, None, tree) for path in paths]
     if tree == "auto" and len(drafters) == 2:
-        suffix, auto = sorted(drafters, key=lambda one: isinstance(one, AutoTree))
+        suffix, auto = sorted(drafters, key=lambda drafter: isinstance(drafter, AutoTree))
         if isinstance(suffix, SuffixDrafter) and isinstance(auto, AutoTree):
-            return Switch(suffix, auto)
+            auto.add_suffix(suffix)
+            return auto
     union = Union([drafter.inner if isinstance(drafter, AutoTree) else drafter for drafter in drafters])
     return Chain(union) if target.capabilities.prefers_chains else union
 
 
 def load(path: str, target: Target, revision: str | None, default_tree: str, **options: Any) -> Drafter:
     """Load one drafter like `load_drafter`. default_tree: for heads and draft models without the option `tree`."""
+    prefers_chains = target.capabilities.prefers_chains
     if path == "none":
         return NoDrafter(**options)
     if path == "ngram":
         return NgramDrafter(**options)
     if path == "suffix":
-        return SuffixDrafter(**({"width": 1} if target.capabilities.prefers_chains else {}) | options)
+        return SuffixDrafter(**({"width": 1} if prefers_chains else {}) | options)
     if path == "lookahead":
-        return Chain(Lookahead(**options)) if target.capabilities.prefers_chains else Lookahead(**options)
+        return Chain(Lookahead(**options)) if prefers_chains else Lookahead(**options)
+    facts: dict[str, Any] = {"tree": default_tree, **options}
     if path.startswith("draft:"):
-        small = Target.from_pretrained(path.removeprefix("draft:"), dtype=target.dtype, device=target.device)
-        return remembered(drafter_for_model(small, target, **{"tree": default_tree, **options}), target, path, options)
-    if "/" not in path and not Path(path).is_dir():
+        head: DraftHead | Target
+        head = Target.from_pretrained(path.removeprefix("draft:"), dtype=target.dtype, device=target.device)
+    elif "/" not in path and not Path(path).is_dir():
         raise ValueError(f"drafter {path!r} is not one of: {DRAFTER_NAMES}; or several of them joined by +")
-    directory = find(path, revision)
-    head = load_head(directory, target)
-    pack(head)
-    own = read_config(directory).get("foredraft", {})
-    drafter = drafter_for(head, target, accuracies=own.get("accuracies"), **{"tree": default_tree, **options})
-    return remembered(drafter, target, str(directory), options)
-
-
-def remembered(drafter: Drafter, target: Target, name: str, options: dict[str, Any]) -> Drafter:
-    """Let tree=auto start from what earlier runs on this machine learned about this drafter (memory.py)."""
-    if isinstance(drafter, AutoTree) and not target.is_collective and memory.is_on():
-        drafter.memory.keep(memory.about(target, name, options))
+    else:
+        directory = find(path, revision)
+        head = load_head(directory, target)
+        pack(head)
+        facts["accuracies"] = read_config(directory).get("foredraft", {}).get("accuracies")
+        path = str(directory)
+    drafter = drafter_for(head, target, **facts)
+    if isinstance(drafter, AutoTree) and not target.is_collective and os.environ.get("FOREDRAFT_REMEMBER", "1") != "0":
+        drafter.memory.keep(about(target, path, options))
     return drafter
 
 
 def drafter_for(
-    head: DraftHead,
+    head: DraftHead | Target,
     target: Target,
     accuracies: list[list[float]] | None = None,
     tree: str = "fixed",
@@ -93,34 +92,26 @@ def drafter_for(
     reproducible: bool = False,
     **options: Any,
 ) -> Drafter:
-    """Return the drafter for a head. accuracies: of its guesses per depth and rank, for a static tree. tree, confidence,
-    reproducible: see `with_tree_policy`."""
-    policy = target, tree, confidence, reproducible
-    if isinstance(head, DraftModelHead):
-        return drafter_for_model(head, *policy, **options)
-    if isinstance(head, RecurrentHead):
-        return with_tree_policy(DynamicTree(head, target, **options), *policy)
-    if isinstance(head, BlockHead):
-        return with_tree_policy(BlockTree(head, target, **options), *policy)
-    assert isinstance(head, ParallelHead)
-    return with_tree_policy(StaticTree(head, target, accuracies=accuracies, **options), *policy)
-
-
-def drafter_for_model(
-    model: Target | DraftModelHead,
-    target: Target,
-    tree: str = "fixed",
-    confidence: float | None = None,
-    reproducible: bool = False,
-    **options: Any,
-) -> Drafter:
-    """Return a drafter that uses a smaller model. tree, confidence, reproducible: see `with_tree_policy`."""
-    return with_tree_policy(DraftModel(model, target, **options), target, tree, confidence, reproducible)
+    """Return the drafter for a head, or for a smaller model. accuracies: of a head's guesses per depth and rank, for a static
+    tree. tree, confidence, reproducible: see `with_tree_policy`."""
+    inner: HeadTree
+    if isinstance(head, Target | DraftModelHead):
+        inner = DraftModel(head, target, **options)
+    elif isinstance(head, RecurrentHead):
+        inner = DynamicTree(head, target, **options)
+    elif isinstance(head, BlockHead):
+        inner = BlockTree(head, target, **options)
+    else:
+        assert isinstance(head, ParallelHead)
+        inner = StaticTree(head, target, accuracies=accuracies, **options)
+    return with_tree_policy(inner, target, tree, confidence, reproducible)
 
 
 def tree_of(drafter: Drafter) -> HeadTree | None:
-    """Return the head's tree that a drafter proposes or sizes; None for a drafter without one."""
-    inner = drafter.inner if isinstance(drafter, AutoTree | AdaptiveLength) else drafter
+    """Return the head's tree that a drafter proposes or sizes; None for a drafter without one, or with others next to it."""
+    if isinstance(drafter, AutoTree):
+        return None if drafter.suffix else drafter.inner
+    inner = drafter.inner if isinstance(drafter, AdaptiveLength) else drafter
     return inner if isinstance(inner, HeadTree) else None
 
 
@@ -137,7 +128,7 @@ def with_tree_policy(
     inner: HeadTree, target: Target, tree: str, confidence: float | None = None, reproducible: bool = False
 ) -> Drafter:
     """Apply a policy to a tree. "fixed" proposes the same size in every step. "auto" chooses the size by measured cost and
-    acceptance, up to `inner` (auto.py). "adaptive" drafts as deep as it pays off and stops below `confidence` (adaptive.py).
+    acceptance, up to `inner`. "adaptive" drafts as deep as it pays off and stops below `confidence` (both in policy.py).
     If the target prefers chains (half precision on a CPU), all are chains unless `width` asks for branches. reproducible:
     replace "auto" by "fixed" for branching trees in half precision, where the measured size may decide near-ties."""
     if tree not in ("fixed", "auto", "adaptive"):
@@ -167,7 +158,6 @@ __all__ = [
     "NgramDrafter",
     "StaticTree",
     "SuffixDrafter",
-    "Switch",
     "Union",
     "chain_of",
     "drafter_for",

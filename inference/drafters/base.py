@@ -39,20 +39,24 @@ class Drafter(ABC):
     depth: int  # maximum number of levels of its next tree
     nodes: int  # maximum number of nodes of all its trees, including the bonus token
     branches: bool = True  # whether its trees may be more than chains
+    parts: "Sequence[Drafter]" = ()  # the drafters that it consists of
     remembers_others: bool = False  # whether its drafts may contain text of other requests, which must not be shown
 
-    @abstractmethod
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         """Start a new generation and forget the last one. capacity: maximum tokens of a sequence, including drafts."""
+        for part in self.parts:
+            part.begin(batch, capacity, sampling)
 
-    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:  # noqa: B027
+    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
         """Replace the batch by the sequences of these slots; None is a new one, whose prompt its `cached_drafters` have
         prefilled up to the newest token. Drafters without state per sequence can ignore this."""
+        for part in self.parts:
+            part.select_sequences(slots, capacity, sampling)
 
     @property
     def cached_drafters(self) -> "Sequence[CachedTree]":
         """Return the drafters, within this one, that prefill a cache."""
-        return ()
+        return [cached for part in self.parts for cached in part.cached_drafters]
 
     @abstractmethod
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
@@ -64,54 +68,40 @@ class Drafter(ABC):
         """Receive the result of the last proposal. paths: accepted nodes of each sequence, node 0 first; [] for finished
         ones. choices: (batch, nodes) int64, the target's choice after each node, accepted or not."""
 
-    def forget_outputs(self) -> None:  # noqa: B027  (most remember none)
+    def forget_outputs(self) -> None:
         """Forget the outputs of earlier generations, as a benchmark needs that decodes a prompt several times."""
+        for part in self.parts:
+            part.forget_outputs()
 
-    def observe_seconds(self, seconds: float | None) -> None:  # noqa: B027  (only tree=auto uses it)
+    def observe_seconds(self, seconds: float | None) -> None:
         """Receive the duration of the whole last step, after `observe`; None if a graph was captured in it."""
+        for part in self.parts:
+            part.observe_seconds(seconds)
 
 
 class Wrapper(Drafter):
     """Change what another drafter proposes."""
 
     def __init__(self, inner: Drafter):
-        self.inner, self.layers, self.nodes, self.branches = inner, inner.layers, inner.nodes, inner.branches
+        self.inner, self.parts = inner, [inner]
+        self.layers, self.nodes, self.branches = inner.layers, inner.nodes, inner.branches
 
     @property
     def depth(self) -> int:  # type: ignore[override]  # some drafters change it between steps
         return self.inner.depth
 
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.inner.begin(batch, capacity, sampling)
-
-    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.inner.select_sequences(slots, capacity, sampling)
-
     @property
     def remembers_others(self) -> bool:  # type: ignore[override]
         return self.inner.remembers_others
 
-    @property
-    def cached_drafters(self) -> "Sequence[CachedTree]":
-        return self.inner.cached_drafters
-
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         self.inner.observe(paths, choices)
-
-    def forget_outputs(self) -> None:
-        self.inner.forget_outputs()
-
-    def observe_seconds(self, seconds: float | None) -> None:
-        self.inner.observe_seconds(seconds)
 
 
 class NoDrafter(Drafter):
     """Draft nothing: autoregressive decoding in the same loop."""
 
     depth, nodes, branches = 0, 1, False
-
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        pass
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         return bonus_only(accepted)

@@ -52,7 +52,7 @@ class StaticTree(Drafter):
         width: int | None = None,
     ):
         """Initialize the tree. nodes: including the bonus token. accuracies: measured for this head (see
-        inference/evaluation/measure.py). width: guesses per depth; 1 drafts a chain; None is unlimited, or 1 if the target
+        train/finalize.py). width: guesses per depth; 1 drafts a chain; None is unlimited, or 1 if the target
         only supports or prefers chains."""
         if nodes < 2:
             raise ValueError(f"nodes={nodes} is too small: a static tree has at least 2, the bonus token and a draft")

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.inference.drafters.base import Accepted, Drafter, select_layers
-from foredraft.inference.drafters.cached_tree import CachedTree
-from foredraft.inference.sampling import Sampling, mix
+from foredraft.inference.sampling import mix
 from foredraft.inference.tree import TokenTree, from_parents
 
 
@@ -21,7 +20,7 @@ class Union(Drafter):
         """Initialize with at least two drafters. Nodes that several of them draft count for the first one."""
         if len(drafters) < 2:
             raise ValueError(f"a union needs at least two drafters, not {len(drafters)}: name them joined by +")
-        self.drafters = list(drafters)
+        self.drafters = self.parts = list(drafters)
         self.layers = sorted({layer for drafter in drafters for layer in drafter.layers})
         self.nodes = 1 + sum(drafter.nodes - 1 for drafter in drafters)
         self.remembers_others = any(drafter.remembers_others for drafter in drafters)
@@ -29,18 +28,6 @@ class Union(Drafter):
     @property
     def depth(self) -> int:  # type: ignore[override]  # the depth of an AutoTree changes
         return max(drafter.depth for drafter in self.drafters)
-
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        for drafter in self.drafters:
-            drafter.begin(batch, capacity, sampling)
-
-    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
-        for drafter in self.drafters:
-            drafter.select_sequences(slots, capacity, sampling)
-
-    @property
-    def cached_drafters(self) -> list[CachedTree]:
-        return [cached for drafter in self.drafters for cached in drafter.cached_drafters]
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         drafted = [
@@ -59,14 +46,6 @@ class Union(Drafter):
             rows = zip(paths, own.tolist(), strict=True)
             mine = [[row[node] for node in path if row[node] < dummy_node] for path, row in rows]
             drafter.observe(mine, choices.gather(1, position.clamp(max=choices.shape[1] - 1)))
-
-    def forget_outputs(self) -> None:
-        for drafter in self.drafters:
-            drafter.forget_outputs()
-
-    def observe_seconds(self, seconds: float | None) -> None:
-        for drafter in self.drafters:
-            drafter.observe_seconds(seconds)
 
 
 def merge(drafted: Sequence[TokenTree], depth: int) -> tuple[TokenTree, list[Tensor]]:

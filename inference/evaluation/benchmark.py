@@ -2,13 +2,12 @@
 
 A line is written at once and reused by the next run of the same command, so an interrupted run can be resumed. A system that
 fails is omitted from then on, with its reason; the others continue. All systems decode a prompt one after the other, so a
-change of the machine's speed affects all alike. Texts during which other programs used the core are timed again.
+change of the machine's speed affects all alike.
 
 Batches are faster, but only acceptance can be measured in them. A system with `batched` decodes all texts in batches first.
 """
 
 import json
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,8 +23,6 @@ from foredraft.inference.evaluation.progress import report, track
 from foredraft.inference.generation import Generation, generate
 
 BASELINE = "baseline"
-MAX_PREEMPTED_SHARE = 0.1  # share of a text's time without a core above which its timing is not reliable
-MAX_RETIMED_SHARE = 0.25  # maximum share of texts that are timed again: with more of them, it would not help
 
 Line = dict[str, Any]
 Job = tuple[str, float, int, int]  # name of the system, temperature, number of the text, repeat
@@ -113,19 +110,9 @@ class Lines:
     def of(self, kind: str) -> list[Line]:
         return [line for line in self.lines if line["kind"] == kind]
 
-    def preempted_shares(self) -> dict[Job, float]:
-        """Return the preempted share of each text, see `Stopwatch`."""
-        return {job_of(line): line["preempted_share"] for line in self.of("text")}
-
 
 def job_of(line: Line) -> Job:
     return line["decoder"], line["temperature"], line["text"], line["repeat"]
-
-
-def preempted_jobs(preempted: dict[Job, float]) -> list[Job]:
-    """Return the jobs that should be timed again, from their preempted shares."""
-    worst = sorted((job for job in preempted if preempted[job] > MAX_PREEMPTED_SHARE), key=lambda job: -preempted[job])
-    return worst[: math.ceil(MAX_RETIMED_SHARE * len(preempted))]
 
 
 def counts(out: Generation, number: int = 0) -> Line:
@@ -159,11 +146,10 @@ class Benchmark:
         for system in [system for system in self.systems.values() if system.batched]:
             for temperature in temperatures:
                 self.attempt(system.name, self.decode_batches, system, temperature)
-        done = set(self.lines.preempted_shares())
+        done = {job_of(line) for line in self.lines.of("text")}
         left = [job for job in self.jobs(temperatures, repeats) if job not in done]
         for job in track(left, "decoding", "texts"):
-            self.attempt(job[0], self.decode_and_save, job)
-        self.retime_preempted()
+            self.attempt(job[0], self.decode, *job)
 
     def jobs(self, temperatures: list[float], repeats: int) -> Iterator[Job]:
         """Yield all jobs. Systems alternate fastest, so that changes of the machine's speed affect all of them."""
@@ -184,13 +170,6 @@ class Benchmark:
         numbers = [number for number in everything if number not in loops] or everything
         count = min(self.num_timed, len(numbers))
         return [numbers[len(numbers) * place // count] for place in range(count)]
-
-    def retime_preempted(self) -> None:
-        """Measure texts again during which other programs used the core. Of two lines of a text the later one counts."""
-        names = self.systems.keys() - self.failed
-        preempted = {job: share for job, share in self.lines.preempted_shares().items() if job[0] in names}
-        for job in track(preempted_jobs(preempted), "timing preempted texts again", "texts"):
-            self.attempt(job[0], self.decode_and_save, job, preempted[job])
 
     def attempt(self, name: str, work: Callable[..., None], *arguments: Any) -> None:
         if name in self.failed:
@@ -219,13 +198,8 @@ class Benchmark:
                 ids = out.new_tokens[row]
                 self.lines.add(line | {"tokens": len(ids), "ids": ids} | counts(out, row))
 
-    def decode_and_save(self, job: Job, preempted: float = math.inf) -> None:
-        """Decode a text. Save its line if other programs used the core for less than this share of the time."""
-        line = self.decode(*job)
-        if line["preempted_share"] < preempted:
-            self.lines.add(line)
-
-    def decode(self, name: str, temperature: float, number: int, repeat: int) -> Line:
+    def decode(self, name: str, temperature: float, number: int, repeat: int) -> None:
+        """Decode a text alone and write its line."""
         facts = (self.target, self.texts[number], self.new_tokens, temperature, number + 1)
         # Graph capture, compilation and calibration at first use are not part of decoding; on a GPU they depend on lengths.
         if name not in self.warm or (repeat == 0 and self.target.device.type == "cuda"):
@@ -240,7 +214,7 @@ class Benchmark:
             line |= counts(out)
             if repeat == 0:
                 line["ids"] = out.new_tokens[0]
-        return line
+        self.lines.add(line)
 
 
 def rivals(target: Target, assistants: dict[str, str]) -> Iterator[System]:

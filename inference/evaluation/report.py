@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 
 from foredraft.heads.hub.card import MEASURED, TRAINING, aligned, duration, finite, lists, rows
 from foredraft.inference.evaluation import plots
-from foredraft.inference.evaluation.benchmark import MAX_PREEMPTED_SHARE
-from foredraft.inference.evaluation.figures import ALL, LOOPS, Spread
 from foredraft.inference.evaluation.pages import write_page
 from foredraft.inference.evaluation.plots import Bar, Point, Series, depth_color
-from foredraft.inference.evaluation.results import Results, Sample
+from foredraft.inference.evaluation.results import ALL, LOOPS, Results, Sample, Spread
 
 TIMES = "\u00d7"
+MAX_PREEMPTED_SHARE = 0.1  # share of time without a core above which speeds are not reliable
 TILES = 5  # measurements in large type
 
 Figure = tuple[str, str, str]  # title, note, chart ("" for an empty one)
@@ -107,7 +106,7 @@ def warnings(results: Results) -> Iterator[str]:
     if (preempted := results.metadata["preempted_share"]) > MAX_PREEMPTED_SHARE:
         yield (
             f"other programs used this machine: half of the texts had no core for at least {preempted:.0%} of their time, "
-            "even when timed again. Speeds vary with that, acceptance does not"
+            "so speeds vary, acceptance does not"
         )
     for row in results.identity:
         if row["wrong"]:
@@ -217,16 +216,18 @@ def series_of(history: Sequence[dict], key: str, scale: float = 1.0) -> list[Poi
 def training_figures(history: Sequence[dict]) -> Iterator[Figure]:
     accuracy = (found for entry in history for key in entry if (found := re.fullmatch(r"(?:held_out_)?acc_(\d+)", key)))
     depths = sorted({int(found[1]) for found in accuracy})
-    held = [Series(f"depth {d}", series_of(history, f"held_out_acc_{d}", 100), depth_color(d)) for d in depths]
-    note = "How often the head's first choice is the target's, on held-out text"
-    title = "Held-out accuracy per depth"
-    yield title, note, plots.line_chart(f"{title} over steps", held, " %", floor=0)
+
+    def by_depth(prefix: str) -> list[Series]:
+        return [Series(f"depth {d}", series_of(history, f"{prefix}{d}", 100), depth_color(d)) for d in depths]
+
     loss = [Series("training", series_of(history, "loss"), depth_color(1))]
     loss.append(Series("held out", series_of(history, "held_out_loss"), depth_color(2)))
-    yield "Loss", "Loss of the head", plots.line_chart("Loss over steps", loss)
-    lines = [Series(f"depth {d}", series_of(history, f"acc_{d}", 100), depth_color(d)) for d in depths]
-    note = "How often the head's first choice is the target's, on training text"
-    yield "Accuracy per depth", note, plots.line_chart("Accuracy per depth over steps", lines, " %", floor=0)
     tau = [Series("", series_of(history, "acceptance_length"), depth_color(1))]
-    note = "On held-out prompts, during training; the baseline is 1"
-    yield "Acceptance length", note, plots.line_chart("Acceptance length over steps", tau, floor=1)
+    first = "How often the head's first choice is the target's"
+    for title, note, lines, unit, floor in (
+        ("Held-out accuracy per depth", f"{first}, on held-out text", by_depth("held_out_acc_"), " %", 0),
+        ("Loss", "Loss of the head", loss, "", None),
+        ("Accuracy per depth", f"{first}, on training text", by_depth("acc_"), " %", 0),
+        ("Acceptance length", "On held-out prompts, during training; the baseline is 1", tau, "", 1),
+    ):
+        yield title, note, plots.line_chart(f"{title} over steps", lines, unit, floor)

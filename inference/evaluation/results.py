@@ -1,6 +1,13 @@
-"""The results of a benchmark: figures, and checks of each drafter (identity with the baseline's texts, alignment, and the
-time of each stage of a step). `foredraft evaluate` and the end of a training run share them; report.py writes the page."""
+"""The results of a benchmark: figures by drafter, category and temperature, computed from its lines, and checks of each
+drafter (identity with the baseline's texts, alignment, and the time of each stage of a step). `foredraft evaluate` and the
+end of a training run share them; report.py writes the page.
 
+Texts that end in a loop at a temperature are only in the category "loops": a loop is easy to draft, so it would overestimate
+every drafter. Speeds include the prompt's forward. They are medians over repeats, with minimum and maximum. A speedup
+compares the same texts of the same repeat.
+"""
+
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from typing import Any, NamedTuple
@@ -8,19 +15,107 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.inference.drafters import tree_of
-from foredraft.inference.drafters.auto import HeadTree
+from foredraft.inference.drafters import AutoTree
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.evaluation.alignment import check_alignment
-from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Line, System
-from foredraft.inference.evaluation.figures import ALL, LOOPS, Table, acceptance, decoder_figures
+from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Line, System, Text
 from foredraft.inference.evaluation.lossless import audit, nodes_by_token
-from foredraft.inference.evaluation.measure import length_settings
+from foredraft.inference.evaluation.measure import REPETITIVE, distinct, length_settings
 from foredraft.inference.evaluation.progress import track
 from foredraft.inference.generation import generate
 from foredraft.inference.text import Detokenizer
 
+ALL, LOOPS = "all", "loops"
 ALIGNED = 4  # number of texts on which a drafter's alignment is checked
+
+Lines = dict[tuple[int, int], Line]  # by repeat and text
+
+
+class Spread(NamedTuple):
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread | None":
+        return cls(median(values), min(values), max(values)) if values else None
+
+
+class Table:
+    """Compute figures from the lines of one temperature."""
+
+    def __init__(self, lines: Iterable[Line], texts: list[Text], temperature: float):
+        self.texts = texts
+        self.by_decoder: dict[str, Lines] = defaultdict(dict)
+        self.batched: dict[str, Lines] = defaultdict(dict)  # the texts that were decoded in batches
+        for line in lines:
+            if line["kind"] in ("text", "batched") and line["temperature"] == temperature:
+                decoders = self.by_decoder if line["kind"] == "text" else self.batched
+                decoders[line["decoder"]][line.get("repeat", 0), line["text"]] = line
+        outputs: dict[int, list[int]] = {}  # the baseline's if it decoded the text
+        for found in (self.by_decoder[BASELINE], *self.batched.values(), *self.by_decoder.values()):
+            for (_, text), line in found.items():
+                if "ids" in line:
+                    outputs.setdefault(text, line["ids"])
+        self.loops = {text for text, ids in outputs.items() if distinct(ids) < REPETITIVE}
+
+    def chosen(self, category: str) -> set[int]:
+        if category == LOOPS:
+            return self.loops
+        named = {number for number, text in enumerate(self.texts) if category in (ALL, text.category)}
+        return named - self.loops
+
+    def lines(self, decoder: str, category: str) -> list[Line]:
+        """Return the lines that acceptance is computed from: those of the batches, if there are any."""
+        chosen = self.chosen(category)
+        lines = self.batched.get(decoder) or self.by_decoder[decoder]
+        return [line for (_, text), line in lines.items() if text in chosen]
+
+    def timed(self, decoder: str, category: str) -> Lines:
+        chosen = self.chosen(category)
+        return {key: line for key, line in self.by_decoder[decoder].items() if key[1] in chosen}
+
+    def speedup(self, decoder: str, category: str) -> Spread | None:
+        """Return the tokens per second over those of the baseline."""
+        mine, theirs = self.timed(decoder, category), self.timed(BASELINE, category)
+        rates = [rates_of({key: lines[key] for key in sorted(mine.keys() & theirs.keys())}) for lines in (mine, theirs)]
+        return Spread.of([ours / base for ours, base in zip(*rates, strict=True)])
+
+    def figures(self, decoder: str, category: str, chain: str | None = None) -> dict[str, Any] | None:
+        """Return the figures of a decoder; None without texts of this category. chain: name of the decoder of its chain."""
+        lines, timed = self.lines(decoder, category), self.timed(decoder, category)
+        if not lines:
+            return None
+        return {
+            "texts": len({line["text"] for line in lines}),
+            "timed_texts": len({text for _, text in timed}),
+            "acceptance_length": acceptance(lines),
+            "chain_acceptance_length": acceptance(self.lines(chain, category)) if chain else None,
+            "accepted_per_depth": accepted_shares(lines),
+            "tokens_per_second": Spread.of(rates_of(timed)),
+            "speedup": self.speedup(decoder, category),
+        }
+
+
+def rates_of(lines: Lines) -> list[float]:
+    """Return the tokens per second of each repeat."""
+    repeats: dict[int, list[Line]] = defaultdict(list)
+    for (repeat, _), line in lines.items():
+        repeats[repeat].append(line)
+    return [sum(x["tokens"] for x in some) / sum(x["seconds"] for x in some) for _, some in sorted(repeats.items())]
+
+
+def acceptance(lines: Iterable[Line]) -> float | None:
+    """Return the acceptance length: tokens per target forward."""
+    emitted = [count for line in lines for count in line.get("emitted", [])]
+    return sum(emitted) / len(emitted) if emitted else None
+
+
+def accepted_shares(lines: Iterable[Line]) -> list[float]:
+    """Return the share of steps that accepted at least d drafts, for d = 1, 2, ... up to the most that a step accepted."""
+    accepted = [count for line in lines for count in line.get("accepted", [])]
+    depths = range(1, max(accepted, default=0) + 1)
+    return [sum(count >= depth for count in accepted) / len(accepted) for depth in depths]
 
 
 class Sample(NamedTuple):
@@ -56,7 +151,7 @@ class Results(NamedTuple):
     """Hold all results. Temperatures that are keys of JSON are strings."""
 
     metadata: dict[str, Any]  # target, device, dtype, versions, date, command, prompts
-    rows: list[dict[str, Any]]  # from figures.decoder_figures, with "drafter", "category", "temperature"
+    rows: list[dict[str, Any]]  # from Table.figures, with "drafter", "category", "temperature"
     rivals: list[str]  # names of the systems that are not ours
     identity: list[dict[str, Any]]  # "drafter", "temperature", "texts", "identical", "rounding", "wrong"
     stages: list[dict[str, Any]]  # "drafter", "temperature", "seconds": {stage: seconds}
@@ -74,10 +169,10 @@ def measure(benchmark: Benchmark, temperatures: list[float], repeats: int, metad
         table = Table(lines.lines, benchmark.texts, temperature)
         for category in [ALL, *dict.fromkeys(text.category for text in benchmark.texts), LOOPS]:
             for system in systems:
-                figures = None if system.once else decoder_figures(table, system.name, category, system.chain)
+                figures = None if system.once else table.figures(system.name, category, system.chain)
                 if figures is not None:
                     rows.append({"drafter": system.name, "temperature": temperature, "category": category, **figures})
-    shares = {"preempted_share": median(lines.preempted_shares().values() or [0.0])}
+    shares = {"preempted_share": median([line["preempted_share"] for line in lines.of("text")] or [0.0])}
     return Results(
         metadata=metadata | {"new_tokens": benchmark.new_tokens} | shares,
         rows=rows,
@@ -98,26 +193,14 @@ def check(benchmark: Benchmark, temperatures: list[float]) -> None:
     done = {(line["kind"], line["decoder"], line["temperature"]) for line in benchmark.lines.lines if "result" in line}
     left: list[tuple[str, str, float]] = []
     for system in benchmark.systems.values():
-        for number, temperature in enumerate(temperatures):
-            kinds = ["identity"] if system.once else ["identity", "stages"]
-            if number == 0 and is_aligned_apart(benchmark, system):
-                kinds.append("alignment")
-            jobs = [(kind, system.name, temperature) for kind in kinds if not system.is_rival]
-            left += [job for job in jobs if job not in done]
-    for job in track(left, "checking texts and alignment", "checks"):
+        kinds = [] if system.is_rival else ["identity"] if system.once else ["identity", "stages"]
+        left += [(kind, system.name, temperature) for temperature in temperatures for kind in kinds]
+        # Of a head that sizes its tree, the fixed one next to it is checked, because the other may not draft.
+        sizes = isinstance(system.drafter, AutoTree) and system.drafter.suffix is None
+        if isinstance(system.drafter, Drafter) and not system.once and not sizes:
+            left.append(("alignment", system.name, temperatures[0]))
+    for job in track([job for job in left if job not in done], "checking texts and alignment", "checks"):
         benchmark.attempt(job[1], save_check, benchmark, *job)
-
-
-def is_aligned_apart(benchmark: Benchmark, system: System) -> bool:
-    """Return whether to check a system's alignment. Where a head drafts a fixed tree and sizes it too, the fixed one is
-    checked, because the other may not draft."""
-    if system.once or not isinstance(system.drafter, Drafter):
-        return False
-    tree = tree_of(system.drafter)
-    fixed = [
-        other.drafter for other in benchmark.systems.values() if isinstance(other.drafter, HeadTree) and not other.once
-    ]
-    return tree is None or tree is system.drafter or all(tree.head is not other.head for other in fixed)
 
 
 def save_check(benchmark: Benchmark, kind: str, name: str, temperature: float) -> None:

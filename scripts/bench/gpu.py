@@ -30,9 +30,9 @@ from foredraft.heads.caches.kv_cache import to_device
 from foredraft.heads.target_model.capabilities import is_batch_invariant
 from foredraft.inference import Request, drafter_for, generate
 from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
-from foredraft.inference.evaluation.random_target import shaped_target
 from foredraft.inference.generation import Generation
 from foredraft.inference.tree import TokenTree
+from foredraft.loading import shaped_target
 
 GIB = 2**30
 

@@ -2,6 +2,7 @@
 
 import csv
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -22,9 +23,8 @@ from foredraft.inference.drafters import Drafter, DraftModel, drafter_for, load_
 from foredraft.inference.drafters.base import Accepted, Wrapper
 from foredraft.inference.evaluation.alignment import Alignment, RecordingDrafter
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, Stopwatch, System, Text
-from foredraft.inference.evaluation.figures import Table, accepted_shares, decoder_figures
 from foredraft.inference.evaluation.report import tables
-from foredraft.inference.evaluation.results import Results
+from foredraft.inference.evaluation.results import Results, Spread, Table, accepted_shares, rates_of
 from foredraft.inference.tree import TokenTree
 from foredraft.scripts import evaluate
 from foredraft.train import finalize
@@ -59,15 +59,8 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
     assert (output / "lines.jsonl").read_text().startswith(first)
     found = json.loads((output / "figures.json").read_text())
     ours, names = str(head), {line["drafter"] for line in found["rows"]}
-    assert names == {
-        "baseline",
-        "ngram",
-        ours,
-        "wrong",
-        f"{ours}, fixed tree",
-        "transformers",
-        "transformers, prompt lookup",
-    }
+    rivals = {"transformers", "transformers, prompt lookup"}
+    assert names == {"baseline", "ngram", ours, "wrong", f"{ours}, fixed tree"} | rivals
     assert list(found["alignment"]) == ["wrong"] and "taken 1 token later" in found["alignment"]["wrong"][0]
     assert "'nonsense' is not one of" in found["errors"]["nonsense"]
     everything = [line for line in found["rows"] if line["category"] in ("all", "loops")]
@@ -159,42 +152,41 @@ def test_figures_of_known_lines():
     lines += [text_line("rival", number, 4.0) for number in range(3)]
     table = Table(lines, texts, 0.0)
     assert table.loops == {3} and table.chosen("talk") == {2} and table.chosen("all") == {0, 1, 2}
-    assert table.rates("head", "code") == pytest.approx((4.0, 2.5, 5.0))
+    assert Spread.of(rates_of(table.timed("head", "code"))) == pytest.approx((4.0, 2.5, 5.0))
     assert table.speedup("head", "all") == pytest.approx((2.0, 1.25, 2.5))
     assert table.speedup("rival", "all") == (1.25, 1.25, 1.25)  # of the one repeat that it has
-    found = decoder_figures(table, "head", "all", None)
+    found = table.figures("head", "all")
     assert found["acceptance_length"] == pytest.approx(10 / 3)
     assert accepted_shares(lines[9:10]) == pytest.approx([2 / 3, 2 / 3, 2 / 3, 1 / 3])
-    assert decoder_figures(table, "missing", "all", None) is None
+    assert table.figures("missing", "all") is None
 
 
 def test_figures_of_a_training_run():
     """Measure the speed on two of four texts. One of the two is a loop, which counts only for `acceptance_length_all`."""
-    texts = [Text("code", [number], False) for number in range(4)]
-    fast, slow = (
-        {"emitted": [3, 3, 3], "accepted": [2, 2, 2], "nodes": [4] * 3},
-        {"emitted": [1] * 9, "accepted": [0] * 9},
-    )
-    lines = []
+    texts, lines = [Text("code", [number], False) for number in range(4)], []
+    fast = {"emitted": [3, 3, 3], "accepted": [2, 2, 2], "nodes": [4] * 3}
+    slow = {"emitted": [1] * 9, "accepted": [0] * 9, "nodes": [1] * 9}
     for temperature in finalize.TEMPERATURES:
-        found = [text_line(BASELINE, number, 5.0, **slow, nodes=[1] * 9) for number in (0, 2)]
-        found += [text_line(finalize.AUTO, number, 4.0, **fast) for number in (0, 2)]
-        found += [text_line(finalize.FIXED, number, 2.5, **fast) for number in (0, 2)]
-        found += [text_line(finalize.FIXED, number, 0, kind="batched", **fast) for number in (0, 1, 2)]
-        found += [text_line(finalize.FIXED, 3, 0, kind="batched", **slow, nodes=[4] * 9)]
-        found = [line | ({"ids": [7] * 10} if line["text"] == 2 else {}) for line in found]
-        lines += [line | {"temperature": temperature} for line in found]
+        for number in range(4):
+            shared = {"temperature": temperature} | ({"ids": [7] * 10} if number == 2 else {})
+            batched = fast if number < 3 else slow | {"nodes": [4] * 9}
+            lines.append(text_line(finalize.FIXED, number, 0, kind="batched", **batched, **shared))
+            for name, seconds, steps in (
+                (BASELINE, 5.0, slow),
+                (finalize.AUTO, 4.0, fast),
+                (finalize.FIXED, 2.5, fast),
+            ):
+                if number in (0, 2):
+                    lines.append(text_line(name, number, seconds, **steps, **shared))
     benchmark: Any = SimpleNamespace(lines=SimpleNamespace(lines=lines), texts=texts, new_tokens=10)
-    rows = []
+    rows, facts = [], {"drafter": finalize.FIXED}
     for temperature in finalize.TEMPERATURES:
         table = Table(lines, texts, temperature)
-        for name, category in [(name, category) for name in table.by_decoder for category in ("all", "loops")]:
-            row = decoder_figures(table, name, category, None) or {}
+        for name, category in itertools.product(table.by_decoder, ("all", "loops")):
+            row = table.figures(name, category) or {}
             rows.append({"drafter": name, "temperature": temperature, "category": category, **row})
-    identity = [
-        {"drafter": finalize.FIXED, "temperature": t, "texts": 2, "identical": 1} for t in finalize.TEMPERATURES
-    ]
-    stages = [{"drafter": finalize.FIXED, "temperature": 0.0, "seconds": {"draft": 0.1}}]
+    identity = [facts | {"temperature": t, "texts": 2, "identical": 1} for t in finalize.TEMPERATURES]
+    stages = [facts | {"temperature": 0.0, "seconds": {"draft": 0.1}}]
     results = Results({"preempted_share": 0.01}, rows, [], identity, stages, {}, {})
     figures = finalize.figures_of(benchmark, results, depth=3)
     assert figures["acceptance_length"] == 1.8 and figures["acceptance_length_all"] == 2.0
@@ -219,11 +211,9 @@ def test_batches_give_the_lines_of_texts_alone(target, tmp_path):
         for name in ("accepted", "emitted"):
             assert line[name] == [getattr(step, name)[0] for step in out.steps]
     assert {line["decoder"] for line in lines.of("text")} == {BASELINE, "head"}
-    assert {line["text"] for line in lines.of("text")} == set(benchmark.timed_texts()) and len(
-        lines.preempted_shares()
-    ) == 8
+    assert {line["text"] for line in lines.of("text")} == set(benchmark.timed_texts()) and len(lines.of("text")) == 8
     benchmark.run([0.0, 1.0], 1)  # as a run that goes on
-    assert len(lines.of("batched")) == 10 and len(lines.preempted_shares()) == 8
+    assert len(lines.of("batched")) == 10 and len(lines.of("text")) == 8
 
 
 def test_loops_are_not_timed(tmp_path):
@@ -241,20 +231,11 @@ def test_loops_are_not_timed(tmp_path):
 def test_texts_are_compared_in_the_table_of_all_of_them():
     texts = [Text("code", [1], False), Text("talk", [2], False)]
     table = Table([text_line("baseline", number, 5.5) for number in range(2)], texts, 0.0)
-    rows = [
-        {
-            **(decoder_figures(table, "baseline", category, None) or {}),
-            "drafter": "baseline",
-            "category": category,
-            "temperature": 0.0,
-        }
-        for category in ("all", "code")
-    ]
-    identity = [{"drafter": "baseline", "temperature": 0.0, "texts": 2, "identical": 1, "rounding": 1, "wrong": 0}]
-    found = {
-        title: dict(zip(heads, body[0]))
-        for title, heads, body in tables(Results({}, rows, [], identity, [], {}, {}), ("all", "code"))
-    }
+    where = {"drafter": "baseline", "temperature": 0.0}
+    rows = [table.figures("baseline", category) | where | {"category": category} for category in ("all", "code")]
+    identity = [where | {"texts": 2, "identical": 1, "rounding": 1, "wrong": 0}]
+    results = Results({}, rows, [], identity, [], {}, {})
+    found = {title: dict(zip(heads, body[0])) for title, heads, body in tables(results, ("all", "code"))}
     assert found["Temperature 0, all: 2 texts"]["text"] == "identical up to rounding in 1 text"
     assert "text" not in found["Temperature 0, code: 1 text"]
 
@@ -337,17 +318,14 @@ def test_no_limit_is_every_prompt(run, tmp_path):
     assert len(json.loads((tmp_path / "out" / "prompts.json").read_text())) == 3
 
 
-@pytest.mark.parametrize(
-    "given, sentence",
-    [
+def test_nothing_to_measure_is_named(run):
+    for given, sentence in (
         ("limit=-1", "limit=-1 must be at least 1, or 0 for all prompts"),
         ("temperature=-0.5", "temperature=[-0.5]: at least one, of 0 (greedy) or more"),
         ("temperature=[]", "temperature=[]: at least one"),
-    ],
-)
-def test_nothing_to_measure_is_named(given, sentence, run):
-    ended = run(given)
-    assert ended.code == 2 and sentence in ended.err
+    ):
+        ended = run(given)
+        assert ended.code == 2 and sentence in ended.err
 
 
 def where(device: str, is_collective: bool) -> Any:
@@ -361,21 +339,6 @@ def test_no_text_drafts_itself(name, target):
     system, text = System(name, load_drafter(name, target)), Text("code", list(range(300, 312)), False)
     first, again = (system.decode(target, text, 24, 0.0, 1)[1] for _ in range(2))
     assert [step.accepted for step in again.steps] == [step.accepted for step in first.steps]
-
-
-def test_texts_that_others_held_up_are_timed_again(monkeypatch, tmp_path):
-    """Let the third of four texts take long the first time, while another program has the core. The fourth takes long, too,
-    but only a quarter of the texts is timed again."""
-    waits = iter([0.0, 0.02, 0.9, 0.5, 0.05])
-    monkeypatch.setattr(Stopwatch, "stop", lambda watch: ((waited := next(waits)) + 1, waited))
-    monkeypatch.setattr(System, "decode", lambda system, target, text, *facts: (text.tokens[0], None))
-    texts = [Text("code", [number], False) for number in (1, 2, 3, 4)]
-    lines = Lines(tmp_path / "lines.jsonl")
-    Benchmark(where("cpu", False), [System(BASELINE, None)], texts, 8, lines).run([0.0], 1)
-    timed = {line["text"]: line for line in Lines(tmp_path / "lines.jsonl").lines}
-    assert [timed[number]["preempted_share"] for number in range(4)] == [0.0, 0.02, 0.05, 0.5]
-    assert [timed[number]["seconds"] for number in range(4)] == [1.0, 1.02, 1.05, 1.5]
-    assert [timed[number]["tokens"] for number in range(4)] == [1, 2, 3, 4] and len(lines.lines) == 5
 
 
 @pytest.mark.parametrize("device, is_collective", [("cpu", False), ("cuda", False), ("cpu", True)])

@@ -14,12 +14,11 @@ from torch import Tensor
 from foredraft.heads import Target
 from foredraft.heads.caches import cuda_graphs
 from foredraft.inference import Engine, Request, generate
-from foredraft.inference.drafters import AutoTree, DraftModel, SuffixDrafter, Switch, remembered
-from foredraft.inference.drafters.auto import plans_of
+from foredraft.inference.drafters import AutoTree, DraftModel, SuffixDrafter, load_drafter
 from foredraft.inference.drafters.base import Accepted
-from foredraft.inference.drafters.costs import ENOUGH, NODE, PLAIN, Costs, Plan
 from foredraft.inference.drafters.dynamic import DynamicTree
-from foredraft.inference.drafters.memory import CHANCE, WEIGHT, Case, Hits
+from foredraft.inference.drafters.measurements import CHANCE, ENOUGH, PLAIN, WEIGHT, Case, Costs, Hits, Plan
+from foredraft.inference.drafters.policy import plans_of
 from foredraft.inference.sampling import Sampling, SamplingParams
 from foredraft.inference.tree import TokenTree, chain
 from tests.support import ROOT
@@ -34,19 +33,17 @@ def small() -> Target:
 
 
 class Timed(AutoTree):
-    """Take `cost(plan)` for each step, of which drafting a level takes `drafting`."""
+    """Take `cost(plan)` for each step of the head or without drafts; a hundredth of a second per node, and one, for a
+    suffix."""
 
-    def __init__(self, inner, target: Target, cost: Callable[[Plan], float], drafting: float = 0.0):
+    def __init__(self, inner, target: Target, cost: Callable[[Plan], float]):
         super().__init__(inner, target)
-        self.cost, self.level, self.clock, self.spent = cost, drafting, 0.0, 0.0
-
-    def now(self) -> float:
-        self.clock += self.level * self.plan.levels
-        return self.clock
+        self.cost, self.spent = cost, 0.0
 
     def observe_seconds(self, seconds: float | None) -> None:
-        self.spent += self.cost(self.plan)
-        super().observe_seconds(self.cost(self.plan))
+        seconds = 1 + self.size / 100 if self.by_suffix else self.cost(self.plan)
+        self.spent += seconds
+        super().observe_seconds(seconds)
 
 
 class Useless(OneBranch):
@@ -72,21 +69,6 @@ class Short(DraftModel):
         return tree._replace(tokens=tree.tokens.index_fill(1, torch.arange(min(3, count), count), -1))
 
 
-class TimedSwitch(Switch):
-    """Take a second for each step, and a hundredth of a second more for each node."""
-
-    auto: Timed
-
-    def observe_seconds(self, seconds: float | None) -> None:
-        self.auto.cost = lambda plan: 1 + plan.nodes / 100
-        super().observe_seconds(1 + self.seen_nodes / 100)
-
-    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        tree = super().propose(accepted, gumbel)
-        self.seen_nodes = tree.tokens.shape[1]
-        return tree
-
-
 def nodes_of_steps(target: Target, drafter: AutoTree, count: int, batch: int = 1) -> list[int]:
     ids, nodes = torch.tensor([prompt(9)] * batch), []
     while len(nodes) < count:
@@ -94,15 +76,6 @@ def nodes_of_steps(target: Target, drafter: AutoTree, count: int, batch: int = 1
         out = generate(target, drafter, ids, max_new_tokens=101, eos_token_id=-1, temperature=1.0, seed=seed)
         nodes += [step.nodes for step in out.steps]
     return nodes[:count]
-
-
-def costs_of(*steps: tuple[int, float], batch: int = 1, near: Costs | None = None) -> Costs:
-    """Return costs after enough steps with trees of each size."""
-    costs = Costs(batch, "cpu", near)
-    for nodes, seconds in steps:
-        for _ in range(ENOUGH):
-            costs.add(nodes, seconds)
-    return costs
 
 
 class Chains(DynamicTree):
@@ -122,6 +95,14 @@ class Chains(DynamicTree):
         return chain(torch.zeros(1, self.nodes, dtype=torch.long))
 
 
+NEWEST = Accepted(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, 0), [1], [[0]])
+
+
+def begun(drafter: Timed) -> Timed:
+    drafter.begin(1, 1000, Sampling.of([SamplingParams()], 1024))
+    return drafter
+
+
 @pytest.mark.parametrize("right", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("node", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("level", [0.0, 0.2, 1.5])
@@ -131,11 +112,9 @@ def test_the_first_tokens_are_never_slower_than_the_baseline(small, right, node,
     def cost(plan: Plan) -> float:
         return 1.0 + node * (plan.nodes - 1) + level * plan.levels
 
-    drafter, written = Timed(Chains(), small, cost, level), 0
-    drafter.begin(1, 300, Sampling.of([SamplingParams()], 1024))
-    accepted = Accepted(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, 0), [1], [[0]])
+    drafter, written = begun(Timed(Chains(), small, cost)), 0
     while written < 200:
-        tree = drafter.propose(accepted, None)
+        tree = drafter.propose(NEWEST, None)
         path = list(range(1 + min(right, tree.tokens.shape[1] - 1)))
         drafter.observe([path], tree.tokens)
         drafter.observe_seconds(0.0)
@@ -155,34 +134,23 @@ def test_every_plan_is_a_part_of_the_next_one_and_a_gpu_captures_few_sizes(small
         )
 
 
-def test_a_head_that_drafts_all_levels_at_once_is_charged_for_it_once():
-    costs = Costs(1, "cpu", by_level=False)
-    for nodes in (1, 1, 1, 2):
-        costs.add(nodes, 1.5 if nodes > 1 else 1.0, Plan(2, 1) if nodes > 1 else PLAIN, 0.5 if nodes > 1 else None)
-    assert costs.draft(Plan(9, 8)) == costs.draft(Plan(2, 1)) == 0.5
-
-
 def test_auto_begins_plainly_then_drafts_little(small):
     nodes = nodes_of_steps(small, Timed(itself(small, 15), small, lambda plan: 1.0 + plan.nodes / 100), 30)
     assert nodes[:ENOUGH] == [1] * ENOUGH and nodes[ENOUGH] <= 3
     assert max(nodes[: 2 * ENOUGH]) < 16 and nodes[-5:].count(16) >= 4
 
 
-def test_auto_decodes_plainly_where_drafts_are_right_but_cost_more_than_they_gain(small):
-    drafter = Timed(itself(small), small, lambda plan: 1.0 if plan == PLAIN else 6.0 * plan.nodes)
-    assert nodes_of_steps(small, drafter, 200)[-100:].count(1) >= 98
-
-
-def test_auto_drafts_where_it_pays(small):
-    drafter = Timed(itself(small), small, lambda plan: 1.0 + 0.1 * plan.levels, drafting=0.05)
-    nodes = nodes_of_steps(small, drafter, 60)
-    assert nodes[-20:].count(5) >= 18  # all but a plain step
-
-
-def test_auto_drafts_no_deeper_than_it_pays(small):
-    inner = Short(small, small, nodes=9, depth=8, width=1, min_probability=0)
-    drafter = Timed(inner, small, lambda plan: 1.0 + 0.3 * plan.levels)
-    assert nodes_of_steps(small, drafter, 300)[-100:].count(3) >= 90  # of two drafts
+@pytest.mark.parametrize(
+    "kind, cost, nodes, share",
+    [
+        ("itself", lambda plan: 1.0 if plan == PLAIN else 6.0 * plan.nodes, 1, 0.98),  # drafts cost more than they gain
+        ("itself", lambda plan: 1.0 + 0.15 * plan.levels, 5, 0.9),
+        ("short", lambda plan: 1.0 + 0.3 * plan.levels, 3, 0.9),  # no deeper than drafts are right
+    ],
+)
+def test_auto_drafts_where_and_as_deep_as_it_pays(small, kind, cost, nodes, share):
+    inner = itself(small) if kind == "itself" else Short(small, small, nodes=9, depth=8, width=1, min_probability=0)
+    assert nodes_of_steps(small, Timed(inner, small, cost), 300)[-100:].count(nodes) >= 100 * share
 
 
 def test_a_machine_that_grows_slower_is_no_reason_to_change_the_tree(small):
@@ -200,12 +168,10 @@ def test_a_machine_that_grows_faster_is_noticed_while_drafts_are_in_use(small):
     def cost(plan: Plan) -> float:
         return plain if plan == PLAIN else 1.3 + 0.25 * (plan.nodes - 1)
 
-    drafter, chance, nodes = Timed(Chains(), small, cost), random.Random(0), list[int]()
-    drafter.begin(1, 1000, Sampling.of([SamplingParams()], 1024))
-    accepted = Accepted(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, 0), [1], [[0]])
+    drafter, chance, nodes = begun(Timed(Chains(), small, cost)), random.Random(0), list[int]()
     for step in range(600):
         plain = 2.5 if step < 300 else 1.0  # another program has ended
-        tree = drafter.propose(accepted, None)
+        tree = drafter.propose(NEWEST, None)
         nodes.append(tree.tokens.shape[1])
         path = [0]
         while len(path) < nodes[-1] and chance.random() < (0.3 if path == [0] else 0.8):
@@ -235,29 +201,32 @@ def test_a_plan_that_was_never_seen_is_taken_for_the_smaller_one():
     assert hits.gains() == pytest.approx([1 + chance, 1 + chance + chance**2 + chance**3])
 
 
-def test_costs_between_measured_sizes_are_interpolated():
-    costs = costs_of((1, 1.0), (8, 1.7), (16, 3.3))
-    assert costs.verify(1) == 1.0 and costs.verify(4) == pytest.approx(1.3) and costs.verify(12) == pytest.approx(2.5)
-    assert costs.verify(32) == pytest.approx(3.3 + 16 * 2.3 / 15)  # beyond them a node costs what it cost so far
-    assert costs_of((1, 2.0)).verify(5) == pytest.approx(2.0 * (1 + 4 * NODE["cpu"]))
+def test_seconds_between_measured_sizes_are_interpolated():
+    costs = Costs(node=0.1, levels={2: 1, 4: 3, 8: 7, 16: 15})
+
+    def add(arm: str, nodes: int, *seconds: float) -> None:
+        for second in seconds:
+            costs.add(arm, nodes, second)
+
+    add("head", 1, 2.0, 2.0, 2.0)
+    assert costs.seconds("suffix", 4) == pytest.approx(2.0 * 1.3)  # what is typical: of three more nodes
+    assert costs.seconds("head", 4) == pytest.approx(2.0 * 1.6)  # and of three levels
+    add("head", 2, 90.0)  # the first step of a size may have made something once for it
+    assert costs.seconds("head", 2) == pytest.approx(2 * 2.0 * 1.2)
+    add("head", 2, 5.2, 5.2, 5.2)
+    assert costs.seconds("head", 2) == 5.2  # of which 2.2 are for verifying, so that drafting a level takes 3
+    assert costs.seconds("head", 4) == pytest.approx(2.6 + 3 * 3.0)
+    add("head", 8, *[9.2] * ENOUGH, 100.0)  # the slow step was another program's
+    assert costs.seconds("head", 4) == pytest.approx(5.2 + 2 * 4.0 / 6) and costs.seconds("head", 8) == 9.2
+    assert costs.seconds("head", 15) == pytest.approx(9.2 + 7 * 7.2 / 7)  # beyond them a node costs what it cost so far
+    assert costs.seconds("suffix", 4) == pytest.approx(2.0 * 1.3)
+    add("suffix", 4, *[1.5] * ENOUGH)
+    assert costs.seconds("suffix", 4) == 2.0  # no less than a step without drafts
 
 
-def test_the_cost_of_drafting_is_no_cost_of_verification():
-    costs, plan = costs_of((1, 1.0)), Plan(5, 4)
-    for _ in range(ENOUGH):
-        costs.add(5, 2.0, plan, 0.75)
-    assert costs.draft(plan) == 0.75 and costs.verify(5) == 1.25 and costs.seconds(plan) == 2.0
-    assert costs.draft(Plan(9, 8)) == 1.5  # twice the levels
-
-
-def test_a_node_costs_as_much_for_each_sequence_of_a_larger_batch():
-    alone = costs_of((1, 1.0), (5, 2.2))
-    assert costs_of((1, 1.5), batch=8, near=alone).verify(5) == pytest.approx(1.5 * (1 + 4 * 8 * 0.3))
-
-
-def kept(small: Target, cost: Callable[[Plan], float] = lambda plan: 1.0) -> Timed:
-    drafter = Timed(itself(small), small, cost)
-    remembered(drafter, small, "itself", {})
+def kept(small: Target) -> Timed:
+    drafter = Timed(itself(small), small, lambda plan: 1.0)
+    drafter.memory.keep({"drafter": "itself"})
     return drafter
 
 
@@ -272,63 +241,56 @@ def test_the_next_run_starts_from_what_the_last_one_learned(small, cache):
     first = kept(small)
     before = nodes_of_steps(small, first, 60)
     assert before[:ENOUGH] == [1] * ENOUGH
-    first.memory.write()
+    first.memory.file()
     (file,) = cache.iterdir()
     assert file.stat().st_size < 4000
     then = kept(small)
     assert then.memory.hits[False].gains() == pytest.approx(first.memory.hits[False].gains(), abs=0.2)
-    assert then.memory.costs[Case(1, False)].verify(5) == first.memory.costs[Case(1, False)].verify(5)
+    assert then.memory.costs[Case(1, False)].seconds("head", 5) == pytest.approx(1.0)
     assert nodes_of_steps(small, then, 5) == [5] * 5
-
-
-def test_what_was_learned_is_written_when_the_drafter_goes(small, cache):
-    drafter = kept(small)
-    nodes_of_steps(small, drafter, 20)
-    del drafter
-    assert len(list(cache.iterdir())) == 1
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"about": 1}', "about", "costs", "hits", "seconds"])
 def test_a_file_that_is_damaged_or_of_something_else_is_ignored(small, cache, damage):
     drafter = kept(small)
     nodes_of_steps(small, drafter, 60)
-    drafter.memory.write()
+    drafter.memory.file()
     (file,) = cache.iterdir()
     dumped = json.loads(file.read_text())
     if damage == "about":
-        dumped["about"]["torch"] = "0.1"
+        dumped["about"]["drafter"] = "another"
     elif damage == "costs":
-        dumped["costs"] = [[1, False, {"verifying": "no"}]]
+        dumped["costs"] = [[1, False, {"head": "no"}]]
     elif damage == "hits":
         dumped["hits"]["True"] = [[1, 2], [3]]
     elif damage == "seconds":
-        dumped["costs"][0][2]["verifying"] = [[1, -5.0]]
+        dumped["costs"][0][2]["head"] = [[1, -5.0]]
     file.write_text(json.dumps(dumped) if damage in dumped or damage == "seconds" else damage)
     assert nodes_of_steps(small, kept(small), 5)[:ENOUGH] == [1] * ENOUGH
 
 
-def test_nothing_is_read_or_written_where_it_is_switched_off(small, cache, monkeypatch):
-    monkeypatch.setenv("FOREDRAFT_REMEMBER", "0")
-    drafter = kept(small)
-    nodes_of_steps(small, drafter, 20)
+@pytest.mark.parametrize("remember", [True, False])
+def test_a_loaded_drafter_writes_what_it_learned_when_it_goes(target, tiny_path, cache, monkeypatch, remember):
+    monkeypatch.setenv("FOREDRAFT_REMEMBER", str(int(remember)))
+    drafter = load_drafter(f"draft:{tiny_path}", target)
+    for _ in range(ENOUGH):
+        drafter.memory.costs_of(Case(1, True)).add("head", 1, 1.0)
     del drafter
-    assert not cache.exists()
+    assert len(list(cache.iterdir()) if cache.exists() else []) == remember
 
 
 def test_processes_that_write_at_once_leave_one_whole_file(small, cache):
     drafter = kept(small)
     nodes_of_steps(small, drafter, 20)
-    drafter.memory.write()
+    drafter.memory.file()
     (file,) = cache.iterdir()
     code = f"""
 import json, pathlib
-from foredraft.inference.drafters.dynamic import DynamicTree
-from foredraft.inference.drafters.memory import Memory, write
-from foredraft.inference.drafters.costs import Costs
+from foredraft.inference.drafters.measurements import Costs, write
 file = pathlib.Path({str(file)!r})
 about = json.loads(file.read_text())["about"]
-costs = Costs(1, "cpu")
-for _ in range(3): costs.add(1, 1.0)
+costs = Costs(0.1, {{}})
+for _ in range(3): costs.add("head", 1, 1.0)
 for _ in range(100):
     write(file, about, {{(1, True): costs}}, {{}}, [])
     json.loads(file.read_text())
@@ -362,31 +324,38 @@ def test_seconds_are_those_of_decoding_steps_alone(small, monkeypatch):
     assert seen[0] is None and seen[1:] == [0.0] * (len(seen) - 1)  # replays call no forward
 
 
+def switching(inner, target: Target, suffix: SuffixDrafter) -> Timed:
+    drafter = Timed(inner, target, lambda plan: 1 + plan.nodes / 100)
+    drafter.add_suffix(suffix)
+    return drafter
+
+
 @pytest.mark.parametrize("head_is_right", [True, False])
-def test_a_switch_takes_the_suffix_or_the_head_by_what_each_promises(small, head_is_right):
+def test_the_suffix_or_the_head_is_used_by_what_each_promises(small, head_is_right):
     """Check a prompt whose greedy continuation has been seen: suffixes are right, and as cheap as a step without drafts."""
     inner = itself(small) if head_is_right else Useless([-1, -1])
-    switch = TimedSwitch(SuffixDrafter(longest=24, nodes=12), Timed(inner, small, lambda plan: 1.0))
+    drafter = switching(inner, small, SuffixDrafter(longest=24, nodes=12))
     ids = torch.tensor([prompt(9)])
     text = generate(small, None, ids, max_new_tokens=101, eos_token_id=-1).sequences
     chosen = []
     for _ in range(8):
-        out = generate(small, switch, ids, max_new_tokens=101, eos_token_id=-1)
+        out = generate(small, drafter, ids, max_new_tokens=101, eos_token_id=-1)
         assert torch.equal(out.sequences, text)  # past outputs are remembered, so the second time all is known
         chosen.append(out.acceptance_length)
     assert chosen[-1] > 6 > 5 >= chosen[0]  # eleven drafts by the suffix, four by the head
-    assert switch.auto.memory.suffix[1] / switch.auto.memory.suffix[0] > 0.9
+    assert drafter.memory.suffix[1] / drafter.memory.suffix[0] > 0.9
 
 
-def test_a_switch_learns_that_suffixes_are_wrong(small):
+def test_wrong_suffixes_give_way_to_the_head(small):
     class Liar(SuffixDrafter):
         """Draft a token that never comes, and be sure of it."""
 
         def draft(self, slot: int, text: list[int]) -> tuple[list[tuple[int, int]], float]:
             return [(-1, 0)] * 4, 3.0
 
-    switch = TimedSwitch(Liar(), Timed(itself(small), small, lambda plan: 1.0))
-    ids = torch.tensor([prompt(9)])
-    steps = [step for _ in range(4) for step in generate(small, switch, ids, max_new_tokens=101, eos_token_id=-1).steps]
+    drafter, ids = switching(itself(small), small, Liar()), torch.tensor([prompt(9)])
+    steps = [
+        step for _ in range(4) for step in generate(small, drafter, ids, max_new_tokens=101, eos_token_id=-1).steps
+    ]
     assert any(step.accepted == [0] and step.nodes == 5 for step in steps[:20])  # it was tried
     assert [step.accepted for step in steps[-10:-1]].count([4]) >= 8

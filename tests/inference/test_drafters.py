@@ -10,12 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from foredraft.heads import Target
-from foredraft.heads.base import RecurrentHead
 from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.draft_model import DraftModelHead
-from foredraft.heads.eagle import EagleHead
-from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.hydra import HydraHead
 from foredraft.heads.medusa import MedusaHead
 from foredraft.inference import Engine, Request, generate, load_drafter
 from foredraft.inference.drafters import (
@@ -29,11 +25,11 @@ from foredraft.inference.drafters import (
     NgramDrafter,
     StaticTree,
     SuffixDrafter,
-    Switch,
     Union,
     drafter_for,
 )
 from foredraft.inference.drafters.base import Accepted, PendingAccepted, bonus_only, chains, trees
+from foredraft.inference.drafters.measurements import Costs
 from foredraft.inference.drafters.union import merge
 from foredraft.inference.sampling import Sampling, SamplingParams
 from tests.support.drafters import SETTINGS, OneBranch, drafters
@@ -50,6 +46,11 @@ def medusa(target: Target) -> StaticTree:
     return StaticTree(MedusaHead.for_target(target, num_heads=3).eval(), target, nodes=9)
 
 
+def suffix_or(head: AutoTree) -> AutoTree:
+    head.add_suffix(SuffixDrafter(per_match=9.0))
+    return head
+
+
 DRAFTERS = {
     "lookahead of one column": lambda target: Lookahead(window=1, ngram=2, guesses=1),
     "draft model, auto": lambda target: AutoTree(DraftModel(random_model(3), target, min_probability=0), target),
@@ -60,7 +61,7 @@ DRAFTERS = {
     ),
     "ngram and heads": lambda target: Union([NgramDrafter(), eagle(target), medusa(target)]),
     "lookahead and suffix": lambda target: Union([Lookahead(), SuffixDrafter()]),
-    "a suffix or a head": lambda target: Switch(SuffixDrafter(), AutoTree(eagle(target), target)),
+    "a suffix or a head": lambda target: suffix_or(AutoTree(eagle(target), target)),
     "auto with ngram": lambda target: Union([AutoTree(medusa(target), target), NgramDrafter()]),
 }
 
@@ -94,10 +95,9 @@ def test_text_up_to_the_last_position_of_the_context_whatever_is_drafted(small):
     ids = torch.tensor([prompt(246)])
     plain = generate(small, None, ids, max_new_tokens=100, eos_token_id=-1).sequences
     assert plain.shape[1] == 256
-    for who, drafter in everyone(small).items():
+    big = {"big": DynamicTree(eagle(small).head, small, nodes=300, depth=4, width=12, min_probability=0)}
+    for who, drafter in (everyone(small) | big).items():
         assert torch.equal(generate(small, drafter, ids, max_new_tokens=100, eos_token_id=-1).sequences, plain), who
-    big = DynamicTree(eagle(small).head, small, nodes=300, depth=4, width=12, min_probability=0)
-    assert torch.equal(generate(small, big, ids, max_new_tokens=100, eos_token_id=-1).sequences, plain)
 
 
 def accepted(*texts: list[int], width: int = 0) -> Accepted:
@@ -279,9 +279,8 @@ def test_short_words_name_drafters(target, tiny_path):
     assert isinstance(load("suffix", nodes=4), SuffixDrafter)
     union = load(f"lookahead+draft:{tiny_path}")
     assert isinstance(union, Union) and isinstance(union.drafters[1], DraftModel)  # of a fixed tree
-    assert isinstance(load(f"draft:{tiny_path}+suffix"), Switch) and isinstance(
-        load(f"suffix+draft:{tiny_path}"), Switch
-    )
+    for spec in (f"draft:{tiny_path}+suffix", f"suffix+draft:{tiny_path}"):
+        assert isinstance(load(spec).suffix, SuffixDrafter)
     both = load(f"draft:{tiny_path}+suffix", tree="fixed")
     assert isinstance(both, Union) and isinstance(both.drafters[0], DraftModel)
     assert isinstance(load(f"draft:{tiny_path}"), AutoTree) and isinstance(
@@ -334,14 +333,9 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "hydra++", "draft model"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "hydra_pp", "draft model"])
 def test_a_prompt_is_read_without_a_mask_of_its_length_squared(target, kind):
-    head: RecurrentHead = {
-        "eagle": lambda: EagleHead.for_target(target),
-        "eagle3": lambda: Eagle3Head.for_target(target),
-        "hydra++": lambda: HydraHead.for_target(target, prefix=True),
-        "draft model": lambda: DraftModelHead(target, target.vocab_size),
-    }[kind]()
+    head = DraftModelHead(target, target.vocab_size) if kind == "draft model" else make_head(kind, target)
     length = 240
     tokens = torch.arange(length)[None] % target.vocab_size
     aux_hidden_states = target.forward(tokens, layers=head.layers).aux_hidden_states
@@ -401,11 +395,7 @@ def test_rows_that_pad_the_targets_vocabulary_are_never_drafted(target):
     small, hidden = random_model(9, vocab_size=target.vocab_size - 8), torch.randn(2, 3, target.hidden_size)
     logits = DraftModelHead(small, target.vocab_size).logits(hidden, 1)
     assert torch.equal(logits[..., :-8], small.logits(hidden)) and logits.shape[-1] == target.vocab_size
-    assert (
-        logits.isfinite().all()
-        and (logits[..., -8:] < logits.min() + 1).all()
-        and logits.softmax(-1)[..., -8:].sum() == 0
-    )
+    assert logits.isfinite().all() and logits.softmax(-1)[..., -8:].sum() == 0
 
 
 @pytest.mark.parametrize("kind", ["suffix", "union", "switch", "chain"])
@@ -413,10 +403,11 @@ def test_a_trace_shows_no_text_of_another_request(target, kind, monkeypatch):
     """Check rejected drafts: others' answers are drafted, and nobody sees them if they are rejected."""
     suffix = SuffixDrafter(per_match=9.0)
     auto = AutoTree(DynamicTree(make_head("eagle3", target), target, nodes=4, depth=2, min_probability=0), target)
-    known = {"suffix": suffix, "union": Union([suffix, NgramDrafter()]), "switch": Switch(suffix, auto)}
+    known = {"suffix": suffix, "union": Union([suffix, NgramDrafter()]), "switch": auto}
     drafter = Chain(suffix) if kind == "chain" else known[kind]
     if kind == "switch":
-        monkeypatch.setattr(auto, "promised_speed", lambda: 1e-9)  # the suffix is always worth more
+        auto.add_suffix(suffix)
+        monkeypatch.setattr(Costs, "seconds", lambda self, arm, nodes: 1e-9 if arm == "suffix" else 1.0)
     engine, opening = Engine(target, drafter, max_num_seqs=1), prompt(9)
     for seed in (0, 1, 2, 0, 1, 2):  # the same text again is drafted well
         engine.add(Request(opening, SamplingParams(0.7), 30, seed, trace=0))

@@ -11,7 +11,7 @@ from foredraft.heads.caches import cuda_graphs
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.inference import Engine, Request, SamplingParams, target_sampler
 from foredraft.inference.drafters import Drafter, DraftModel, DynamicTree, NgramDrafter
-from foredraft.inference.request import StoppingCriteria
+from foredraft.inference.request import SequenceState
 from tests.support import decoding
 from tests.support.decoding import prompt as ids
 from tests.support.decoding import run
@@ -259,10 +259,9 @@ def test_a_long_stop_string_costs_no_more_than_a_short_one(target, monkeypatch):
     monkeypatch.setattr(
         target.text_tokenizer, "decode", lambda ids, **how: decoded.append(len(ids)) or decode(ids, **how)
     )
-    stopping = StoppingCriteria(
-        target, Request([1], stop_strings=("class Pair" + "x" * 990, "Pair" + "x" * 989 + "\n"))
-    )
-    found = [stopping.completes_stop_string(token) for token in words]
+    stops = "class Pair" + "x" * 990, "Pair" + "x" * 989 + "\n"
+    sequence = SequenceState(Request([1], stop_strings=stops), target)
+    found = [sequence.completes_stop_string(token) for token in words]
     assert found == [False] * (len(words) - 1) + [True]
     assert sum(decoded) < 40 * len(words)
 
@@ -273,12 +272,12 @@ def test_a_stop_string_is_found_with_the_space_before_it():
     blue, sky = tokenizer.convert_tokens_to_ids(["▁blue", "▁sky"])
     target = SimpleNamespace(tokenizer=tokenizer, text_tokenizer=tokenizer, context=None, name="x")
     for stop, tokens in ((" blue", [blue]), (" sky blue", [sky, blue])):
-        stopping = StoppingCriteria(target, Request([1, sky], stop_strings=(stop,)))
-        assert [stopping.completes_stop_string(token) for token in tokens] == [False] * (len(tokens) - 1) + [True]
+        sequence = SequenceState(Request([1, sky], stop_strings=(stop,)), target)
+        assert [sequence.completes_stop_string(token) for token in tokens] == [False] * (len(tokens) - 1) + [True]
     tokenizer = byte_level()
     target = SimpleNamespace(tokenizer=tokenizer, text_tokenizer=tokenizer, context=None, name="x")
-    stopping = StoppingCriteria(target, Request([1], stop_strings=(" ",)))
-    assert stopping.completes_stop_string(tokenizer.convert_tokens_to_ids("Ġð"))
+    sequence = SequenceState(Request([1], stop_strings=(" ",)), target)
+    assert sequence.completes_stop_string(tokenizer.convert_tokens_to_ids("Ġð"))
 
 
 def test_a_request_for_no_tokens_writes_none(target):

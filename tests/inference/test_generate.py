@@ -68,16 +68,17 @@ def test_streaming_gives_all_tokens_once(target):
 
 
 def test_bad_input_is_named(target):
-    with pytest.raises(ValueError, match="sequence 1 is empty"):
-        generate(target, None, torch.ones(2, 3).long(), torch.tensor([[1, 1, 1], [0, 0, 0]]))
-    with pytest.raises(ValueError, match=r"300 tokens.*256"):
-        generate(target, None, prompt(300))
-    with pytest.raises(ValueError, match="temperature=-1"):
-        generate(target, None, prompt(3), temperature=-1)
-    with pytest.raises(ValueError, match="max_new_tokens=-1"):
-        generate(target, None, prompt(3), max_new_tokens=-1)
-    with pytest.raises(ValueError, match="seed has 2 entries"):
-        generate(target, None, prompt(3), seed=[1, 2])
+    mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
+    for ids, settings, message in (
+        (torch.ones(2, 3).long(), {"attention_mask": mask}, "sequence 1 is empty"),
+        ("def main():", {}, "input_ids is str"),
+        (prompt(300), {}, r"300 tokens.*256"),
+        (prompt(3), {"temperature": -1}, "temperature=-1"),
+        (prompt(3), {"max_new_tokens": -1}, "max_new_tokens=-1"),
+        (prompt(3), {"seed": [1, 2]}, "seed has 2 entries"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(target, None, ids, **settings)
 
 
 def test_settings_beyond_the_vocabulary_have_a_defined_result(target):

@@ -85,15 +85,13 @@ def test_prompts_that_cannot_be_answered_leave_the_others(target: Target, tiny_p
         ids = torch.tensor([target.text_tokenizer(prompts[number]).input_ids])
         out = generate(target, None, ids, temperature=1.0, seed=3 + number, max_new_tokens=9)
         assert answers[number]["text"] == target.text_tokenizer.decode(out.new_tokens[0], skip_special_tokens=True)
-    assert "supports at most" in answers[1]["error"] and "is empty" in answers[2]["error"]
+    assert "supports" in answers[1]["error"] and "is empty" in answers[2]["error"]
     assert all("no prompt" in answers[number]["error"] for number in (3, 5, 6)) and answers[9]["error"] == "not JSON"
     assert "in.jsonl:2: " in first.err
-    for more in ([], ["retry_errors=true"]):
-        again = program("generate", *given, *more, cwd=tmp_path)
-        assert again.code == 0 and output.read_text() == written
-        assert ("in.jsonl:2: " in again.err) == bool(more)  # the errors alone are tried again
+    again = program("generate", *given, cwd=tmp_path)
+    assert again.code == 0 and output.read_text() == written and "in.jsonl:2: " in again.err  # errors are tried again
     output.write_text(written.replace(json.dumps(answers[0]["text"])[1:-1], "kept", 1).replace('"text"', '"error"', 2))
-    mended = program("generate", *given, "retry_errors=true", cwd=tmp_path)
+    mended = program("generate", *given, cwd=tmp_path)
     assert mended.code == 0 and output.read_text() == written
 
 
@@ -116,11 +114,7 @@ def test_a_batch_that_memory_has_no_room_for_is_halved(writer, error, monkeypatc
     monkeypatch.setattr(program_of_files, "generate", limited)
     rows = [Row(f"row {number}", {"prompt": prompt}) for number, prompt in enumerate(["a", "poison", "b"])]
     answers = writer.answer(rows, range(3))
-    assert sizes == [3, 1, 2, 1, 1] and [sorted(answer) for answer in answers] == [
-        ["prompt", "text"],
-        ["error", "prompt"],
-        ["prompt", "text"],
-    ]
+    assert sizes == [3, 1, 2, 1, 1] and ["text" in answer for answer in answers] == [True, False, True]
     assert answers[1]["error"] == f"{type(error).__name__}: no room"
 
 

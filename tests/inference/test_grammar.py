@@ -8,7 +8,6 @@ import torch
 from foredraft.heads import Target
 from foredraft.inference import Engine, Grammars, Request, SamplingParams, generate
 from foredraft.inference.drafters import DraftModel, DynamicTree, NgramDrafter
-from foredraft.inference.verify import TypicalAcceptance
 from tests.support.batches import prompt
 from tests.support.decoding import alone, run
 from tests.support.head_factory import make_head
@@ -97,21 +96,6 @@ def test_after_the_end_only_ends_come(target, grammars):
         for drafter in (None, DraftModel(target, target, depth=3), NgramDrafter())
     ]
     assert texts[0] == texts[1] == texts[2] and texts[0][-4:] == [*target.eos_token_ids] * 4
-
-
-def test_a_lossy_verifier_follows_the_grammar_too(target, grammars):
-    drafter = DraftModel(target, target, depth=3)
-    new = generate(
-        target,
-        drafter,
-        prompt(9, 1),
-        verifier=TypicalAcceptance(),
-        temperature=1.0,
-        grammar=grammars.json_schema(PAIR),
-        max_new_tokens=20,
-    ).new_tokens[0]
-    matcher = grammars.json_schema(PAIR).matcher
-    assert matcher.validate_tokens(new) == len(new)
 
 
 def test_a_grammar_that_leaves_no_token_ends_its_text_alone(target, grammars):

@@ -60,14 +60,10 @@ def test_a_text_completes_the_character_that_its_prompt_began(kind, tokens):
     whole = ids(tokenizer, f"is blue{tokens}blue")
     for cut in range(3, len(whole)):
         shown = "".join(map(Detokenizer(tokenizer, prompt=()).push, whole[:cut]))
-        assert (
-            shown
-            == Echo.of(tokenizer, whole[:cut], []).text
-            == Echo.of(tokenizer, whole[:cut], [(None, [])] * cut).text
-        )
-        assert shown + "".join(pieces(Detokenizer(tokenizer, prompt=whole[:cut]), whole[cut:])) == tokenizer.decode(
-            whole
-        )
+        for logprobs in ([], [(None, [])] * cut):
+            assert Echo.of(tokenizer, whole[:cut], logprobs).text == shown
+        rest = "".join(pieces(Detokenizer(tokenizer, prompt=whole[:cut]), whole[cut:]))
+        assert shown + rest == tokenizer.decode(whole)
 
 
 @pytest.mark.parametrize("kind", ["strip", "metaspace", "byte level"])
@@ -125,9 +121,8 @@ def test_a_chat_in_the_terminal_has_its_spaces():
     tokenizer = sentencepiece()
     blue, mark = tokenizer.convert_tokens_to_ids(["▁blue", "<|assistant|>"])
     for prompt, expected in (([blue, mark], "blue blue"), ([mark, blue], " blue blue")):
-        writer = AnswerWriter(
-            SimpleNamespace(text_tokenizer=tokenizer), prompt, Marks(Console(file=io.StringIO()), False)
-        )
+        marks = Marks(Console(file=io.StringIO()), False)
+        writer = AnswerWriter(SimpleNamespace(text_tokenizer=tokenizer), prompt, marks)
         writer.push(RequestOutput(None, [blue], None, 1, None))
         writer.push(RequestOutput(None, [blue], 0, 1, "length"))
         assert writer.end() == expected

@@ -27,8 +27,8 @@ from foredraft.inference.drafters import (
     SuffixDrafter,
     Union,
 )
-from foredraft.inference.drafters.auto import PLAIN
 from foredraft.inference.drafters.base import Accepted
+from foredraft.inference.drafters.measurements import PLAIN
 from foredraft.inference.drafters.ngram import NgramDrafter
 from foredraft.inference.evaluation.measure import left_pad
 from foredraft.inference.serve.worker import Worker
@@ -131,7 +131,7 @@ def test_what_a_drafter_proposed_last_does_not_say_what_is_supported() -> None:
     """Check that a tree=auto that drafted nothing before drafts trees again."""
     target = pair("qwen3_5").target
     drafter = AutoTree(DynamicTree(Eagle3Head.for_target(target, ttt_steps=3), target), target)
-    drafter.use(PLAIN)
+    drafter.plan = PLAIN
     assert drafter.depth == 0 and drafter.nodes > 1
 
 
