@@ -25,7 +25,7 @@ from foredraft.heads.target_model.cache_directory import cache_directory
 from foredraft.inference.sampling import Sampling
 
 RECENT = 7  # newest steps of a size that count
-ENOUGH = 3  # steps before a size counts as it is: the first one of a shape may include what is made once for it
+ENOUGH = 3  # steps before a size counts fully: the first one of a shape may include what is made once for it
 LEVEL = 0.1  # typical cost of drafting a level, as a share of a step without drafts
 FASTER = 0.8  # share of the usual time below which a step without drafts shows that the machine has become faster
 # Guesses before anything was seen: the chance of a first draft; and the number of drafts that a guess counts for.
