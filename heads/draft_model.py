@@ -17,6 +17,7 @@ from foredraft.heads.base import PackedBatch, RecurrentHead
 from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.ends import refuse
+from foredraft.heads.target_model.logits import check_logits
 from foredraft.heads.target_model.sharding import full_tensor
 
 # The logit of a token that is not in the small model's vocabulary; finite, so that differences of logits are finite.
@@ -55,7 +56,7 @@ class DraftModelHead(RecurrentHead):
         else:
             lm = Target.from_pretrained(path, dtype="float32", device=target.device, pack=False)
             check_vocabulary(lm, target)
-        lm.check_logits()
+        check_logits(lm)
         untie(lm.model)
         head = cls(lm, target.vocab_size)
         if lora_r is None:
@@ -91,9 +92,12 @@ class DraftModelHead(RecurrentHead):
 
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         last = [self.lm.num_layers]
+        masks, dtype, positions = self.lm.masks, self.lm.dtype, text.positions
         packed = self.lm.capabilities.packed_rows
-        mask = self.lm.masks.packed(text.document_starts(), self.lm.dtype) if packed else text.mask()
-        output = self.lm.forward(self.embed(text.tokens), text.positions, mask, None, last, 1, text.positions)
+        mask = (
+            masks.packed(text.document_starts(), dtype) if packed else masks(text.mask(), dtype, positions, positions)
+        )
+        output = self.lm.forward(self.embed(text.tokens), positions, mask, None, last, 1)
         return [output.aux_hidden_states.roll(-1, dims=1)]  # its output at token p + 1 names token p + 2
 
     def embed(self, tokens: Tensor, target: Target | None = None) -> Tensor:

@@ -12,13 +12,15 @@ again in the backward pass. On a GPU FlexAttention processes all blocks at once 
 """
 
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from foredraft.heads.attention import flex
-from foredraft.heads.attention.masked import additive_mask, attend, group_heads, recomputed
+from foredraft.heads.attention.masked import attend
+from foredraft.heads.attention.masks import additive_mask
 from foredraft.heads.base import PackedBatch
 
 QUERIES = 256  # of a chunk
@@ -44,19 +46,14 @@ class Blocks:
     @cached_property
     def ends(self) -> list[int]:
         """Return for each chunk of blocks how much text its blocks see."""
-        size = blocks_at_a_time(self.block_size)
         if self.everywhere:  # needs no synchronization with the device
-            return [min(start + size, self.length) for start in range(0, self.length, size)]
-        return text_ends(self.last, size, self.length)
+            return [min(start + self.chunk, self.length) for start in range(0, self.length, self.chunk)]
+        return (torch.stack([part.max() for part in self.last.split(self.chunk, dim=1)]) + 1).tolist()
 
-
-def blocks_at_a_time(block_size: int) -> int:
-    return max(1, QUERIES // block_size)
-
-
-def text_ends(last: Tensor, size: int, length: int) -> list[int]:
-    """Return how much text each chunk of `size` blocks sees."""
-    return (torch.stack([part.max() for part in last.split(size, dim=1)]) + 1).tolist()
+    @property
+    def chunk(self) -> int:
+        """Return how many blocks attend at a time."""
+        return max(1, QUERIES // self.block_size)
 
 
 def intra_block_mask(block_size: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
@@ -80,45 +77,63 @@ def attend_blocks(
     text (batch, kv heads, length, dim) and of the blocks (batch, kv heads, n * block_size, dim). window: visible positions,
     the query's own included."""
     # Under autocast rotary positions may have promoted queries and keys.
-    dtype, groups = text[1].dtype, q.shape[1] // text[0].shape[1]
+    dtype = text[1].dtype
     q, pairs = q.to(dtype), [(a.to(dtype), b.to(dtype)) for a, b in zip(text, block_kv, strict=True)]
     if flex.is_supported(q, pairs[0][0]):
-        every = [torch.cat(pair, dim=2) for pair in pairs]
+        keys, values = (torch.cat(pair, dim=2) for pair in pairs)
         sees = flex.blocks_mask(blocks.first, blocks.last, blocks.block_size, blocks.length, causal, window)
-        return flex.attend(q, every[0], every[1], sees)[0]
+        return flex.attend(q, keys, values, sees)[0]
     inside = intra_block_mask(blocks.block_size, causal, window, q.device)
-    size = blocks_at_a_time(blocks.block_size)
+    return attend_by_chunk(q, pairs[0], pairs[1], blocks, inside, window)
+
+
+def attend_by_chunk(
+    q: Tensor,
+    keys: tuple[Tensor, Tensor],
+    values: tuple[Tensor, Tensor],
+    blocks: Blocks,
+    inside: Tensor,
+    window: int | None = None,
+) -> Tensor:
+    """Return attention of blocks' queries over keys and values of the text and of the blocks, without FlexAttention. inside:
+    (queries of a block, keys of a block) bool."""
     parts = []
-    for number, end in reversed(list(enumerate(blocks.ends))):  # longest first, as in step_attention.py
-        chosen = slice(number * size, (number + 1) * size)
-        rows = slice(chosen.start * blocks.block_size, chosen.stop * blocks.block_size)
-        spans = blocks.first[:, chosen], blocks.last[:, chosen]
-        makers = [partial(concat_context, *pair, end, rows) for pair in pairs]
-        makers.append(partial(additive_chunk_mask, *spans, inside, end, window, dtype, groups))
-        with recomputed(makers) as (keys, values, mask):
-            parts.append(attend(q[:, :, rows], keys, values, mask))
+    for number, end in reversed(list(enumerate(blocks.ends))):
+        # The longest chunk is first, and each reuses the memory of the one before it: growing chunks would leave holes in
+        # the C library's heap, together as large as length x length.
+        chosen = slice(number * blocks.chunk, (number + 1) * blocks.chunk)
+        rows, columns = (slice(chosen.start * count, chosen.stop * count) for count in inside.shape)
+        chunk_kv = (part for text, own in (keys, values) for part in (text[:, :, :end], own[:, :, columns]))
+        inputs = q[:, :, rows], *chunk_kv, blocks.first[:, chosen], blocks.last[:, chosen], inside, window
+        parts.append(checkpoint(attend_chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(parts[::-1], dim=2)
 
 
-def concat_context(text: Tensor, block_states: Tensor, end: int, rows: slice) -> Tensor:
-    """Concatenate keys or values of the text up to `end` with these rows of the blocks."""
-    return torch.cat([text[:, :, :end], block_states[:, :, rows]], dim=2)
-
-
-def additive_chunk_mask(
-    first: Tensor, last: Tensor, inside: Tensor, end: int, window: int | None, dtype: torch.dtype, groups: int
+def attend_chunk(
+    q: Tensor,
+    keys: Tensor,
+    own_keys: Tensor,
+    values: Tensor,
+    own_values: Tensor,
+    first: Tensor,
+    last: Tensor,
+    inside: Tensor,
+    window: int | None,
 ) -> Tensor:
-    """Return the mask that `attend` adds to scores, for its groups of heads."""
-    return group_heads(additive_mask(chunk_mask(first, last, inside, end, window)[:, None], dtype), groups)
+    """Return attention of a chunk of blocks over the text that they see, and themselves."""
+    mask = chunk_mask(first, last, inside, keys.shape[2], window)
+    keys, values = torch.cat([keys, own_keys], dim=2), torch.cat([values, own_values], dim=2)
+    return attend(q, keys, values, additive_mask(mask[:, None], q.dtype))
 
 
 def chunk_mask(first: Tensor, last: Tensor, inside: Tensor, end: int, window: int | None) -> Tensor:
-    """Return (batch, count * block_size, end + count * block_size) bool: what `count` blocks see of text and themselves."""
-    (batch, count), block_size, columns = first.shape, len(inside), torch.arange(end, device=first.device)
-    seen = ((columns >= first[..., None]) & (columns <= last[..., None]))[:, :, None].expand(-1, -1, block_size, -1)
+    """Return (batch, queries, end + keys) bool: what the queries of blocks see of the text and of the blocks' keys."""
+    batch, count = first.shape
+    queries, columns = len(inside), torch.arange(end, device=first.device)
+    seen = ((columns >= first[..., None]) & (columns <= last[..., None]))[:, :, None].expand(-1, -1, queries, -1)
     if window is not None:
-        positions = last[..., None] + 1 + torch.arange(block_size, device=first.device)
+        positions = last[..., None] + 1 + torch.arange(queries, device=first.device)
         seen = seen & (positions[..., None] - columns < window)
     own_blocks = torch.eye(count, dtype=torch.bool, device=first.device)[:, None, :, None] & inside[:, None, :]
-    own_blocks = own_blocks.reshape(count * block_size, count * block_size).expand(batch, -1, -1)
+    own_blocks = own_blocks.flatten(2, 3).flatten(0, 1).expand(batch, -1, -1)
     return torch.cat([seen.flatten(1, 2), own_blocks], dim=-1)

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from foredraft.heads.attention.masks import first_keys
+
 TILE = 128
 NO_KEY = 2**40  # beyond every key
-KERNELS = (
-    64  # shapes and masks that are compiled; beyond that, torch would fall back to a product that keeps all scores
-)
+KERNELS = 64  # shapes and masks that are compiled; beyond that, torch would use a product that keeps all scores
 Sees = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # (row, head, query, key), indices -> bool
 MASKS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of batches in use, by their settings
 
@@ -31,15 +31,9 @@ def attend(
     """Return attention (batch, heads, queries, dim) of q of that shape over keys and values (batch, kv heads, keys, dim),
     and the log-sums of exponentials (batch, heads, queries) float32. Both have gradients."""
     with torch._dynamo.config.patch(recompile_limit=KERNELS):
-        out, aux = compiled()(
-            q,
-            keys,
-            values,
-            block_mask=mask,
-            scale=scale,
-            enable_gqa=q.shape[1] != keys.shape[1],
-            return_aux=AuxRequest(lse=True),
-        )
+        grouped = q.shape[1] != keys.shape[1]
+        aux = AuxRequest(lse=True)
+        out, aux = compiled()(q, keys, values, block_mask=mask, scale=scale, enable_gqa=grouped, return_aux=aux)
     return out, aux.lse
 
 
@@ -83,22 +77,12 @@ def text_mask(doc_starts: Tensor, window: int | None = None) -> BlockMask:
     return cached_mask(doc_starts, ("text", window), lambda: make_text_mask(first_keys(doc_starts, window).clone()))
 
 
-def first_keys(doc_starts: Tensor, window: int | None) -> Tensor:
-    """Return (batch, length) int64: the first key that each token of the text sees."""
-    if window is None:
-        return doc_starts
-    return torch.maximum(
-        doc_starts, torch.arange(1 - window, 1 - window + doc_starts.shape[1], device=doc_starts.device)
-    )
-
-
 def make_text_mask(firsts: Tensor) -> BlockMask:
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= firsts[row, query]) & (key <= query)
 
-    return block_mask(
-        firsts, torch.arange(firsts.shape[1], device=firsts.device).expand_as(firsts), firsts.shape[1], sees
-    )
+    lasts = torch.arange(firsts.shape[1], device=firsts.device).expand_as(firsts)
+    return block_mask(firsts, lasts, firsts.shape[1], sees)
 
 
 def blocks_mask(

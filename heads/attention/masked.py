@@ -9,11 +9,8 @@ On a CPU the rows of a single text are then split so that its threads get equal 
 name in transformers' interface for attention, so no modeling file changes.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +20,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from foredraft.heads.attention.packed_mask import PackedMask, attend_packed, attend_part
+from foredraft.heads.attention.masks import PackedMask
 from foredraft.heads.attention.paths import PATHS, attend_paths
-from foredraft.heads.attention.sinks import PADDING, with_sinks
+from foredraft.heads.attention.text_attention import SINK_PADDING, attend_part, attend_text, with_sinks
 
 NAME = "foredraft"
 # Arguments of a model's attention beyond dot products; calls with them go to transformers' own function.
@@ -69,31 +66,6 @@ def attend(
     return out[:, :, :grouped].reshape(batch, heads, rows, -1)
 
 
-@contextlib.contextmanager
-def recomputed(makers: Sequence[Callable[[], Tensor]]) -> Iterator[list[Tensor]]:
-    """Yield the tensors of these functions. If autograd would keep one of them, or a view of it, it calls the function
-    again in the backward pass. Otherwise the masks of all parts of a sequence, or copies of their keys, would together be
-    as large as length x length."""
-    tensors = [make() for make in makers]
-    makers_by_storage = {tensor.untyped_storage()._cdata: make for tensor, make in zip(tensors, makers, strict=True)}
-
-    def pack(saved: Tensor) -> Any:
-        make = makers_by_storage.get(saved.untyped_storage()._cdata)
-        return saved if make is None else (make, saved.size(), saved.stride(), saved.storage_offset())
-
-    def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else packed[0]().as_strided(*packed[1:])
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        yield tensors
-
-
-def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what a mask (bool) adds to scores. Attention would compute this in every layer and keep it for gradients. It
-    is finite, so that a row without visible keys does not become NaN."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-
-
 def group_heads(mask: Tensor, groups: int) -> Tensor:
     """Reshape a mask (batch, 1 or heads, rows, keys) to (batch, 1 or kv_heads, groups * rows, keys)."""
     mask = mask.expand(-1, groups, -1, -1) if mask.shape[1] == 1 else mask
@@ -129,7 +101,8 @@ def grouped_sdpa(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
         )
     if isinstance(attention_mask, PackedMask):
-        return attend_packed(query, key, value, attention_mask, scaling, sinks).transpose(1, 2).contiguous(), None
+        out = attend_text(query, key, value, attention_mask.starts, attention_mask.window, scaling, sinks)
+        return out.transpose(1, 2).contiguous(), None
     if attention_mask is None:
         return attend_part(query, key, value, None, scaling, sinks).transpose(1, 2).contiguous(), None
     groups, trees = query.shape[1] // key.shape[1], PATHS.get(attention_mask)
@@ -139,14 +112,14 @@ def grouped_sdpa(
     if groups > 1 or sinks is not None:  # all layers of a forward share one mask
         grouped, kind = GROUPED.setdefault(attention_mask, {}), (groups, sinks is None)
         if kind not in grouped:
-            seen = attention_mask.dtype == torch.bool
-            mask = attention_mask if sinks is None else F.pad(attention_mask, (1, 0), value=float(seen))
+            is_bool = attention_mask.dtype == torch.bool
+            mask = attention_mask if sinks is None else F.pad(attention_mask, (1, 0), value=float(is_bool))
             grouped[kind] = group_heads(mask, groups) if groups > 1 else mask
         attention_mask = grouped[kind]
     out = attend(query, key, value, attention_mask, dropout, scaling)
     if trees is not None:
         out = attend_paths(out, query, key, value, trees, partial(attend, scale=scaling))
-    return (out if sinks is None else out[..., :-PADDING]).transpose(1, 2).contiguous(), None
+    return (out if sinks is None else out[..., :-SINK_PADDING]).transpose(1, 2).contiguous(), None
 
 
 def take_masks(model: PreTrainedModel) -> None:

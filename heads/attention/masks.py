@@ -4,10 +4,58 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig
 
-from foredraft.heads.attention.masked import additive_mask
-from foredraft.heads.attention.packed_mask import PackedMask
+
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what a mask (bool) adds to scores. Attention would compute this in every layer and keep it for gradients. It
+    is finite, so that a row without visible keys does not become NaN."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def first_keys(doc_starts: Tensor, window: int | None) -> Tensor:
+    """Return (batch, length) int64: the first key that each token of packed documents sees. doc_starts: (batch, length)
+    int64, the first column of each token's document. window: columns that a token sees, its own included; None: no limit."""
+    if window is None:
+        return doc_starts
+    return doc_starts.maximum(torch.arange(doc_starts.shape[1], device=doc_starts.device) + 1 - window)
+
+
+def text_mask(doc_starts: Tensor, rows: slice, window: int | None = None) -> Tensor:
+    """Return (batch, 1, rows, rows.stop) bool: what tokens of packed documents see."""
+    columns = torch.arange(rows.stop, device=doc_starts.device)
+    return ((columns >= first_keys(doc_starts, window)[:, rows, None]) & (columns <= columns[rows, None]))[:, None]
+
+
+class PackedMask(Tensor):
+    """Represent a mask (batch, 1, length, length) in `dtype` that is added to scores, without memory of that size.
+
+        tokens   a a a a b b b . .      a token sees its own document up to itself, with a window no further back
+        starts   0 0 0 0 4 4 4 7 7      padding counts as a document
+
+    Everything except our attention (heads/attention/text_attention.py) gets the tensor that `dense` makes."""
+
+    starts: Tensor  # (batch, length) int64, the first column of each token's document
+    window: int | None
+
+    @staticmethod
+    def __new__(cls, starts: Tensor, dtype: torch.dtype, window: int | None) -> "PackedMask":
+        batch, length = starts.shape
+        return torch.Tensor._make_wrapper_subclass(cls, (batch, 1, length, length), dtype=dtype, device=starts.device)
+
+    def __init__(self, starts: Tensor, dtype: torch.dtype, window: int | None):
+        self.starts, self.window = starts, window
+
+    def dense(self) -> Tensor:
+        return additive_mask(text_mask(self.starts, slice(0, self.starts.shape[1]), self.window), self.dtype)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map(lambda x: x.dense() if isinstance(x, PackedMask) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class Masks(NamedTuple):
@@ -32,8 +80,8 @@ class Masks(NamedTuple):
         cached_entries: Tensor | None = None,
     ) -> Any:
         """Convert a mask (batch, length, keys) bool. positions (batch, length) and key_positions (batch, keys), int64, are
-        needed with a window. cached_entries: see `KVCache.cached_entries`. Returns (batch, 1, length, keys) in `dtype`, by
-        kind of layer if they are mixed."""
+        needed with a window. cached_entries: see `WindowLayer.cached_entries`. Returns (batch, 1, length, keys) in `dtype`,
+        by kind of layer if they are mixed."""
         if self.window is None:
             return additive_mask(mask[:, None], dtype)
         assert positions is not None and key_positions is not None, "a sliding window needs both sides' positions"
@@ -44,12 +92,10 @@ class Masks(NamedTuple):
             key_positions = key_positions.gather(1, index)
         # A comparison instead of a difference: only bools have length x keys entries.
         near = near & (positions[:, :, None] < (key_positions + self.window)[:, None, :])
+        sliding = additive_mask(near[:, None], dtype)
         if not self.mixed:
-            return additive_mask(near[:, None], dtype)
-        return {
-            "full_attention": additive_mask(mask[:, None], dtype),
-            "sliding_attention": additive_mask(near[:, None], dtype),
-        }
+            return sliding
+        return {"full_attention": additive_mask(mask[:, None], dtype), "sliding_attention": sliding}
 
     def packed(self, starts: Tensor, dtype: torch.dtype) -> Any:
         """Return the masks of packed sequences whose tokens' documents start at columns `starts` (batch, length) int64."""

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from foredraft.cli import entry
-from foredraft.heads.attention import masked
+from foredraft.heads.attention import masked, masks
 from foredraft.heads.target_model import packing
 
 ROWS = (1, 2, 3, 4, 5, 8, 11, 16, 17, 24, 32, 33, 48, 64)
@@ -51,7 +51,7 @@ def attention(device: str, dtype: torch.dtype) -> None:
     query, key, value = (torch.randn(16, heads, 4096, 128, device=device, dtype=dtype) for heads in (32, 8, 8))
 
     def first(sequences: int, rows: int, keys: int, attend: Callable[..., Tensor]) -> Tensor:
-        mask = masked.additive_mask(torch.arange(keys, device=device).expand(1, 1, rows, -1) < SEEN, dtype)
+        mask = masks.additive_mask(torch.arange(keys, device=device).expand(1, 1, rows, -1) < SEEN, dtype)
         few = query[:1, :, :rows], key[:1, :, :keys], value[:1, :, :keys]
         inputs = (x.expand(sequences, -1, -1, -1) for x in few)
         return attend(*inputs, mask.expand(sequences, -1, -1, -1))[0, :, 0]

@@ -6,7 +6,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from foredraft.heads.attention import block_attention, flex, step_attention
 from foredraft.heads.attention.flex import NO_KEY
-from foredraft.heads.attention.packed_mask import PackedMask, attend_packed
+from foredraft.heads.attention.masks import PackedMask
+from foredraft.heads.attention.text_attention import attend_text
 from foredraft.heads.base import PackedBatch
 from tests.support.batches import batch
 
@@ -100,10 +101,10 @@ def by_kernel(q, keys, values, mask, scale=None):
 def test_packed_rows_of_a_target_attend_by_it_as_without(window, sinks, monkeypatch):
     monkeypatch.setattr(flex, "attend", by_kernel)
     q, keys, values = (torch.randn(2, heads, 320, 16) for heads in (4, 2, 2))
-    mask, found = PackedMask(packed(ROWS["tiles"]).document_starts(), torch.float32, window), []
+    starts, found = packed(ROWS["tiles"]).document_starts(), []
     for by_flex in (True, False):
         monkeypatch.setattr(flex, "is_supported", lambda q, keys, by_flex=by_flex: by_flex)
-        found.append(attend_packed(q, keys, values, mask, scale=0.3, sinks=sinks))
+        found.append(attend_text(q, keys, values, starts, window, scale=0.3, sinks=sinks))
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 

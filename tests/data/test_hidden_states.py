@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target
-from foredraft.heads.attention.packed_mask import PackedMask
+from foredraft.heads.attention.masks import PackedMask
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.target_model.capabilities import Capabilities
 from foredraft.train.data.packing import Packed
@@ -186,7 +186,9 @@ def test_few_shards_are_open_at_a_time(target, whole: Path, monkeypatch):
 def test_no_mask_of_a_packed_row_is_made(target: Target, monkeypatch: pytest.MonkeyPatch):
     """Check another attention implementation, with which documents become a padded batch: the hidden states are the same."""
     text = batch(40, 25)
-    expected = target.forward(text.tokens, text.positions, text.mask(), layers=[2, target.num_layers])
+    expected = target.forward(
+        text.tokens, text.positions, target.masks(text.mask(), target.dtype), layers=[2, target.num_layers]
+    )
     for module, name in ((PackedBatch, "mask"), (PackedMask, "dense")):
         monkeypatch.delattr(module, name)
     for packed in (True, False):

@@ -257,7 +257,7 @@ def plainly(q, parts, mask):
 @pytest.mark.parametrize("by_document", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_step_attention_and_its_gradients(count, by_document, monkeypatch):
-    monkeypatch.setattr("foredraft.heads.attention.step_attention.BLOCK", 7)
+    monkeypatch.setattr("foredraft.heads.attention.block_attention.QUERIES", 7)
     monkeypatch.setattr("foredraft.heads.attention.step_attention.by_document", lambda q: by_document)
     torch.manual_seed(0)
     length, rows = 25, (batch(15, 10), batch(4, 1, 20))
@@ -281,7 +281,7 @@ def test_step_attention_and_its_gradients(count, by_document, monkeypatch):
 @pytest.mark.parametrize("by_document", [True, False])
 @pytest.mark.parametrize("count", [1, 3])
 def test_step_attention_keeps_neither_scores_nor_masks(count, by_document, monkeypatch):
-    monkeypatch.setattr("foredraft.heads.attention.step_attention.BLOCK", 25)
+    monkeypatch.setattr("foredraft.heads.attention.block_attention.QUERIES", 25)
     monkeypatch.setattr("foredraft.heads.attention.step_attention.by_document", lambda q: by_document)
     length = 300
     x = torch.randn(1, 1, length, 8, requires_grad=True)

@@ -1,0 +1,95 @@
+"""Causal attention of packed sequences, each token over its own document, without a mask of length x length.
+
+On a GPU FlexAttention processes all sequences at once (flex.py); on a CPU each document attends separately. Only a GPU
+without that kernel needs the full mask.
+
+Sinks (gpt-oss) are a score per head that takes part in the softmax and adds nothing to the output.
+"""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foredraft.heads.attention import flex
+from foredraft.heads.attention.masks import text_mask
+
+QUERIES = 1024  # processed at a time with a window: no mask is larger than QUERIES x (QUERIES + window)
+SINK_PADDING = 8  # added to the head dimension: kernels need multiples of 8
+
+
+def attend_text(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return attention (batch, heads, length, value dim) of query (batch, heads, length, dim) over key and value (batch,
+    kv_heads, length, dim). starts, window: as in `masks.first_keys`. sinks: (heads,)."""
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions may have promoted them under autocast
+    if key.shape == value.shape and flex.is_supported(query, key):
+        out, lse = flex.attend(query, key, value, flex.text_mask(starts, window), scale)
+        return out if sinks is None else out * torch.sigmoid(lse - sinks[:, None])[..., None].to(out.dtype)
+    if query.device.type != "cpu":  # the documents would require a synchronization
+        return attend_part(query, key, value, text_mask(starts, slice(0, starts.shape[1]), window), scale, sinks)
+    rows = []
+    for row, spans in enumerate(documents(starts)):
+        q, k, v = (x[row : row + 1] for x in (query, key, value))
+        parts = [attend_document(q[:, :, at], k[:, :, at], v[:, :, at], window, scale, sinks) for at in spans]
+        rows.append(torch.cat(parts, dim=2))
+    return torch.cat(rows)
+
+
+def documents(starts: Tensor) -> list[list[slice]]:
+    """Return the columns of each document, for each sequence."""
+    length = starts.shape[1]
+    first_columns = [row.nonzero()[:, 0].tolist() for row in starts == torch.arange(length)]
+    return [[slice(*bounds) for bounds in pairwise([*columns, length])] for columns in first_columns]
+
+
+def attend_document(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, scale: float | None, sinks: Tensor | None
+) -> Tensor:
+    length = query.shape[2]
+    if window is None or length <= window:
+        return attend_part(query, key, value, None, scale, sinks)
+    columns, parts = torch.arange(length, device=query.device), []
+    for start in range(0, length, QUERIES):
+        end, first = min(start + QUERIES, length), max(0, start - window + 1)
+        back = columns[start:end, None] - columns[first:end]
+        seen = (back >= 0) & (back < window)
+        inputs = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        parts.append(attend_part(*inputs, seen, scale, sinks))
+    return torch.cat(parts, dim=2)
+
+
+def attend_part(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attend with one mask: (queries, keys) bool, or one for each sequence, (batch, 1, queries, keys), or None for causal."""
+    grouped = query.shape[1] != key.shape[1]
+    if sinks is not None:
+        scale = query.shape[3] ** -0.5 if scale is None else scale  # of the unpadded dimension
+        query, key, value = with_sinks(query, key, value, sinks, scale)
+        if mask is None:
+            query = F.pad(query, (0, 0, 1, 0))  # a first row keeps the diagonal in place
+        else:
+            mask = F.pad(mask, (1, 0), value=True)
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
+    return out if sinks is None else out[:, :, mask is None :, :-SINK_PADDING]
+
+
+def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Widen heads by `SINK_PADDING` and add a first key that takes part in each head's softmax with its score (heads,) and
+    adds nothing to the output. The score is an extra dimension of the queries; keys have 1 there in the first position and 0
+    elsewhere, because heads of a group share keys, and all heads share a mask."""
+    scores = (sinks / scale).to(query.dtype)[:, None, None].expand(len(query), -1, query.shape[2], 1)
+    key, value = F.pad(key, (0, SINK_PADDING, 1, 0)), F.pad(value, (0, SINK_PADDING, 1, 0))
+    key[:, :, 0, query.shape[3]] = 1
+    return F.pad(torch.cat([query, scores], dim=3), (0, SINK_PADDING - 1)), key, value
