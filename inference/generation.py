@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from foredraft.heads.target_model import Target
-from foredraft.heads.target_model.sharding import all_equal
+from foredraft.heads.target_model.sharding import all_equal, broadcast
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.engine import Engine
 from foredraft.inference.request import Request
@@ -145,7 +145,7 @@ def build_requests(
     requests. Raises ValueError for a number of seeds that does not fit, and if processes of a sharded target have different
     inputs."""
     if seed is None:
-        seed = target.broadcast(int(torch.randint(1 << 62, ()))) if shared["params"].temperature > 0 else 0
+        seed = broadcast(target, int(torch.randint(1 << 62, ()))) if shared["params"].temperature > 0 else 0
     seeds = [seed + number for number in range(len(prompts))] if isinstance(seed, int) else list(seed)
     if len(seeds) != len(prompts):
         raise ValueError(f"seed has {len(seeds)} entries for {len(prompts)} sequences: give one for each")

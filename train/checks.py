@@ -54,7 +54,7 @@ def check_config(cfg: DictConfig) -> None:
 
 def check_target(cfg: DictConfig, target: Target) -> None:
     """Raise ValueError for settings that do not suit the target."""
-    target.check_draftable()
+    target.capabilities.check_draftable()
     if target.context is not None and cfg.max_length > target.context:
         raise ValueError(f"max_length={cfg.max_length}: the target {target.name} reads {target.context} tokens at most")
     if target.context is not None and cfg.eval.prompt_tokens >= target.context:

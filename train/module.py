@@ -14,6 +14,7 @@ from torch.profiler import record_function
 
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.logits import check_logits
 from foredraft.train.gradients import PartialGradients
 from foredraft.train.hidden_states.online import forward_target, several_documents
 from foredraft.train.hidden_states.storage import unpack
@@ -64,7 +65,7 @@ class DistillationModel(nn.Module):
         # where one batch is the whole step.
         self.num_items: Tensor | None = None
         head.attach(target)
-        target.check_logits()
+        check_logits(target)
 
     def forward(
         self,

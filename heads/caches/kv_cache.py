@@ -7,15 +7,11 @@ Slots are allocated once. A forward computes some of them, its `rows` (`KVCache.
     slot 1   [ t t t t | n n n . . . . . . . . ]      . never written, or stale: masked
 
 `commit` moves the accepted entries of the newest forward after the text, and lengthens the slots. Rejected entries need no
-clearing: the next forward overwrites or masks them. Layers of one shape and device share a few blocks of memory, so
-accepting a path is one gather and one scatter for many layers, and its cost does not depend on the context.
+clearing: the next forward overwrites or masks them. Layers hold the memory (heads/caches/layers.py).
 
 It is part of `heads` because autoregressive heads draft with such caches too.
 """
 
-import math
-import mmap
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,14 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
 
 from foredraft.heads.attention.masks import Masks
 from foredraft.heads.caches.cuda_graphs import CudaGraphs, power_of_two
 from foredraft.heads.caches.device import upload
+from foredraft.heads.caches.layers import CacheLayer, Sliding, WindowLayer, whole_blocks
 
 MIN_BUCKET = 256  # smallest number of columns that a forward of fixed shapes sees
-BLOCKS = 4  # shared by layers of one shape: each is smaller than the memory that a system grants at a time
 # On a CPU a forward after a text sees a multiple of this many columns. Attention processes keys in blocks of this size, so
 # all its products have one shape, and a row has the same bits regardless of its batch. A smaller last block would be
 # summed in another order.
@@ -46,66 +41,9 @@ def key_block(device: torch.device) -> int:
     return KEY_BLOCK if device.type == "cpu" else 1
 
 
-def whole_blocks(entries: int, block: int) -> int:
-    """Return the smallest multiple of `block` that is at least `entries`."""
-    return -(-entries // block) * block
-
-
 def to_device(numbers: Any, device: torch.device) -> Tensor:
     """Upload integers of the host, in lists of lists, as int64, without waiting for the work that runs on the device."""
     return upload(torch.tensor(numbers, dtype=torch.int64), device)
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros. On a CPU their pages take no memory until they are written."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    count = math.prod(shape)
-    if sys.platform != "linux":
-        return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype, count=count).view(*shape)
-    memory = mmap.mmap(-1, count * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_NOHUGEPAGE)  # a short text would take 2 MB for each head of each layer
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(*shape)
-
-
-class CacheLayer(CacheLayerMixin):
-    """Give one layer access to its part of a KVCache."""
-
-    def __init__(self, cache: "KVCache", index: int):
-        super().__init__()
-        self.cache, self.index = cache, index
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = self.cache.block(self.index, key_states, value_states)
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """Write (batch, heads, new, dim) after each slot's text. Return all columns in use, including the new ones."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
-        cache, new = self.cache, key_states.shape[2]
-        if cache.uniform_lengths and cache.span is not None and cache.kv_bucket is None:
-            first = cache.lengths[0] + cache.num_uncommitted
-            self.keys[cache.span, :, first : first + new] = key_states
-            self.values[cache.span, :, first : first + new] = value_states
-        else:
-            # With sharding=layers, some layers are on another device than the cache's indices.
-            slots, columns = (index.to(self.keys.device) for index in (cache.slots, cache.columns(new)))
-            self.keys[slots, :, columns] = key_states.transpose(1, 2)
-            self.values[slots, :, columns] = value_states.transpose(1, 2)
-        width = cache.width(new)
-        cache.used = max(cache.used, width)
-        return cache.of_rows(self.keys, width), cache.of_rows(self.values, width)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.width(query_length), 0
-
-    def get_seq_length(self) -> int:
-        return max(self.cache.lengths)
-
-    def get_max_length(self) -> int:
-        return self.cache.capacity
 
 
 class KVCache(Cache):
@@ -123,7 +61,6 @@ class KVCache(Cache):
     (cuda_graphs.py), they see this number of columns, and only `seq_lens` determines where the text ends.
     """
 
-    sliding: Any = None  # the settings of a SlidingCache
     new_counts: Tensor | None
 
     def __init__(
@@ -133,18 +70,15 @@ class KVCache(Cache):
         capacity: int,
         device: torch.device | str,
         capture: bool = False,
-        one_device: bool = True,
         keeps_bits: bool = False,
+        sliding: Sliding | None = None,
     ):
         """Describe the cache, whose memory is allocated by its first forward. capture: should forwards be captured, if the
-        device supports it? one_device: False if the layers are on several devices. Then each layer has its own memory, or
-        every device would reserve that of all layers."""
-        super().__init__(layers=[CacheLayer(self, i) for i in range(layers)])
-        self.slides = [False] * layers  # which layers only keep the newest entries (sliding_cache.py)
-        self.device, self.capture, self.one_device = torch.device(device), capture, one_device
-        self.keeps_bits = keeps_bits
+        device supports it? sliding: which layers keep only what their window reaches."""
+        self.sliding, windows = sliding, frozenset() if sliding is None else sliding.layers
+        super().__init__(layers=[(WindowLayer if i in windows else CacheLayer)(self) for i in range(layers)])
+        self.device, self.capture, self.keeps_bits = torch.device(device), capture, keeps_bits
         self.key_block = key_block(self.device)
-        self.blocks: dict[tuple, Tensor] = {}
         self.kv_bucket: int | None = None
         self.num_slots, self.capacity = num_slots, capacity
         self.graphs = CudaGraphs(self.device, self.capture)
@@ -153,15 +87,6 @@ class KVCache(Cache):
         self.slot_lengths, self.used = [0] * num_slots, 0
         self.rows: list[int] = []
         self.use(range(num_slots))
-
-    def columns_in(self, key: tuple) -> int:
-        """Return the columns of each slot in the block of this key. Those beyond `capacity` are never written, so on a CPU
-        they take no memory."""
-        return whole_blocks(self.capacity, self.key_block)
-
-    def columns_of(self, key: tuple, entries: Tensor) -> Tensor:
-        """Return the columns of these entries of a text in the block of this key."""
-        return entries
 
     def use(self, rows: Sequence[int]) -> None:
         """Let forwards compute these slots, in this order. Captured ones compute the first slots."""
@@ -173,47 +98,52 @@ class KVCache(Cache):
         self.kv_bucket = None
         self.set_lengths([self.slot_lengths[slot] for slot in rows])
 
-    def of_rows(self, states: Tensor, width: int) -> Tensor:
-        """Return the first `width` columns of the rows of keys or values (num_slots, heads, columns, dim)."""
-        if self.span is not None:
-            return states[self.span, :, :width]
-        return states[:, :, :width].index_select(0, self.slots[:, 0].to(states.device))
-
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` entries of a slot."""
         self.slot_lengths[slot], self.rows = length, []
 
+    @property
+    def kv_layers(self) -> list[CacheLayer]:
+        """Return the layers with keys and values that a forward has allocated."""
+        return [layer for layer in self.layers if isinstance(layer, CacheLayer) and layer.is_initialized]
+
     def swap(self, one: int, other: int) -> None:
         """Swap the contents of two slots."""
         lengths = self.slot_lengths
-        longest = max(lengths[one], lengths[other])
-        for block in self.blocks.values():
-            states = block[:, :, one, :, :longest].clone()
-            block[:, :, one, :, :longest] = block[:, :, other, :, :longest]
-            block[:, :, other, :, :longest] = states
         lengths[one], lengths[other] = lengths[other], lengths[one]
+        for layer in self.kv_layers:
+            columns = layer.written(max(lengths[one], lengths[other]))
+            for states in layer.states:
+                first, second = states[one, :, columns], states[other, :, columns]
+                saved = first.clone()
+                first.copy_(second)
+                second.copy_(saved)
         self.rows = []
 
     def copy(self, source: int, slot: int, length: int) -> None:
         """Copy the first `length` entries of a slot to another one."""
-        for key, block in self.blocks.items():
-            columns = slice(self.columns_in(key) if key[0] else length)  # entries in a ring are in another order
-            block[:, :, slot, :, columns] = block[:, :, source, :, columns]
+        for layer in self.kv_layers:
+            for states in layer.states:
+                states[slot, :, layer.written(length)] = states[source, :, layer.written(length)]
         self.truncate(slot, length)
 
     def can_rewind(self, length: int, earlier: int) -> bool:
-        """Return whether a slot of `length` entries can be truncated to an `earlier` length."""
-        return True
+        """Return whether a slot of `length` entries can be truncated to an `earlier` length: rings must still contain the
+        window before it, and rejected drafts may have replaced older entries."""
+        rings = self.sliding
+        if rings is None or rings.ring >= self.capacity:
+            return True
+        return max(0, earlier - rings.window) >= length + rings.nodes - rings.ring
 
     def erase(self, slot: int) -> None:
         """Overwrite all entries of a slot."""
-        for key, block in self.blocks.items():
-            block[:, :, slot, :, : self.columns_in(key) if key[0] else self.used] = 0
+        for layer in self.kv_layers:
+            layer.erase(slot, 0)
 
     def erase_uncommitted(self, slot: int) -> None:
         """Overwrite the entries after a slot's text."""
-        for block in self.blocks.values():
-            block[:, :, slot, :, self.slot_lengths[slot] : self.used] = 0
+        for layer in self.kv_layers:
+            layer.erase(slot, self.slot_lengths[slot])
 
     def clear(self) -> None:
         """Forget all text. Captured graphs stay."""
@@ -261,10 +191,10 @@ class KVCache(Cache):
         if self.kv_bucket is not None:
             return self.kv_bucket
         width = min(max(self.lengths) + self.num_uncommitted + new, self.capacity)
-        return width if self.is_empty and not self.keeps_bits else whole_blocks(width, self.key_block)
+        return width if self._is_empty and not self.keeps_bits else whole_blocks(width, self.key_block)
 
     @property
-    def is_empty(self) -> bool:
+    def _is_empty(self) -> bool:
         return not any(self.lengths) and self.num_uncommitted == 0
 
     def columns(self, new: int) -> Tensor:
@@ -276,32 +206,6 @@ class KVCache(Cache):
             columns = self.seq_lens + torch.arange(first, after, device=self.device)
             self.newest_columns = key, columns.clamp(max=self.capacity - 1) if self.kv_bucket is None else columns
         return self.newest_columns[1]
-
-    def key_positions(self, positions: Tensor) -> Tensor:
-        """Return the positions (batch, width) of all columns that a forward of new entries at positions (batch, new)
-        sees."""
-        new = positions.shape[1]
-        columns = torch.arange(self.width(new), device=self.device).repeat(len(positions), 1)
-        return columns.scatter(1, self.columns(new), positions)
-
-    def block(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this layer's keys and values, views of the block that layers of its shape share."""
-        same = keys.shape[1:2] == values.shape[1:2] and keys.shape[3] == values.shape[3]
-        shapes = [(keys, None)] if same else [(keys, "keys"), (values, "values")]
-        views = []
-        slides = self.slides[layer]
-        alike, before = self.slides.count(slides), self.slides[:layer].count(slides)
-        per_block = -(-alike // BLOCKS) if self.one_device else 1
-        number, place = divmod(before, per_block)
-        for states, name in shapes:
-            key = (slides, states.shape[1], states.shape[3], states.dtype, states.device, name, number)
-            if key not in self.blocks:
-                # A model that mixes shapes reserves its later layers twice.
-                count = min(per_block, alike - number * per_block)
-                size = (count, 2 if same else 1, self.num_slots, states.shape[1], self.columns_in(key), states.shape[3])
-                self.blocks[key] = zeros(size, states.dtype, states.device)
-            views += list(self.blocks[key][place])
-        return views[0], views[1]
 
     def mask(self, among: Tensor) -> Tensor:
         """Return what a forward of new entries sees, (batch, new, width) bool: all computed text of its slot, and of the
@@ -324,19 +228,20 @@ class KVCache(Cache):
 
     def attention_mask(self, masks: Masks, mask: Tensor, dtype: torch.dtype, positions: Tensor) -> Any:
         """Convert a mask by `masks` for positions (batch, new)."""
-        keys = None if masks.window is None else self.key_positions(positions)
-        return masks(mask, dtype, positions, keys, self.cached_entries(positions.shape[1]))
-
-    def cached_entries(self, new: int) -> Tensor | None:
-        """Return (batch, n) int64: the entries in the columns that a forward of new entries sees in sliding layers,
-        negative if a column is empty; None if these layers see what all layers see."""
-        return None
+        if masks.window is None:
+            return masks(mask, dtype)
+        new = positions.shape[1]
+        columns = torch.arange(self.width(new), device=self.device).repeat(self.batch, 1)
+        key_positions = columns.scatter(1, self.columns(new), positions)
+        rings = next((layer for layer in self.layers if isinstance(layer, WindowLayer)), None)
+        cached_entries = None if rings is None else rings.cached_entries(new)
+        return masks(mask, dtype, positions, key_positions, cached_entries)
 
     def causal_mask(self, new: int) -> Tensor | None:
         """Return the mask (batch, new, width) bool of a forward of `new` consecutive tokens. None if nothing is cached:
         causal attention is equivalent, and the mask of a long prompt would be its length squared. It rounds differently,
         however."""
-        if self.is_empty and self.kv_bucket is None and not self.keeps_bits:
+        if self._is_empty and self.kv_bucket is None and not self.keeps_bits:
             return None
         return self.mask(torch.ones(1, new, new, dtype=torch.bool, device=self.device).tril())
 
@@ -350,27 +255,17 @@ class KVCache(Cache):
         if counts is None:
             counts = to_device([[len(nodes)] for nodes in path], self.device)
         if self.kv_bucket is not None:
-            self.graphs("commit", self.move_entries, padded_path)
+            self.graphs("commit", self._move_entries, padded_path)
         elif any(nodes[-1] != len(nodes) - 1 for nodes in path if nodes):  # otherwise they are already in place
-            self.move_entries(padded_path[:, :longest])
+            self._move_entries(padded_path[:, :longest])
         lengths = [length + len(nodes) for length, nodes in zip(self.lengths, path, strict=True)]
         self.set_lengths(lengths, self.seq_lens + counts)
 
-    def move_entries(self, path: Tensor) -> None:
+    def _move_entries(self, path: Tensor) -> None:
         """Move entries (batch, n) of the newest forward after the text."""
-        source, target, new = self.seq_lens + path, self.columns(path.shape[1]), path.shape[1]
-        for key, block in self.blocks.items():
-            slides = key[0]
-            if self.batch == 1 and self.kv_bucket is None and not slides:
-                first = self.lengths[0]  # a slice costs less than an index
-                block = block[:, :, self.span]
-                block[..., first : first + new, :] = block.index_select(4, source[0].to(block.device))
-            else:
-                new_columns, old_columns, slots = (
-                    index.to(block.device)
-                    for index in (self.columns_of(key, target), self.columns_of(key, source), self.slots)
-                )
-                block[:, :, slots, :, new_columns] = block[:, :, slots, :, old_columns]
+        source, target = self.seq_lens + path, self.columns(path.shape[1])
+        for layer in self.kv_layers:
+            layer.move(source, target)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)

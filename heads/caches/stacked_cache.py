@@ -19,7 +19,8 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionLayer
 
 from foredraft.heads.caches import recurrent_ops
-from foredraft.heads.caches.kv_cache import CacheLayer, KVCache
+from foredraft.heads.caches.kv_cache import KVCache
+from foredraft.heads.caches.layers import CacheLayer
 from foredraft.heads.caches.state_cache import DummyLayer
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ STACKED = RECURRENT | {DynamicLayer, DummyLayer}
 def stacks(state: Any, target: "Target") -> bool:
     """Return whether such caches can be stacked. This is not possible if a mask is more than causal, or a layer keeps more
     than keys."""
-    if not isinstance(state, Cache) or target.capabilities.rope_boundary is not None or target.window is not None:
+    if not isinstance(state, Cache) or target.capabilities.rope_boundary is not None or target.masks.window is not None:
         return False
     kinds = {type(layer) for layer in state.layers}
     return bool(kinds & RECURRENT) and kinds <= STACKED
@@ -96,9 +97,9 @@ def past(inputs: Tensor, count: int | Tensor, size: int) -> Tensor:
 class BothLayer(StateLayer, CacheLayer):
     """Serve a layer with both attention and recurrence."""
 
-    def __init__(self, cache: KVCache, index: int, layer: LinearAttentionLayer, batch: int):
+    def __init__(self, cache: KVCache, layer: LinearAttentionLayer, batch: int):
         StateLayer.__init__(self, layer, batch)
-        CacheLayer.__init__(self, cache, index)
+        CacheLayer.__init__(self, cache)
 
     def lazy_initialization(self, *keys_and_values: Tensor, **states: Any) -> None:
         kind = CacheLayer if keys_and_values else LinearAttentionLayer
@@ -112,14 +113,11 @@ class StackedCache(KVCache):
         """Allocate the cache. state: any cache of the model, which determines the kinds of layers."""
         self.states: list[StateLayer] = []
         self.stored: dict[tuple, Tensor] = {}  # the states (num_slots, ...) of slots that are not rows, by name
-        # Each layer with keys has its own memory, since most layers have none.
-        super().__init__(len(state.layers), num_slots, capacity, device, one_device=False)
+        super().__init__(len(state.layers), num_slots, capacity, device)
         for number, layer in enumerate(state.layers):
             if isinstance(layer, LinearAttentionLayer):
                 both = isinstance(layer, DynamicLayer)
-                self.layers[number] = (
-                    BothLayer(self, number, layer, num_slots) if both else StateLayer(layer, num_slots)
-                )
+                self.layers[number] = BothLayer(self, layer, num_slots) if both else StateLayer(layer, num_slots)
                 self.states.append(self.layers[number])
             elif not isinstance(layer, DynamicLayer):
                 self.layers[number] = layer

@@ -1,11 +1,11 @@
 """The model's own cache, for targets that support neither trees nor stacked states (stacked_cache.py). They decode chains.
 
 Recurrent layers have one state, which a forward advances and which cannot be rolled back. Other layers mask or compress their
-keys by column. So the cache contains the *computed* tokens, and a forward of drafts uses a fork of it, which replaces it if
-all of the drafts are accepted:
+keys by column. If every layer can drop its newest entries (chunked or sparse attention, short convolutions), rejected drafts
+are cropped. Otherwise a forward of drafts uses a copy of the cache, which replaces it if all of the drafts are accepted:
 
     text        t t t t t t t a a r         t computed: in the state    a uncommitted: accepted since, not yet in the state
-    a forward                 a a r d d d   r the bonus token, d a chain of drafts, on a fork; only with the model's own mask
+    a forward                 a a r d d d   r the bonus token, d a chain of drafts; only with the model's own mask
 
 If there are too many uncommitted tokens, a separate forward computes them before the next chain.
 
@@ -14,9 +14,6 @@ batch in one cache could not do that for single sequences.
 
 A target that cannot continue from a cache (`Capabilities.caching`) is decoded token by token, as in transformers'
 generate.
-
-If every layer can drop its newest entries (chunked or sparse attention, short convolutions), the fork is cropped instead, and
-nothing is ever uncommitted. transformers' assisted generation only does that, and so cannot draft for recurrent layers.
 """
 
 import copy
@@ -41,9 +38,6 @@ from foredraft.heads.target_model.output import TargetOutput
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
 
-# Attributes of transformers' layers that are replaced by longer tensors, never written into: forks share them.
-SHARED = {"keys", "values", "indexer_keys"}
-
 # Largest number of accepted tokens that are computed again with every chain. A smaller one computes them separately more
 # often, a larger one makes every forward longer.
 MAX_UNCOMMITTED = 16
@@ -60,34 +54,35 @@ class SlotState:
     text: Tensor | None = None  # (1, n): all accepted tokens
     state: Any = None  # the model's own cache; None before its first forward, and for a model without one
     num_computed_tokens: int = 0  # tokens of the text in the state
-    newest: Any = None  # of its newest forward: the state after the drafts, the drafts (1, nodes), their number in it
+    newest: Any = None  # of its newest forward: the state, the drafts (1, nodes), the number of tokens in the state
     finished: bool = False
 
     @property
     def num_uncommitted(self) -> int:
         return 0 if self.finished or self.text is None else self.text.shape[1] - self.num_computed_tokens
 
-    def extend(self, target: "Target", tokens: Tensor, layers: Sequence[int]) -> TargetOutput:
-        """Run a forward of text (1, length) that follows, and of what is not computed before it."""
+    def compute(self, target: "Target", layers: Sequence[int] = ()) -> TargetOutput:
+        """Run a forward of the part of the text that is not computed."""
         assert self.text is not None
-        self.text = torch.cat([self.text, tokens], dim=1)
-        new = self.text[:, self.num_computed_tokens :]
+        new, is_first = self.text[:, self.num_computed_tokens :], self.state is None
         output, self.state = target.forward_from(new, self.num_computed_tokens, self.state, layers, keep_logits=1)
-        if self.state is not None:
-            self.num_computed_tokens = self.text.shape[1]
+        self.num_computed_tokens = 0 if self.state is None else self.text.shape[1]
         if can_crop(self.state):
-            self.state.crop(0)  # a window drops what it no longer needs
-        return output._replace(aux_hidden_states=output.aux_hidden_states[:, -tokens.shape[1] :])
+            self.state.activate_past_recording() if is_first else self.state.crop(
+                0
+            )  # a window drops what it does not need
+        return output
 
     def commit(self, count: int) -> None:
         """Accept the first `count` drafts of its newest forward."""
         assert self.text is not None and self.newest is not None
-        (state, tokens, drafts), self.newest = self.newest, None
+        (state, tokens, computed), self.newest = self.newest, None
         self.text = torch.cat([self.text, tokens[:, :count]], dim=1)
-        if state is not None and (drafts == count or (drafts > count and can_crop(state))):
+        rejected = max(0, computed - self.text.shape[1])
+        if state is not None and (rejected == 0 or can_crop(state)):
             if can_crop(state):
-                state.crop(count - drafts)  # also if it is 0: a window drops what it no longer needs
-            self.state, self.num_computed_tokens = state, self.text.shape[1]
+                state.crop(-rejected)  # also if it is 0: a window drops what it no longer needs
+            self.state, self.num_computed_tokens = state, computed - rejected
 
 
 class StateCache:
@@ -137,7 +132,7 @@ class StateCache:
         self.use(self.rows)
 
     def erase_uncommitted(self, slot: int) -> None:
-        """Do nothing: rejected drafts were in a fork, which is gone."""
+        """Do nothing: rejected drafts are gone."""
 
     def mask(self, among: Tensor) -> Tensor:
         """Return `among` unchanged: the model's own masks determine what a token of a chain sees."""
@@ -149,24 +144,14 @@ class StateCache:
         """Run a forward of whole prompts as `Target.prefill` does, or of parts if the target supports chains."""
         outputs = []
         for slot, row, length in zip(self.slots, tokens, lengths, strict=True):
-            if slot.text is None:
-                slot.text = row[None, :length]
-                outputs.append(self.prefill_slot(slot, target, layers))
+            new = row[None, :length]
+            slot.text = new if slot.text is None else torch.cat([slot.text, new], dim=1)
+            if target.capabilities.caching:
+                output = slot.compute(target, layers)
             else:
-                outputs.append(slot.extend(target, row[None, :length], layers))
+                output, slot.state = generate_next(target, slot.text)
+            outputs.append(output._replace(aux_hidden_states=output.aux_hidden_states[:, -length:]))
         return as_batch(outputs, max(lengths))
-
-    def prefill_slot(self, slot: SlotState, target: "Target", layers: Sequence[int] = ()) -> TargetOutput:
-        """Run a forward of the whole text into a new state."""
-        assert slot.text is not None
-        if not target.capabilities.caching:
-            output, slot.state = target.generate_next(slot.text)
-            return output
-        output, slot.state = target.forward_from(slot.text, 0, None, layers, keep_logits=1)
-        slot.num_computed_tokens = 0 if slot.state is None else slot.text.shape[1]
-        if can_crop(slot.state):
-            slot.state.activate_past_recording()
-        return output
 
     def forward_chains(self, target: "Target", tokens: Tensor, layers: Sequence[int] = ()) -> TargetOutput:
         """Run a forward of drafts (batch, nodes), a chain per slot after its text. The output of finished slots is
@@ -182,27 +167,26 @@ class StateCache:
         assert slot.text is not None
         if not target.capabilities.caching:
             assert nodes == 1, target.capabilities.why
-            output, state = target.generate_next(torch.cat([slot.text, tokens], dim=1), slot.state)
-            slot.newest = state, tokens, 1
+            output, state = generate_next(target, torch.cat([slot.text, tokens], dim=1), slot.state)
+            slot.newest = state, tokens, slot.text.shape[1] + 1
             return output
         length, boundary = slot.text.shape[1], target.capabilities.rope_boundary
         real = nodes if target.context is None else min(nodes, target.context - length)  # the rest is never accepted
         # Drafts beyond the boundary are computed with the whole text, rotated by the other angles; that state is discarded.
         early = real if boundary is None or length > boundary else min(real, boundary - length)
-        if boundary is not None and slot.num_computed_tokens <= boundary < length:
-            self.prefill_slot(slot, target)
-        elif nodes > 1 and slot.state is not None and slot.num_uncommitted > MAX_UNCOMMITTED:
-            _, slot.state = target.forward_from(
-                slot.text[:, slot.num_computed_tokens :], slot.num_computed_tokens, slot.state, keep_logits=1
-            )
-            slot.num_computed_tokens = length
+        crosses = boundary is not None and slot.num_computed_tokens <= boundary < length
+        if crosses:
+            slot.state, slot.num_computed_tokens = None, 0
+        if crosses or (nodes > 1 and slot.state is not None and slot.num_uncommitted > MAX_UNCOMMITTED):
+            slot.compute(target)
         # A single bonus token is always accepted, so it may change the state.
-        state, parts = slot.state if nodes == 1 else fork(slot.state), []
+        state, parts = slot.state if nodes == 1 or can_crop(slot.state) else copy.deepcopy(slot.state), []
+        computed = length + early if early else slot.num_computed_tokens
         if early:
             new = torch.cat([slot.text[:, slot.num_computed_tokens :], tokens[:, :early]], dim=1)
             output, state = target.forward_from(new, slot.num_computed_tokens, state, layers, keep_logits=early)
             parts.append((output, early))
-        slot.newest = state, tokens, early
+        slot.newest = state, tokens, computed
         if early < real:
             text = torch.cat([slot.text, tokens[:, :real]], dim=1)
             parts.append((target.forward_from(text, 0, None, layers, keep_logits=real - early)[0], real - early))
@@ -237,24 +221,20 @@ def as_batch(outputs: Sequence[TargetOutput], length: int) -> TargetOutput:
     return TargetOutput(torch.cat([output.logits for output in outputs]), torch.cat(padded))
 
 
-def fork(state: Any) -> Any:
-    """Copy a cache to continue from without changing it. Keys and values are shared, because forwards concatenate and so
-    make new tensors. States that are written into are copied; they do not grow with the text."""
-    if not isinstance(state, Cache):
-        return copy.deepcopy(state)
-    twin = copy.copy(state)
-    vars(twin).update({name: cloned(value) for name, value in vars(state).items() if name != "layers"})  # MiniMax's
-    twin.layers = [copy.copy(layer) for layer in state.layers]
-    for layer in twin.layers:
-        for name, value in vars(layer).items():
-            if name not in SHARED and isinstance(value, Tensor | dict | list):
-                vars(layer)[name] = cloned(value)
-    return twin
-
-
-def cloned(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: cloned(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [cloned(part) for part in value]
-    return value.clone() if isinstance(value, Tensor) else value
+def generate_next(
+    target: "Target", text: Tensor, kwargs: dict[str, Any] | None = None
+) -> tuple[TargetOutput, dict[str, Any]]:
+    """Return the logits (1, 1, vocab) of the token after a text (1, length), by the steps of transformers' own generate, and
+    the arguments that these keep for the text with that token."""
+    first, model = kwargs is None, target.model
+    # transformers cannot make a cache for BLT, which nests several transformers.
+    kwargs = {"use_cache": getattr(target.config, "num_hidden_layers", None) is not None} if kwargs is None else kwargs
+    inputs = model.prepare_inputs_for_generation(
+        text,
+        next_sequence_length=1 if kwargs["use_cache"] and not first else None,
+        is_first_iteration=first,
+        **kwargs,
+    )
+    out = model(**inputs, return_dict=True)
+    output = TargetOutput(out.logits[:, -1:, : target.vocab_size], out.logits.new_empty(*text.shape, 0))
+    return output, model._update_model_kwargs_for_generation(out, kwargs)

@@ -13,13 +13,14 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from foredraft.heads.attention import masked as attention
 from foredraft.heads.caches import cuda_graphs
 from foredraft.heads.caches.stacked_cache import StackedCache, stacks
-from foredraft.heads.caches.state_cache import StateCache
 
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
 
 # The layer types, as transformers names them, that only keep keys and values and whose masks we can make.
 BRANCHING = {"full_attention", "sliding_attention"}
+# The number of positions in configs: of most families, of MPT, of Whisper.
+POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 # Names of the cache argument. transformers 5.24 renamed the next two to the first; models with their own code keep them.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 # Number of tokens, and the largest difference of logits relative to the largest logit. In half precision only large errors
@@ -42,12 +43,13 @@ class Capabilities:
         self.rope_boundary: int | None = longrope_boundary(target.config, target.context)
         self.sparse_indexer: bool = uses_sparse_indexer(target.config)
 
-    def refuse_batches(self) -> None:
-        """Note that a forward quantizes the activations of all its tokens together."""
-        self.depends_on_batch = True
-        self.why = (
-            f"{self.target.name} quantizes the activations of a forward together, so drafts would change its text"
-        )
+    def measure_batches(self) -> None:
+        """Note whether a forward quantizes the activations of all its tokens together."""
+        if is_batch_variant(self.target.model):
+            self.depends_on_batch = True
+            self.why = (
+                f"{self.target.name} quantizes the activations of a forward together, so drafts would change its text"
+            )
 
     @property
     def verify(self) -> Literal["tree", "chain", "plain"]:
@@ -58,15 +60,27 @@ class Capabilities:
     def trees(self) -> bool:
         return self.why is None
 
-    @cached_property
+    @property
     def caching(self) -> bool:
         """Return whether the target can continue from a cache. Otherwise it writes as transformers' own generate does."""
-        return self.trees or (why_no_drafts(self.target.model) is None and measure_caching(self.target))
+        return self.trees or self._continues in ("chain", "step")
 
-    @cached_property
+    @property
     def chains(self) -> bool:
         """Return whether one forward of several tokens after a text equals one forward of each."""
-        return self.trees or (self.caching and not self.depends_on_batch and measure_chains(self.target))
+        return self.trees or (self._continues == "chain" and not self.depends_on_batch)
+
+    @cached_property
+    def _continues(self) -> Literal["chain", "step"] | None:
+        return measure_chains(self.target) if why_no_drafts(self.target.model) is None else None
+
+    def check_draftable(self) -> None:
+        """Raise ValueError if no drafts are possible, so that no head can be trained."""
+        if not self.target.embeddings_only and not self.caching:
+            raise ValueError(
+                f"model_type {self.target.config.model_type} cannot continue from a cache, so it is decoded without drafts "
+                "and cannot have a head; choose another target"
+            )
 
     @cached_property
     def state(self) -> Cache | None:
@@ -99,18 +113,17 @@ class Capabilities:
         return self.trees and cuda_graphs.captures(self.target.device, self.cuda_graphs)
 
     @property
-    def attends_by_ours(self) -> bool:
-        """Return whether the target computes attention by heads/attention/masked.py."""
+    def packed_rows(self) -> bool:
+        """Return whether a forward may take sequences of several documents (`masks.PackedMask`). Another attention
+        implementation, and layers on several devices, would need masks of length x length."""
+        return self.trees and self.one_device and self._attends_by_ours
+
+    @property
+    def _attends_by_ours(self) -> bool:
         return self.target.model.config._attn_implementation == attention.NAME
 
     @property
-    def packed_rows(self) -> bool:
-        """Return whether a forward may take sequences of several documents (packed_mask.py). Another attention
-        implementation, and layers on several devices, would need masks of length x length."""
-        return self.trees and self.one_device and self.attends_by_ours
-
-    @property
-    def is_half_on_cpu(self) -> bool:
+    def _is_half_on_cpu(self) -> bool:
         return self.target.dtype in (torch.bfloat16, torch.float16) and self.target.device.type == "cpu"
 
     @property
@@ -118,13 +131,13 @@ class Capabilities:
         """Return whether attention is computed so that no bit depends on how a prompt is cut, padded, or continued from the
         entries of another text (masks over whole blocks of keys), nor on the branches next to a node (paths.py). float32
         rounds so finely that this is not worth the time. Rings of sliding layers order keys by when they were written."""
-        return self.trees and self.is_half_on_cpu and self.target.window is None and self.attends_by_ours
+        return self.trees and self._is_half_on_cpu and self.target.masks.window is None and self._attends_by_ours
 
     @cached_property
     def prefers_chains(self) -> bool:
         """Return whether drafts are chains by default: in half precision on a CPU, where the logits of a chain equal the
         baseline's in every bit. Those of a tree do if the target `keeps_bits`, but then each branch attends once more."""
-        return self.trees and self.is_half_on_cpu and is_batch_invariant(self.target)
+        return self.trees and self._is_half_on_cpu and is_batch_invariant(self.target)
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -132,6 +145,13 @@ def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
     usual name, which `to_dict` omits."""
     settings = config.to_dict()
     return {usual: settings[name] for usual, name in config.attribute_map.items() if name in settings} | settings
+
+
+def max_positions(config: PreTrainedConfig) -> int | None:
+    """Return the largest number of positions that a config specifies; None if it does not, or sets no limit (XLNet's -1)."""
+    named = (getattr(config, name, None) for name in POSITIONS)
+    limit = next((number for number in named if number is not None), None)
+    return None if limit == -1 else limit
 
 
 def check_supported(model: PreTrainedModel) -> None:
@@ -157,12 +177,11 @@ def check_supported(model: PreTrainedModel) -> None:
 def why_no_drafts(model: PreTrainedModel) -> str | None:
     """Return the reason why each token is found by the steps of transformers' own generate; None if the model can continue
     from a cache."""
-    config = model.config.get_text_config()
-    if getattr(config, "causal", None) is False or "target_mapping" in inspect.signature(model.forward).parameters:
+    config, parameters = model.config.get_text_config(), inspect.signature(model.forward).parameters
+    if getattr(config, "causal", None) is False or "target_mapping" in parameters:
         return f"model_type {config.model_type} writes a token in the place of a mask, so drafts are not possible"
-    if not has_cache(config):
+    if getattr(config, "num_hidden_layers", None) is None:
         return f"model_type {config.model_type} has no num_hidden_layers, so transformers cannot make a cache for it"
-    parameters = inspect.signature(model.forward).parameters
     past_names = [name for name in parameters if name.startswith("past_") and name not in CACHE_NAMES]
     if past_names:  # Reformer's buckets
         return f"model_type {config.model_type} keeps {past_names[0]}, from which only transformers' own steps can continue"
@@ -175,11 +194,6 @@ def cache_name(model: PreTrainedModel) -> str | None:
     return next((name for name in CACHE_NAMES if name in parameters), None)
 
 
-def has_cache(config: PreTrainedConfig) -> bool:
-    """Return whether transformers can make a cache for it. It cannot for BLT, which nests several transformers."""
-    return getattr(config, "num_hidden_layers", None) is not None
-
-
 def why_no_trees(model: PreTrainedModel, context: int | None) -> str | None:
     """Return the reason why one forward cannot verify the branches of a tree; None if it can. Without this check such a
     model would run and give wrong logits. context: largest number of tokens of a text."""
@@ -188,27 +202,23 @@ def why_no_trees(model: PreTrainedModel, context: int | None) -> str | None:
         return why
     # GPT-Neo calls them attention_layers, and cuts its local ones by column instead of position.
     types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or ()
-    kinds = sorted(set(types) - BRANCHING)
-    if kinds or model._is_stateful:  # some recurrent models (RWKV, xLSTM) have no layer types
-        return f"model_type {config.model_type} has {', '.join(kinds) or 'recurrent'} layers, in which drafts cannot branch"
-    if (getattr(config, "n_recurrent_loops", None) or 1) > 1:  # Dory
-        return (
-            f"model_type {config.model_type} runs its layers several times and keeps the keys of each time, so drafts "
-            "cannot branch"
-        )
-    if getattr(config, "alibi", None):
-        return f"model_type {config.model_type} has alibi, which uses the columns of keys, so drafts cannot branch"
-    boundary = longrope_boundary(config, context)
-    if boundary is not None:
-        return (
-            f"model_type {config.model_type} has longrope, which rotates a text longer than {boundary} differently from its "
-            f"start on, so drafts cannot branch unless texts stay shorter (target.context={boundary})"
-        )
+    kinds, boundary = sorted(set(types) - BRANCHING), longrope_boundary(config, context)
     takes = {"position_ids": "position_ids" in inspect.signature(model.forward).parameters, "cache": cache_name(model)}
-    missing = [name for name, present in takes.items() if not present]
-    if missing:
-        return f"model_type {config.model_type} does not take {' and '.join(missing)}, so drafts cannot branch"
-    return None
+    missing, unless = [name for name, present in takes.items() if not present], ""
+    if kinds or model._is_stateful:  # some recurrent models (RWKV, xLSTM) have no layer types
+        reason = f"has {', '.join(kinds) or 'recurrent'} layers"
+    elif (getattr(config, "n_recurrent_loops", None) or 1) > 1:  # Dory
+        reason = "runs its layers several times and keeps the keys of each time"
+    elif getattr(config, "alibi", None):
+        reason = "has alibi, which uses the columns of keys"
+    elif boundary is not None:
+        reason = f"has longrope, which rotates a text longer than {boundary} differently from its start on"
+        unless = f" unless texts stay shorter (target.context={boundary})"
+    elif missing:
+        reason = f"does not take {' and '.join(missing)}"
+    else:
+        return None
+    return f"model_type {config.model_type} {reason}, so drafts cannot branch{unless}"
 
 
 def longrope_boundary(config: PreTrainedConfig, context: int | None) -> int | None:
@@ -240,20 +250,6 @@ def is_batch_variant(model: PreTrainedModel) -> bool:
     return bool((alone - mixed).abs().max() > rounding * alone.abs().max())
 
 
-@torch.no_grad()
-def measure_caching(target: "Target") -> bool:
-    """Return whether the target can process a single token after those in its cache."""
-    tokens = torch.arange(3, device=target.device)[None]
-    _, state = target.forward_from(tokens[:, :2], 0, None)
-    try:
-        target.forward_from(tokens[:, 2:] if state is not None else tokens, 0 if state is None else 2, state)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # each model has its own message (CPM-Ant needs all of the text again)
-        return False
-    return True
-
-
 @torch.inference_mode()
 def is_batch_invariant(target: "Target") -> bool:
     """Return whether a token's logits have the same bits regardless of other tokens of its sequence, or other sequences, in
@@ -275,23 +271,33 @@ def is_batch_invariant(target: "Target") -> bool:
 
 
 @torch.no_grad()
-def measure_chains(target: "Target") -> bool:
-    """Measure `Capabilities.chains` on a few random tokens."""
+def measure_chains(target: "Target") -> Literal["chain", "step"] | None:
+    """Return what the target processes after the tokens in its cache: several at once, with the logits that it gets one by
+    one, or single tokens, or none. Measured on a few random tokens."""
     tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(0)).to(target.device)
-    text, nodes = tokens[:, : PROBE // 2], PROBE // 2
-    together, one_by_one = (StateCache(1, target.device) for _ in range(2))
-    for cache in (together, one_by_one):
-        cache.prefill(target, text, [text.shape[1]])
-    try:
-        at_once, single = together.forward_chains(target, tokens[:, nodes:]).logits, []
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:  # some only process one token at a time with a cache, each with its own message (ProphetNet)
-        return False
-    for number in range(nodes, PROBE):
-        single.append(one_by_one.forward_chains(target, tokens[:, number : number + 1]).logits)
-        one_by_one.commit([[0]])
-    return allclose(at_once, torch.cat(single, 1))
+
+    def logits(*ends: int) -> Tensor | None:
+        """Return the logits after the text, of tokens up to each of these ends at a time; None if the model fails."""
+        state, start, found = None, 0, []
+        try:
+            for end in (PROBE // 2, *ends):
+                first = 0 if state is None else start
+                output, state = target.forward_from(tokens[:, first:end], first, state)
+                found.append(output.logits[:, start - end :])
+                start = end
+        except torch.OutOfMemoryError:
+            raise
+        except (
+            Exception
+        ):  # each model has its own message (CPM-Ant needs all of the text again, ProphetNet single tokens)
+            return None
+        return torch.cat(found[1:], dim=1)
+
+    one_by_one = logits(*range(PROBE // 2 + 1, PROBE + 1))
+    if one_by_one is None:
+        return None
+    at_once = logits(PROBE)
+    return "chain" if at_once is not None and allclose(at_once, one_by_one) else "step"
 
 
 @torch.no_grad()

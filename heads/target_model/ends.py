@@ -18,9 +18,9 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
 
 from foredraft.heads.target_model.files import INDEX, WEIGHTS
+from foredraft.heads.target_model.gguf import suppress_logging
 from foredraft.heads.target_model.loading import first_line, load_model, model_class, read_config
 
 if TYPE_CHECKING:
@@ -43,12 +43,8 @@ def load_ends(
         try:
             copy_end_weights(path, revision, Path(scratch))
             without_layers(config).save_pretrained(scratch)
-            before = logging.get_verbosity()
-            logging.set_verbosity_error()  # it would list everything that is omitted
-            try:
+            with suppress_logging():  # of a list of everything that is omitted
                 ends = load_model(scratch, dtype, device, None, None, trust_remote_code=False, device_map=device)
-            finally:
-                logging.set_verbosity(before)
         except Exception as error:  # each kind of model that needs layers fails in another way
             message = (
                 f"the ends of {path} cannot be loaded without its layers ({first_line(error)}): {HINT_FULL_TARGET}"

@@ -116,6 +116,15 @@ class ImageReader:
         return torch.where(of_image, starts.cumsum(0), -1)
 
 
+def model_inputs(images: dict[str, Tensor], model_type: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the arguments of a model's forward for images (heads.base.PackedBatch), without positions."""
+    inputs = {name: images[name] for name in INPUTS if name in images}
+    inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+    if model_type in BLOCKS:  # it makes a mask of them if it gets none
+        inputs["token_type_ids"] = (images["blocks"] >= 0).long()
+    return inputs
+
+
 def reads_images(config: PreTrainedConfig) -> bool:
     return config.model_type in (*MROPE, *BLOCKS)
 

@@ -1,17 +1,19 @@
 """Load a target's model and tokenizer with transformers. Names are looked up first, dtypes and quantization are names, and
 each way to fail has one message."""
 
+import functools
 import importlib.util
 import json
 import logging
 import platform
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -27,6 +29,9 @@ from transformers import (
 
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import reads_images
+
+if TYPE_CHECKING:
+    from foredraft.heads.target_model.model import Target
 
 
 def check_path(path: str | Path) -> str:
@@ -82,27 +87,15 @@ def has_bfloat16_products(device: torch.device | str) -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def loads_straight_to(device: torch.device | str) -> bool:
-    """Return whether transformers can read weights directly into this device's memory. Through the host, 8 processes make 8
-    copies there."""
-    return torch.device(device).type != "cpu" and importlib.util.find_spec("accelerate") is not None
+SHOWN: set[str] = set()
 
 
-class DedupFilter(logging.Filter):
-    """Pass each message once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        new = message not in self.seen
-        self.seen.add(message)
-        return new
-
-
-ONCE = DedupFilter()
+def is_new(record: logging.LogRecord) -> bool:
+    """Return whether this message is logged for the first time."""
+    message = record.getMessage()
+    new = message not in SHOWN
+    SHOWN.add(message)
+    return new
 
 
 def quantization_config(name: str, dtype: str | torch.dtype, device: str | torch.device) -> Any:
@@ -122,7 +115,7 @@ def quantization_config(name: str, dtype: str | torch.dtype, device: str | torch
 def keep_outliers(model: PreTrainedModel) -> None:
     """Disable the outlier columns of bitsandbytes' 8-bit products, also in a checkpoint that was saved with them. Which
     columns these are depends on all rows of a forward, so a draft would change the target's text."""
-    logging.getLogger("bitsandbytes.autograd._functions").addFilter(ONCE)  # it warns at every product
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(is_new)  # it warns at every product
     for module in model.modules():
         if type(module).__name__ == "Linear8bitLt":
             module.state.threshold = 0.0
@@ -166,12 +159,15 @@ def load_model(
     revision: str | None,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load the model for `Target.from_pretrained`, on the host unless quantization or a keyword requires a device."""
+    """Load the model for `Target.from_pretrained`. With accelerate, weights are read directly into a device's memory: through
+    the host, 8 processes make 8 copies there."""
+    reads_directly = torch.device(device).type != "cpu" and importlib.util.find_spec("accelerate") is not None
+    if "distributed_config" not in kwargs and (reads_directly or quantization is not None):
+        kwargs.setdefault("device_map", device)
     if isinstance(dtype, str) and dtype != "auto":
         dtype = resolve_dtype(dtype)
     if quantization is not None:
         kwargs["quantization_config"] = quantization_config(quantization, dtype, device)
-        kwargs.setdefault("device_map", device)
     try:
         config = read_config(path, revision, kwargs["trust_remote_code"])
         if config.model_type in SAME_KIND.values():
@@ -189,7 +185,7 @@ def load_model(
     except (OSError, ImportError, json.JSONDecodeError) as error:  # some models need more packages
         raise ValueError(f"target {path} cannot be loaded: {first_line(error)}") from error
     keep_outliers(model)
-    return model
+    return model if kwargs.keys() & {"device_map", "distributed_config"} else model.to(device)
 
 
 def load_tokenizer(
@@ -214,6 +210,22 @@ def load_tokenizer(
             "they do not belong together; use both from the same directory"
         )
     return tokenizer, None
+
+
+def check_tokens(target: "Target", tokens: Tensor) -> None:
+    """Raise ValueError for a token without an embedding. The device is only asked if the tokenizer has such tokens."""
+    rows = target.model.get_input_embeddings().num_embeddings
+    if not has_tokens_beyond(target.tokenizer, rows) or not tokens.numel() or (worst := int(tokens.max())) < rows:
+        return
+    raise ValueError(
+        f"the text contains {target.text_tokenizer.convert_ids_to_tokens(worst)!r} (token {worst}), and {target.name} "
+        f"only has embeddings of 0 to {rows - 1}: leave the token out of the text"
+    )
+
+
+@functools.lru_cache(8)
+def has_tokens_beyond(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> bool:
+    return tokenizer is not None and max(tokenizer.get_vocab().values(), default=-1) >= rows
 
 
 def first_line(error: Exception) -> str:

@@ -1,11 +1,10 @@
 """The frozen language model that a head drafts for. Any Hugging Face decoder works unchanged."""
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,31 +14,21 @@ from foredraft.heads.attention import masked as attention
 from foredraft.heads.attention.masks import Masks
 from foredraft.heads.attention.paths import note_paths
 from foredraft.heads.caches import recurrent_ops
-from foredraft.heads.caches.cuda_graphs import power_of_two
 from foredraft.heads.caches.kv_cache import KVCache, key_block, to_device
-from foredraft.heads.caches.sliding_cache import Sliding, SlidingCache
+from foredraft.heads.caches.layers import Sliding
 from foredraft.heads.caches.stacked_cache import StackedCache
 from foredraft.heads.caches.state_cache import StateCache
 from foredraft.heads.target_model import packing
-from foredraft.heads.target_model.capabilities import (
-    Capabilities,
-    cache_name,
-    check_supported,
-    has_cache,
-    is_batch_variant,
-    settings_of,
-)
+from foredraft.heads.target_model.capabilities import Capabilities, cache_name, check_supported, max_positions
 from foredraft.heads.target_model.ends import load_ends, refuse
 from foredraft.heads.target_model.gguf import record_of
-from foredraft.heads.target_model.images import BLOCKS, INPUTS, MROPE, ImageReader, reads_images
-from foredraft.heads.target_model.loading import load_model, load_tokenizer, loads_straight_to
+from foredraft.heads.target_model.images import MROPE, ImageReader, model_inputs, reads_images
+from foredraft.heads.target_model.loading import check_tokens, load_model, load_tokenizer
+from foredraft.heads.target_model.logits import LogitScaling, only_logits_at
 from foredraft.heads.target_model.output import TargetOutput
 from foredraft.heads.target_model.resolve_path import full_name, resolve_path
-from foredraft.heads.target_model.sharding import COLLECTIVE, arguments, broadcast, full_tensor
+from foredraft.heads.target_model.sharding import COLLECTIVE, arguments, full_tensor
 
-T = TypeVar("T")
-# The number of positions in configs: of most families, of MPT, of Whisper.
-POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 NODES = 64  # of a tree, if its size is not specified
 TargetCache = KVCache | StateCache
 
@@ -66,22 +55,20 @@ class Target:
         name: str = "",
         context: int | None = None,
     ):
-        """Wrap a model. context: largest number of tokens, if it is to be less than the model supports. A target with
-        longrope whose texts stay below its boundary supports trees. Raises ValueError if the model supports less."""
+        """Wrap a model. context: largest number of tokens, if it is to be less than the model supports: with longrope, texts
+        below its boundary have trees. Raises ValueError if the model supports less."""
         self.model = model.eval().requires_grad_(False)
-        self.tokenizer, self.name, self._context = tokenizer, name, context
-        self.checkpoint = (
-            name  # the directory or Hub id that transformers loads; of a GGUF file the converted directory
-        )
-        ids = [] if tokenizer is None else tokenizer.get_vocab().values()
-        self._checks_tokens = max(ids, default=-1) >= model.get_input_embeddings().num_embeddings
+        self.tokenizer, self.name = tokenizer, name
+        self.checkpoint = name  # what transformers loads: a directory or Hub id, of a GGUF file the converted directory
         self._idle_cache: KVCache | None = None
         self.config = model.config.get_text_config()
+        self.hidden_size: int = self.config.hidden_size
         check_supported(model)
+        self.max_positions = max_positions(self.config)
+        self.context = self.max_positions if context is None else context  # largest number of tokens, None: no limit
         if context is not None and not 0 < context <= (self.max_positions or context):
-            raise ValueError(
-                f"context={context} must be at least 1, and at most {self.max_positions}, the limit of {name}"
-            )
+            limit = f"at most {self.max_positions}, the limit of {name}"
+            raise ValueError(f"context={context} must be at least 1, and {limit}")
         self.capabilities = Capabilities(self)
         if self.capabilities.trees:
             attention.take_masks(model)
@@ -90,7 +77,7 @@ class Target:
         self._cache_name = cache_name(model)
         # Not from `to_dict`, which omits computed values and second names (GPT-2's n_positions).
         self.layer_types: list[str] | None = getattr(self.config, "layer_types", None)
-        self.masks = Masks.of(self.config)
+        self.masks, self.scaled = Masks.of(self.config), LogitScaling.of(self.config)
 
     @classmethod
     def from_pretrained(
@@ -109,44 +96,36 @@ class Target:
     ) -> "Target":
         """Load a target from a directory, the Hub, a GGUF file (heads/target_model/gguf.py) or a package (packages.py).
         dtype: "float32", "bfloat16" ..., or "auto": the saved one, but float32 if the device has no bfloat16 products;
-        quantization: None, "4bit" or "8bit" (bitsandbytes);
-        sharding: None, "layers", "fsdp" or "tensor" (heads/target_model/sharding.py), for a target that does not fit on one
-        device;
+        quantization: "4bit" or "8bit" (bitsandbytes);
+        sharding: "layers", "fsdp" or "tensor" (sharding.py), for a target that does not fit on one device;
         revision: branch, tag or commit on the Hub;
-        context: as in `Target`;
-        pack: on a CPU, pack linear weights if that speeds up decoding (heads/target_model/packing.py);
+        pack: on a CPU, pack linear weights if that speeds up decoding (packing.py);
         gguf_file: which GGUF file of a Hub repository;
-        embeddings_only: do not load the decoder layers (heads/target_model/ends.py): the target cannot write text.
-        Further keywords are those of transformers' from_pretrained.
-        Raises ValueError with the path if there is no model, or its tokenizer does not fit its vocabulary.
-        """
+        embeddings_only: do not load the decoder layers (ends.py): the target cannot write text.
+        Further keywords are those of transformers' from_pretrained. Raises ValueError with the path if there is no model, or
+        its tokenizer does not fit its vocabulary."""
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         name, path = full_name(path, gguf_file), resolve_path(path, dtype, device, gguf_file, revision)
         trusted = kwargs.setdefault("trust_remote_code", False)  # transformers would ask otherwise
         if embeddings_only:
-            model = load_ends(path, dtype, device, revision, trusted)
             pack, sharding, quantization = False, None, None  # these concern layers
+            model = load_ends(path, dtype, device, revision, trusted)
         else:
             if sharding is not None:
                 kwargs |= arguments(path, sharding, quantization)
-            elif loads_straight_to(device):
-                kwargs.setdefault("device_map", device)
             model = load_model(path, dtype, device, quantization, revision, **kwargs)
-            if quantization is None and sharding is None and "device_map" not in kwargs:
-                model = model.to(device)
         tokenizer, reason = load_tokenizer(path, model, revision, trusted)
         if tokenizer is not None:
             tokenizer.name_or_path = name  # for messages: the file that the user typed
         target = cls(model, tokenizer, name, context)
         if pack and sharding not in COLLECTIVE:  # sharded weights cannot be packed
             packing.pack(model)  # which is frozen by now
-            packing.join(model, lambda: target._forward(torch.zeros(1, 2, dtype=torch.int64), None, (), 0, {}))
         target.checkpoint, target.gguf, target.revision = path, record_of(path), revision
         target.quantization, target.sharding, target.no_tokenizer = quantization, sharding, reason
         target.embeddings_only, target.trust_remote_code = embeddings_only, trusted
-        if not embeddings_only and is_batch_variant(model):
-            target.capabilities.refuse_batches()
+        if not embeddings_only:
+            target.capabilities.measure_batches()
         return target
 
     @cached_property
@@ -169,16 +148,11 @@ class Target:
     def vocab_size(self) -> int:
         """Return the number of tokens that it both reads and writes. Some read more (the image tokens of Llama-3.2-Vision),
         and an lm_head may be padded beyond the embedding: `logits` and all forwards omit what it cannot continue from."""
-        head = self.model.get_output_embeddings()
+        head, rows = self.model.get_output_embeddings(), self.model.get_input_embeddings().num_embeddings
         if isinstance(head, packing.PackedLinear):
-            return min(self.model.get_input_embeddings().num_embeddings, head.out_features)
-        output = head.weight  # of a quantized one the shape is not the height
-        rows = self.model.get_input_embeddings().num_embeddings
-        return min(rows, output.shape[0]) if output.is_floating_point() else rows
-
-    @property
-    def hidden_size(self) -> int:
-        return self.config.hidden_size
+            return min(rows, head.out_features)
+        # Of a quantized weight the shape is not the height.
+        return min(rows, head.weight.shape[0]) if head.weight.is_floating_point() else rows
 
     @property
     def num_layers(self) -> int:
@@ -197,91 +171,44 @@ class Target:
         """Return whether every process of the run must take part in every forward."""
         return self.sharding in COLLECTIVE
 
-    def broadcast(self, value: T) -> T:
-        """Return the first process's `value` if all processes take part in every forward, otherwise `value`. A measured
-        value that decides about the next forward must come from here."""
-        return broadcast(value) if self.is_collective else value
-
-    @property
-    def window(self) -> int | None:
-        """Return the number of tokens that sliding attention sees; None without sliding layers."""
-        return self.masks.window
-
     @property
     def embeddings(self) -> Tensor:
-        """Return the rows (vocab_size, hidden) of its input embedding, without tokens that it only reads. If it
-        `is_collective`, every process must call this."""
+        """Return the rows (vocab_size, hidden) of its input embedding. If it `is_collective`, all processes call this."""
         return full_tensor(self.model.get_input_embeddings().weight)[: self.vocab_size]
 
     @property
     def lm_head_rows(self) -> Tensor | None:
-        """Return the rows (vocab_size, hidden) of its lm_head, or None for a quantized one. As for `embeddings`, every
-        process must call this."""
+        """Return the rows (vocab_size, hidden) of its lm_head, or None for a quantized one; as for `embeddings`."""
         rows = full_tensor(self.model.get_output_embeddings().weight)
         return rows[: self.vocab_size] if rows.is_floating_point() else None
 
     @property
-    def context(self) -> int | None:
-        """Return the largest number of tokens of a text, or None without a limit."""
-        return self.max_positions if self._context is None else self._context
-
-    @property
-    def max_positions(self) -> int | None:
-        """Return the largest number of positions that it supports; None if its config does not specify it, or sets no limit
-        (XLNet's -1)."""
-        named = (getattr(self.config, name, None) for name in POSITIONS)
-        limit = next((number for number in named if number is not None), None)
-        return None if limit == -1 else limit
-
-    @property
     def eos_token_ids(self) -> list[int]:
-        """Return the tokens that end a text: those of its generation config, and the tokenizer's, which chat templates
-        write."""
+        """Return the tokens that end a text: its generation config's, and the tokenizer's, which chat templates write."""
         eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
         eos = self.config.eos_token_id if eos is None else eos
         ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-        tokenizer_eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        return (
-            ends
-            if tokenizer_eos is None or tokenizer_eos in ends or tokenizer_eos >= self.vocab_size
-            else [*ends, tokenizer_eos]
-        )
-
-    def sliding(self, nodes: int) -> Sliding | None:
-        """Describe what its sliding layers keep in addition to trees of this many nodes; None without such layers or
-        trees."""
-        if self.window is None or not self.capabilities.trees:
-            return None
-        kinds = self.layer_types or ["sliding_attention"] * self.num_layers
-        layers = frozenset(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
-        return Sliding(layers, self.window, power_of_two(max(2, nodes)), key_block(self.device))
+        extra = None if self.tokenizer is None else self.tokenizer.eos_token_id
+        return ends if extra is None or extra in ends or extra >= self.vocab_size else [*ends, extra]
 
     def new_cache(self, num_slots: int, capacity: int, nodes: int = NODES, capture: bool = False) -> TargetCache:
-        """Make an empty cache. nodes: largest size of a tree. capture: should forwards be captured, if the device supports
-        it?"""
-        if not self.capabilities.trees:
-            state = self.capabilities.state
-            if state is None:
-                return StateCache(num_slots, self.device)
-            return StackedCache(state, num_slots, capacity, self.device)
-        sliding, able = self.sliding(nodes), self.capabilities
-        kind = KVCache if sliding is None else partial(SlidingCache, sliding)
-        return kind(
-            self.num_layers,
-            num_slots,
-            capacity,
-            self.device,
-            capture,
-            able.one_device,
-            keeps_bits=able.keeps_bits,
-        )
+        """Make an empty cache. nodes: largest size of a tree. capture: should forwards be captured, if possible?"""
+        able = self.capabilities
+        if able.trees:
+            sliding = Sliding.of(self.masks.window, self.layer_types, self.num_layers, nodes, key_block(self.device))
+            return KVCache(self.num_layers, num_slots, capacity, self.device, capture, able.keeps_bits, sliding)
+        if able.state is None:
+            return StateCache(num_slots, self.device)
+        return StackedCache(able.state, num_slots, capacity, self.device)
 
     def acquire_cache(self, num_slots: int, capacity: int, nodes: int = NODES) -> TargetCache:
         """Return an empty cache with at least these sizes: the one that was released last, if it suits."""
         cache, self._idle_cache = self._idle_cache, None
-        suits = cache is not None and cache.num_slots >= num_slots and cache.capacity >= capacity
-        if cache is None or not suits or cache.sliding != self.sliding(nodes):
-            return self.new_cache(num_slots, capacity, nodes, self.capabilities.cuda_graphs)
+        new = self.new_cache(num_slots, capacity, nodes, self.capabilities.cuda_graphs)  # has no memory yet
+        if cache is None or not isinstance(new, KVCache) or cache.sliding != new.sliding:
+            return new
+        if cache.num_slots < num_slots or cache.capacity < capacity:
+            return new
         cache.clear()
         return cache
 
@@ -298,37 +225,27 @@ class Target:
         cache: KVCache | None = None,
         layers: Sequence[int] = (),
         keep_logits: int = 0,
-        key_positions: Tensor | None = None,
         images: dict[str, Tensor] | None = None,
     ) -> TargetOutput:
-        """Run one forward. Only an adapter (heads/adapter.py) gets gradients; all other weights are frozen.
+        """Run one forward. All weights are frozen.
 
-        tokens, positions: (batch, length) int64. mask: (batch, length, keys) bool, True where a token may attend, or the
-        model's own form of it (heads/attention/masks.py); None is causal. key_positions: (batch, keys) int64, the position of
-        each key, needed with a bool mask if the target has sliding windows. keep_logits: 0 for all positions, n for the last
-        n. images: as in heads.base.PackedBatch."""
+        tokens, positions: (batch, length) int64. mask: in the model's own form (heads/attention/masks.py); None is causal.
+        keep_logits: 0 for all positions, n for the last n. images: as in heads.base.PackedBatch."""
         assert mask is None or self.capabilities.trees or isinstance(cache, StackedCache), self.capabilities.why
         if self.embeddings_only:
             states = self.remote_hidden_states(tokens, layers)
             return TargetOutput(states.new_empty(*tokens.shape, 0), states)
-        self.check_draftable()
+        self.capabilities.check_draftable()
         if cache is None:
-            self.check_tokens(tokens)
+            check_tokens(self, tokens)
         kwargs: dict[str, Any] = {"use_cache": cache is not None}
-        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
-            mask = self.masks(mask, self.dtype, positions, key_positions)
         if mask is not None:
             kwargs["attention_mask"] = mask
-        if cache is not None:
-            assert self._cache_name is not None
-            kwargs[self._cache_name] = cache
         if images is not None:
-            positions = images["position_ids"] if self.model.config.model_type in MROPE else positions
-            kwargs |= {name: images[name] for name in INPUTS if name in images}
-            kwargs["pixel_values"] = kwargs["pixel_values"].to(self.dtype)
-            if self.model.config.model_type in BLOCKS:  # it makes a mask of them if it gets none
-                kwargs["token_type_ids"] = (images["blocks"] >= 0).long()
-        return self._forward(tokens, positions, layers, keep_logits, kwargs)[0]
+            kind = self.model.config.model_type
+            positions = images["position_ids"] if kind in MROPE else positions
+            kwargs |= model_inputs(images, kind, self.dtype)
+        return self._forward(tokens, positions, cache, layers, keep_logits, **kwargs)[0]
 
     def forward_from(
         self, tokens: Tensor, start: int, state: Any, layers: Sequence[int] = (), keep_logits: int = 0
@@ -336,22 +253,23 @@ class Target:
         """Run a forward of text (batch, length) after the `start` tokens in the cache `state` (None: from the first token),
         with the model's own masks. Also return the cache, which is written into; None if the model has none."""
         kwargs: dict[str, Any] = {} if self._cache_name is None else {"use_cache": True}
-        if state is not None:
-            assert self._cache_name is not None
-            kwargs[self._cache_name] = state
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None] + start
-        output, out = self._forward(tokens.clamp(min=0), positions, layers, keep_logits, kwargs)
+        output, out = self._forward(tokens.clamp(min=0), positions, state, layers, keep_logits, **kwargs)
         return output, None if self._cache_name is None else out.get(self._cache_name)
 
     def _forward(
         self,
         tokens: Tensor,
         positions: Tensor | None,
+        cache: Any,
         layers: Sequence[int],
         keep_logits: int,
-        kwargs: dict[str, Any],
+        **kwargs: Any,
     ) -> tuple[TargetOutput, Any]:
         """Return the result of `forward`, and the model's own output. kwargs: more arguments of its forward."""
+        if cache is not None:
+            assert self._cache_name is not None
+            kwargs[self._cache_name] = cache
         if positions is not None and "position_ids" in self._parameters:
             kwargs["position_ids"] = positions
         if "logits_to_keep" in self._parameters:
@@ -360,8 +278,7 @@ class Target:
             # Before 5.23, transformers numbers the states of a list, tuple or set from the first layer's output on. A
             # frozenset is none of these: older versions return all states, newer ones the listed ones.
             kwargs["output_hidden_states"] = frozenset(layers)
-        past = kwargs.get(self._cache_name or "")
-        with past.watched(tokens.shape[1]) if isinstance(past, StackedCache) else recurrent_ops.watched():
+        with cache.watched(tokens.shape[1]) if isinstance(cache, StackedCache) else recurrent_ops.watched():
             out = self.model(input_ids=tokens, **kwargs)
         logits = out.logits[..., : self.vocab_size]
         if "logits_to_keep" not in self._parameters and keep_logits:
@@ -379,7 +296,7 @@ class Target:
         """Run a forward of prompts (batch, longest), padded on the right, or of parts of them after the cached text if its
         capabilities have `chunks`. Return logits (batch, 1, vocab) of each prompt's last token and aux_hidden_states
         (batch, longest, width), undefined for padding."""
-        self.check_tokens(tokens)
+        check_tokens(self, tokens)
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
         # A single token would advance every sequence's state, and a single row rounds differently.
@@ -390,44 +307,12 @@ class Target:
         last = (cache.new_counts[:, None] - 1).clamp(min=0)
         # Padding follows the text, where causal attention never looks: an empty cache needs no mask.
         mask = cache.causal_mask(tokens.shape[1])
-        with self.only_logits_at(last, tokens.shape):
+        with only_logits_at(self.model.get_output_embeddings(), last, tokens.shape):
             output = self.forward_tree(tokens, positions, mask, cache, layers)
         logits = output.logits
         if logits.shape[1] > 1:
             logits = logits.gather(1, last.expand(-1, -1, logits.shape[-1]))
         return TargetOutput(logits, output.aux_hidden_states)
-
-    @contextlib.contextmanager
-    def only_logits_at(self, positions: Tensor, shape: torch.Size) -> Iterator[None]:
-        """Compute logits only at these positions (batch, n, 1) int64 of each sequence. No argument of a model selects
-        different positions. shape: of the tokens. A model that calls its lm_head in another way returns all logits."""
-
-        def select(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            hidden, *others = inputs
-            if hidden.shape[:-1] != shape:
-                return None
-            return hidden.gather(1, positions.to(hidden.device).expand(-1, -1, hidden.shape[-1])), *others
-
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(select, prepend=True)
-        try:
-            yield
-        finally:
-            hook.remove()
-
-    def generate_next(self, text: Tensor, kwargs: dict[str, Any] | None = None) -> tuple[TargetOutput, dict[str, Any]]:
-        """Return the logits (1, 1, vocab) of the token after a text (1, length), by the steps of transformers' own
-        generate, and the arguments that these keep for the text with that token."""
-        first, model = kwargs is None, self.model
-        kwargs = {"use_cache": has_cache(self.config)} if kwargs is None else kwargs
-        inputs = model.prepare_inputs_for_generation(
-            text,
-            next_sequence_length=1 if kwargs["use_cache"] and not first else None,
-            is_first_iteration=first,
-            **kwargs,
-        )
-        out = model(**inputs, return_dict=True)
-        output = TargetOutput(out.logits[:, -1:, : self.vocab_size], out.logits.new_empty(*text.shape, 0))
-        return output, model._update_model_kwargs_for_generation(out, kwargs)
 
     def forward_tree(
         self,
@@ -438,9 +323,9 @@ class Target:
         layers: Sequence[int] = (),
         keep_logits: int = 0,
     ) -> TargetOutput:
-        """Run a forward of draft tokens (batch, nodes) after the cached text. mask: (batch, nodes, keys) bool, or
-        None as in `KVCache.causal_mask`. A target without trees treats the tokens as a
-        chain. Nodes without a possible continuation (token -1, or beyond the context) are replaced by harmless ones."""
+        """Run a forward of draft tokens (batch, nodes) after the cached text. mask: (batch, nodes, keys) bool, or None as in
+        `KVCache.causal_mask`. A target without trees treats the tokens as a chain. Nodes without a possible continuation
+        (token -1, or beyond the context) are replaced by harmless ones."""
         if isinstance(cache, StateCache):
             return cache.forward_chains(self, tokens, layers)
         if self.context is not None:
@@ -456,13 +341,6 @@ class Target:
         with torch.no_grad():
             return self.model.get_input_embeddings()(tokens)
 
-    @cached_property
-    def logit_settings(self) -> tuple[float | None, float | None, float | None]:
-        """Return the divisor (Granite), the factor (Cohere) and the cap (Gemma) of logits."""
-        settings = settings_of(self.config)  # slower than a small lm_head
-        divisor, factor = settings.get("logits_scaling"), settings.get("logit_scale")
-        return divisor or None, factor or None, settings.get("final_logit_softcapping")
-
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the target's logits from its last hidden state (after the final norm). Gradients flow to `hidden`."""
         head = self.model.get_output_embeddings()
@@ -470,41 +348,3 @@ class Target:
             hidden = hidden.to(head.weight.dtype)
         logits = head(hidden).to(hidden.device)  # with sharding=layers it may be on the last device
         return self.scaled(logits[..., : self.vocab_size])
-
-    def scaled(self, logits: Tensor) -> Tensor:
-        """Apply what the target's config does to the output of its lm_head."""
-        divisor, factor, cap = self.logit_settings
-        logits = logits if divisor is None else logits / divisor
-        logits = logits if factor is None else logits * factor
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def check_draftable(self) -> None:
-        """Raise ValueError if no drafts are possible, so that no head can be trained."""
-        if not self.embeddings_only and not self.capabilities.caching:
-            raise ValueError(
-                f"model_type {self.config.model_type} cannot continue from a cache, so it is decoded without drafts and "
-                "cannot have a head; choose another target"
-            )
-
-    def check_tokens(self, tokens: Tensor) -> None:
-        """Raise ValueError for a token of the tokenizer without an embedding. The device is only asked if such tokens
-        exist."""
-        rows = self.model.get_input_embeddings().num_embeddings
-        if self._checks_tokens and tokens.numel() and (worst := int(tokens.max())) >= rows:
-            raise ValueError(
-                f"the text contains {self.text_tokenizer.convert_ids_to_tokens(worst)!r} (token {worst}), and {self.name} "
-                f"only has embeddings of 0 to {rows - 1}: leave the token out of the text"
-            )
-
-    def check_logits(self) -> None:
-        """Raise ValueError unless `logits` equals what the model itself computes: heads are trained on the former."""
-        if self.embeddings_only:
-            return
-        output = self.forward(torch.arange(4, device=self.device)[None] % self.vocab_size, layers=[self.num_layers])
-        difference = (self.logits(output.aux_hidden_states).float() - output.logits.float()).abs().max().item()
-        if difference > 1e-2 * max(1.0, output.logits.abs().max().item()):
-            raise ValueError(
-                f"{self.name or type(self.model).__name__} changes its logits after the lm_head (by up to "
-                f"{difference:.3g}) in a way that its config does not name: its heads would be trained on "
-                "wrong teacher logits"
-            )

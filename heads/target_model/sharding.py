@@ -13,7 +13,7 @@ same in all of them, and must not depend on a clock. Both are transformers' own.
 import functools
 import os
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from foredraft.heads.target_model.capabilities import settings_of
 from foredraft.heads.target_model.loading import model_class, read_config
+
+if TYPE_CHECKING:
+    from foredraft.heads.target_model.model import Target
 
 T = TypeVar("T")
 COLLECTIVE = ("fsdp", "tensor")
@@ -121,8 +124,11 @@ def full_tensor(weight: Tensor) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def broadcast(value: T) -> T:
-    """Return the first process's `value`, which must be picklable. Every process must call this."""
+def broadcast(target: "Target", value: T) -> T:
+    """Return the first process's picklable `value` if all processes take part in every forward, otherwise `value`. A measured
+    value that decides about the next forward must come from here."""
+    if not target.is_collective:
+        return value
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]

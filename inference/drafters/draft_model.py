@@ -9,6 +9,7 @@ from torch import Tensor
 from foredraft.heads.caches.kv_cache import KVCache, to_device
 from foredraft.heads.draft_model import DraftModelHead, check_vocabulary
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.logits import check_logits
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.cached_tree import MIN_PROBABILITY, check_width
 from foredraft.inference.drafters.dynamic import DynamicTree
@@ -33,7 +34,7 @@ class DraftModel(DynamicTree):
             head = model
         else:
             check_vocabulary(model, target)
-            model.check_logits()
+            check_logits(model)
             head = DraftModelHead(model, target.vocab_size)
         super().__init__(head, target, nodes, depth, check_width(width, 2, target), min_probability)
 

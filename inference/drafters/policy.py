@@ -12,11 +12,13 @@ baseline: where drafts lost more than that, nothing is drafted until it is made 
 """
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.sharding import broadcast
 from foredraft.inference.drafters.base import Accepted, Drafter, PendingAccepted, Wrapper, bonus_only
 from foredraft.inference.drafters.block import BlockTree
 from foredraft.inference.drafters.dynamic import DynamicTree
@@ -62,7 +64,7 @@ class AutoTree(Drafter):
 
     def __init__(self, inner: HeadTree, target: Target):
         """Wrap `inner`, which has the largest tree of the head that may be used."""
-        self.inner, self.parts, self.broadcast = inner, [inner], target.broadcast
+        self.inner, self.parts, self.broadcast = inner, [inner], partial(broadcast, target)
         self.layers, self.nodes, self.branches = inner.layers, inner.nodes, inner.branches
         self.plans = plans_of(inner, target.device)
         node = CPU_NODE if target.device.type == "cpu" else NODE

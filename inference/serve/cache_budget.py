@@ -9,6 +9,7 @@ import torch
 
 from foredraft.heads.caches.cuda_graphs import power_of_two
 from foredraft.heads.caches.kv_cache import KVCache
+from foredraft.heads.caches.layers import WindowLayer
 from foredraft.heads.caches.stacked_cache import StackedCache
 from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, select_layers
@@ -97,9 +98,9 @@ def slot_bytes(target: Target, drafter: Drafter | None) -> SlotBytes:
     token = torch.zeros(1, 1, dtype=torch.int64, device=target.device)
     accepted = Accepted(token, target.forward(token, cache=cache, layers=drafter.layers).aux_hidden_states, [1], [[0]])
     entry = fixed = 0
-    for key, block in cache.blocks.items():
-        size = block.nbytes // block.shape[4]
-        if key[0]:
+    for layer in cache.kv_layers:
+        size = sum(states.nbytes // states.shape[2] for states in layer.states)
+        if isinstance(layer, WindowLayer):
             assert cache.sliding is not None
             fixed += size * cache.sliding.ring
         else:
@@ -108,6 +109,7 @@ def slot_bytes(target: Target, drafter: Drafter | None) -> SlotBytes:
     for cached in drafter.cached_drafters:
         cached.begin(1, 1, Sampling.of([SamplingParams()], target.vocab_size, target.device))
         cached.prefill(select_layers(accepted, drafter.layers, cached.layers))
-        size = sum(block.nbytes // block.shape[4] for block in cached.open_cache().blocks.values())
+        layers = cached.open_cache().kv_layers
+        size = sum(states.nbytes // states.shape[2] for layer in layers for states in layer.states)
         entry, fixed = entry + size, fixed + size * cached.cache_entries(0)
     return SlotBytes(entry, fixed)

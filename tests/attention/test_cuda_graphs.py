@@ -207,9 +207,7 @@ def test_every_architecture(family, attention, monkeypatch):
     ids, facts = prompt(21) % VOCAB, {"max_new_tokens": 6, "eos_token_id": -1}
     plain = generate(target, None, ids, **facts).new_tokens
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
-    monkeypatch.setattr(
-        "foredraft.heads.caches.sliding_cache.SLACK", 0
-    )  # texts are longer than what sliding layers keep
+    monkeypatch.setattr("foredraft.heads.caches.layers.SLACK", 0)  # texts are longer than what sliding layers keep
     with warnings.catch_warnings(record=True) as message:
         warnings.simplefilter("always")
         for drafter in (None, Random()):

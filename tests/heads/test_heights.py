@@ -160,7 +160,7 @@ def test_a_token_beyond_the_embeddings_is_named_although_ids_have_holes(fresh: T
     assert len(tokenizer) < VOCAB
     target = Target(fresh.model, tokenizer, "holes")
     with pytest.raises(ValueError, match=f"contains 'far' .token {VOCAB + 1}."):
-        target.check_tokens(torch.tensor([[0, VOCAB + 1]]))
+        target.forward(torch.tensor([[0, VOCAB + 1]]))
     assert check_mask_token(target, None) == VOCAB - 1
 
 

@@ -13,6 +13,7 @@ from foredraft.inference import Engine, Request, SamplingParams, target_sampler
 from foredraft.inference.drafters import Drafter, DraftModel, DynamicTree, NgramDrafter
 from foredraft.inference.request import SequenceState
 from tests.support import decoding
+from tests.support.batches import states_of
 from tests.support.decoding import prompt as ids
 from tests.support.decoding import run
 from tests.support.spellings import byte_level, sentencepiece
@@ -69,8 +70,8 @@ def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypa
         reading = read(self, tokens, positions, mask, cache, *args, **kwargs)
         if cache is engine.slots.cache and now[0] == when:
             reading.logits[1] = float("nan")
-            for block in cache.blocks.values():
-                block[:, :, 1, :, : cache.used] = float("nan")  # all that forwards write
+            for states in states_of(cache):
+                states[1, :, : cache.used] = float("nan")  # all that forwards write
         return reading
 
     monkeypatch.setattr(type(target), "forward", poisoned)
@@ -90,8 +91,8 @@ def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
         reading = read(self, tokens, positions, mask, cache, *args, **kwargs)
         if cache is engine.slots.cache and now[0] > 1 and asked[1] in [row.request for row in engine.slots.sequences]:
             reading.logits[1] = reading.aux_hidden_states[1] = float("nan")
-            for block in cache.blocks.values():
-                block[:, :, 1] = float("nan")
+            for states in states_of(cache):
+                states[1] = float("nan")
         return reading
 
     def between(step: int) -> None:
@@ -101,7 +102,7 @@ def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
         if step == 7:
             assert [row.request for row in engine.slots.sequences] == [asked[0], asked[2], late]
             (reader,) = engine.drafter.cached_drafters  # NaN there would spoil the drafts, and not the text
-            assert all(block.isfinite().all() for block in reader.cache.blocks.values())
+            assert all(states.isfinite().all() for states in states_of(reader.cache))
 
     monkeypatch.setattr(type(target), "forward", poisoned)
     asked = requests()[:3]
@@ -140,7 +141,7 @@ def test_rows_join_and_leave_in_memory_that_stays(target, alone, captured, monke
 
     def between(step: int) -> None:
         if step:
-            blocks = [block for cache in engine.slots.caches() for block in cache.blocks.values()]
+            blocks = [states for cache in engine.slots.caches() for states in states_of(cache)]
             rows = [asked.index(row.request) if row.request in asked else None for row in engine.slots.sequences]
             seen.append((rows, [block.data_ptr() for block in blocks], len(engine.slots.cache.graphs.graphs)))
 
@@ -177,10 +178,10 @@ def test_a_full_cache_lets_requests_wait(target, alone):
 
     def between(step: int) -> None:
         rows.append(len(engine.slots.unfinished()))
-        sizes.update(block.shape for block in (engine.slots.cache.blocks if step else {}).values())
+        sizes.update(states.shape for states in (states_of(engine.slots.cache) if step else ()))
 
     assert run(engine, requests(), between)[0] == alone
-    assert max(rows) == 2 and len(sizes) == 1 and sizes.pop()[2] == 2
+    assert max(rows) == 2 and len(sizes) == 1 and sizes.pop()[0] == 2
     with pytest.raises(ValueError, match="60 tokens with max_new_tokens=50 exceeds the cache of 44 tokens"):
         engine.add(Request(ids(60, 0), max_new_tokens=50))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foredraft.heads import Target
-from foredraft.heads.caches.kv_cache import zeros
+from foredraft.heads.caches.layers import zeros
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead

@@ -39,7 +39,7 @@ QUESTION = {"role": "user", "content": "Which is heavier?"}
 def serve(tiny_path: Path) -> Callable:
     """Return the served application for the tiny target with this chat template, and a client."""
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    target._context = 8192
+    target.context = 8192
 
     @contextmanager
     def start(name: str) -> Iterator[openai.OpenAI]:

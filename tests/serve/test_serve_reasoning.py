@@ -61,7 +61,7 @@ def test_thoughts_are_read_out_of_a_text(kind, text, reasoning, content, calls, 
 def encoder(tiny_path: Path) -> PromptEncoder:
     """Return the tiny target's tokenizer with Qwen3's special tokens and template."""
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    target._context, tokenizer = 1024, target.text_tokenizer
+    target.context, tokenizer = 1024, target.text_tokenizer
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in ("<think>", "</think>", "<tool_call>", "  ")])
     tokenizer.chat_template = (TEMPLATES / "qwen3.jinja").read_text()

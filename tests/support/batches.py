@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.base import PackedBatch
+from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.train.data.packing import Document, Packed
 
 PROMPT = torch.randint(1, 300, (30,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -33,3 +34,8 @@ def batch_of(packed: Packed) -> dict[str, Tensor]:
     """Return all sequences of `packed` as one batch."""
     rows = [packed[row] for row in range(len(packed))]
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def states_of(cache: KVCache) -> list[Tensor]:
+    """Return the keys and values (num_slots, heads, columns, dim) of all layers."""
+    return [states for layer in cache.kv_layers for states in layer.states]

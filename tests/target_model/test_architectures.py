@@ -15,10 +15,11 @@ import transformers as hf
 from torch import Tensor
 
 from foredraft.heads import Target
-from foredraft.heads.attention import packed_mask
+from foredraft.heads.attention import text_attention
 from foredraft.heads.base import PackedBatch
-from foredraft.heads.caches import sliding_cache
+from foredraft.heads.caches import layers as cache_layers
 from foredraft.heads.caches.kv_cache import KVCache
+from foredraft.heads.target_model.logits import check_logits
 from foredraft.inference import generate
 from foredraft.inference.drafters.base import Accepted, Drafter
 from foredraft.inference.drafters.ngram import NgramDrafter
@@ -32,7 +33,7 @@ from tests.support.architectures import CONTEXT, FAMILIES, LENGTHS, VOCAB, WINDO
 @pytest.fixture(autouse=True)
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make sliding layers keep no more than they need: texts are longer."""
-    monkeypatch.setattr(sliding_cache, "SLACK", 0)
+    monkeypatch.setattr(cache_layers, "SLACK", 0)
 
 
 def random_text(luck: random.Random, length: int) -> list[int]:
@@ -103,7 +104,7 @@ def test_a_tree_is_read_as_each_of_its_branches_alone(family: str, attention: st
 @torch.no_grad()
 @every_family
 def test_packed_rows_are_read_as_each_document_alone(family: str, attention: str, monkeypatch) -> None:
-    monkeypatch.setattr(packed_mask, "QUERIES", 3)  # which attend at a time
+    monkeypatch.setattr(text_attention, "QUERIES", 3)  # which attend at a time
     plain, target = pair(family, attention)
     luck = random.Random(4)
     tokens, documents, positions = (torch.full((3, 18), fill) for fill in (0, -1, 0))
@@ -218,7 +219,7 @@ def test_logits_are_rebuilt_from_the_last_hidden_state(family: str, attention: s
     _, target = pair(family, attention)
     reading = target.forward(torch.tensor([random_text(random.Random(6), 21)]), layers=[target.num_layers])
     assert_same(target.logits(reading.aux_hidden_states), reading.logits, "rebuilt")
-    target.check_logits()
+    check_logits(target)
 
 
 def test_a_model_that_changes_its_logits_behind_the_head_is_found_out() -> None:
@@ -230,7 +231,7 @@ def test_a_model_that_changes_its_logits_behind_the_head_is_found_out() -> None:
 
     target.model.register_forward_hook(shift)
     with pytest.raises(ValueError, match="odd changes its logits"):
-        target.check_logits()
+        check_logits(target)
 
 
 HALF = {"num_hidden_layers": 2}

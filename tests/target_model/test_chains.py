@@ -13,7 +13,7 @@ from foredraft.heads import Target
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.caches import recurrent_ops
 from foredraft.heads.caches.stacked_cache import StackedCache
-from foredraft.heads.caches.state_cache import MAX_UNCOMMITTED, StateCache, can_crop, fork
+from foredraft.heads.caches.state_cache import MAX_UNCOMMITTED, StateCache
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.inference import Engine, Request, generate
@@ -151,21 +151,6 @@ def test_a_chain_is_the_deepest_branch_and_its_drafter_observes_it() -> None:
     drafter.observe([[0, 1]], torch.tensor([[11, 12, 13, 14, 15]]))
     paths, choices = observed[0]
     assert paths == [[0, 1]] and choices.tolist() == [[11, 12, -1, 13, -1, 14, -1, 15, -1]]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["qwen3_5", "falcon_h1", "granite_h", "mamba2"])
-def test_a_fork_leaves_the_state_as_it_was(kind: str) -> None:
-    target = pair(kind).target
-    tokens = torch.tensor([PROMPTS[0]])
-    _, state = target.forward_from(tokens[:, :10], 0, None)
-    assert not can_crop(state)
-    first, _ = target.forward_from(tokens[:, 10:], 10, fork(state))
-    again, _ = target.forward_from(tokens[:, 10:], 10, fork(state))
-    assert torch.equal(first.logits, again.logits)
-    target.forward_from(tokens[:, 10:], 10, state)
-    moved, _ = target.forward_from(tokens[:, 10:], 10, fork(state))
-    assert (moved.logits - first.logits).abs().max() > 1e-3
 
 
 @torch.no_grad()

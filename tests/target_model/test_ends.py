@@ -22,7 +22,7 @@ def said_of(target: Target) -> tuple:
         target.masks,
         target.layer_types,
         target.eos_token_ids,
-        target.logit_settings,
+        target.scaled,
     )
 
 

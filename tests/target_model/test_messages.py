@@ -29,36 +29,29 @@ def result(content: str = "3", **more) -> dict:
     return {"role": "tool", "content": content, "tool_call_id": "call_0123456789", **more}
 
 
+NOTHING = dict.fromkeys(("audio", "function_call", "tool_calls"))  # of message.model_dump() of the openai package
+
+
 @pytest.mark.parametrize(
-    "message",
+    "message, content",
     [
-        {"role": "assistant", "content": "yes", "tool_calls": []},
-        {"role": "assistant", "content": "yes", "tool_calls": None},
-        # message.model_dump() of the openai package
-        {
-            "content": "yes",
-            "refusal": None,
-            "role": "assistant",
-            "audio": None,
-            "function_call": None,
-            "tool_calls": None,
-        },
+        ({"content": "yes", "tool_calls": []}, "yes"),
+        ({"content": "yes", "refusal": None, **NOTHING}, "yes"),
+        ({"content": None, "refusal": "I cannot."}, "I cannot."),
     ],
 )
-def test_what_a_message_has_not_is_left_out(message):
-    assert normalize_messages([QUESTION, message], template("llama3"))[1] == {"role": "assistant", "content": "yes"}
+def test_what_a_message_has_not_is_left_out_and_a_refusal_is_its_answer(message, content):
+    messages = normalize_messages([QUESTION, {"role": "assistant", **message}], template("llama3"))
+    assert messages[1] == {"role": "assistant", "content": content}
 
 
-@pytest.mark.parametrize("arguments", ["", " \n", None, "null", "{}", {}])
-def test_a_call_without_arguments_has_an_empty_object(arguments):
+ARGUMENTS = [*((nothing, {}) for nothing in ("", " \n", None, "null", "{}", {})), ('{"a": ', '{"a": ')]
+
+
+@pytest.mark.parametrize("arguments, shown", [*ARGUMENTS, ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1})])
+def test_arguments_are_an_object_and_text_if_they_are_broken(arguments, shown):
     (message,) = normalize_messages([answer(call(arguments=arguments))], template("qwen3"))
-    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
-
-
-def test_broken_arguments_stay_text_and_others_are_an_object():
-    for arguments, shown in (('{"a": ', '{"a": '), ('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1})):
-        (message,) = normalize_messages([answer(call(arguments=arguments))], template("qwen3"))
-        assert message["tool_calls"][0]["function"]["arguments"] == shown
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": shown}
 
 
 @pytest.mark.parametrize(
@@ -85,12 +78,9 @@ def test_ids_are_nine_letters_and_digits_where_the_template_wants_that(ids):
     assert all(re.fullmatch("[a-zA-Z0-9]{9}", one) for one in found) and len(set(found)) == 2
     assert [message["tool_call_id"] for message in messages[2:]] == found
     assert ids[0] != "123456789" or found == [*ids]
+    assert re.fullmatch("[a-zA-Z0-9]{9}", new_call("f", "{}")["id"])  # ours suit every template
     (untouched, _, _) = normalize_messages([answer(*calls), *results], template("qwen3"))
     assert [one.get("id") for one in untouched["tool_calls"]] == [*ids]
-
-
-def test_our_own_ids_are_what_every_template_takes():
-    assert re.fullmatch("[a-zA-Z0-9]{9}", new_call("f", "{}")["id"])
 
 
 def test_several_calls_of_one_message_are_spread_where_the_template_takes_one():
@@ -155,14 +145,6 @@ def test_ids_that_are_empty_are_none():
     messages = normalize_messages(asked, template("mistral"))
     ids = [one["id"] for one in messages[1]["tool_calls"]]
     assert len({*ids}) == 2 and [message["tool_call_id"] for message in messages[2:]] == ids
-
-
-def test_a_refusal_is_the_answer():
-    message = {"role": "assistant", "content": None, "refusal": "I cannot."}
-    assert normalize_messages([QUESTION, message], template("qwen3"))[1] == {
-        "role": "assistant",
-        "content": "I cannot.",
-    }
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from foredraft.heads.caches.kv_cache import KEY_BLOCK, KVCache
 from foredraft.heads.target_model import sharding
 from foredraft.heads.target_model.sharding import COLLECTIVE, arguments
 from foredraft.inference import generate
-from foredraft.inference.drafters import NgramDrafter
 from foredraft.inference.serve.worker import Worker
 from tests.support import ROOT
 from tests.support.architectures import FAMILIES
+from tests.support.batches import states_of
 from tests.support.processes import end, torchrun
 from tests.support.tiny import tiny_config
 
@@ -68,11 +68,11 @@ def test_experts_that_processes_cannot_share_equally_are_named_too(experts: str)
 
 def test_each_device_holds_the_cache_of_its_own_layers_alone(target: Target):
     """Use two devices, one of which has no numbers: together they reserve what one would."""
-    cache = KVCache(2, 1, KEY_BLOCK, "cpu", one_device=False)
+    cache = KVCache(2, 1, KEY_BLOCK, "cpu")
     for layer, device in enumerate(("cpu", "meta")):
         cache.update(torch.zeros(1, 2, 3, 8, device=device), torch.zeros(1, 2, 3, 8, device=device), layer)
-    sizes = {block.device.type: block.numel() for block in cache.blocks.values()}
-    assert sizes == dict.fromkeys(("cpu", "meta"), 2 * 2 * KEY_BLOCK * 8)
+    sizes = [(states.device.type, states.numel()) for states in states_of(cache)]
+    assert sizes == [(device, 2 * KEY_BLOCK * 8) for device in ("cpu", "cpu", "meta", "meta")]
 
 
 def test_processes_that_share_a_target_must_be_given_the_same(target: Target, monkeypatch):
@@ -120,15 +120,3 @@ def test_a_target_is_spread_over_the_processes_of_a_node(tiny_path: Path, expert
     probe = str(ROOT / "tests/support/sharding_probe.py")
     ended = end(torchrun(probe, str(tiny_path), experts, cwd=tmp_path, processes=4))
     assert ended.code == 0, ended.err[-3000:]
-
-
-def test_a_cache_of_one_block_a_layer_decodes_the_same(target: Target, monkeypatch):
-    ids, settings = (
-        torch.tensor([[5, 7, 9, 11]]),
-        {"max_new_tokens": 20, "eos_token_id": -1, "temperature": 1.0, "seed": 1},
-    )
-    together = generate(target, NgramDrafter(), ids, **settings).new_tokens
-    apart = Target(target.model, target.tokenizer, target.name)
-    monkeypatch.setitem(vars(apart.capabilities), "one_device", False)
-    assert generate(apart, NgramDrafter(), ids, **settings).new_tokens == together
-    assert len(apart.acquire_cache(1, 8).blocks) == 0 and not apart.acquire_cache(1, 8).one_device

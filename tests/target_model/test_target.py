@@ -188,11 +188,3 @@ def test_a_target_whose_activations_are_quantised_together_is_decoded_plainly(ti
     plain = [generate(target, None, row[None], max_new_tokens=12).new_tokens[0] for row in prompts]
     with pytest.warns(UserWarning, match="different logits in a batch with other texts"):
         assert generate(target, NgramDrafter(), prompts, max_new_tokens=12).new_tokens == plain
-
-
-def test_a_config_is_asked_once_for_what_scales_logits(fresh, monkeypatch):
-    calls, to_dict = [], type(fresh.config).to_dict
-    monkeypatch.setattr(type(fresh.config), "to_dict", lambda self: calls.append(self) or to_dict(self))
-    for _ in range(3):
-        fresh.logits(torch.randn(1, 2, fresh.hidden_size))
-    assert len(calls) == 1

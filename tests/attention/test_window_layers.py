@@ -7,11 +7,11 @@ import torch
 import transformers as hf
 
 from foredraft.heads import Target
-from foredraft.heads.caches import sliding_cache
+from foredraft.heads.caches import layers
 from foredraft.inference import Engine, Request
 from foredraft.inference.serve.worker import Worker
 from tests.support.architectures import SIZES, WINDOW, pair
-from tests.support.batches import prompt
+from tests.support.batches import prompt, states_of
 from tests.support.decoding import alone, run
 from tests.support.drafters import Random
 
@@ -37,8 +37,8 @@ def test_a_long_text_keeps_a_window_of_sliding_layers(monkeypatch):
         for output in engine.step():
             found += output.tokens
         cache = engine.slots.open_cache()
-        sizes.append((cache.capacity, sum(block.nbytes for block in cache.blocks.values())))
-    ring = 64 + 16 + sliding_cache.SLACK
+        sizes.append((cache.capacity, sum(states.nbytes for states in states_of(cache))))
+    ring = 64 + 16 + layers.SLACK
     assert len(sizes) > 8 and all(size == ENTRY * (capacity + 5 * ring) for capacity, size in sizes)
     theirs = plain.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0)
     assert found == theirs[0, 512:].tolist()
@@ -47,7 +47,7 @@ def test_a_long_text_keeps_a_window_of_sliding_layers(monkeypatch):
 @pytest.fixture
 def narrow(monkeypatch):
     """Make sliding layers keep no more than they need."""
-    monkeypatch.setattr(sliding_cache, "SLACK", 0)
+    monkeypatch.setattr(layers, "SLACK", 0)
     monkeypatch.setattr("foredraft.heads.caches.kv_cache.KEY_BLOCK", 1)
 
 
@@ -60,23 +60,23 @@ def test_rejected_drafts_that_are_erased_hide_nothing(family, narrow):
     cache.set_lengths([30])
     positions = 30 + torch.arange(8)[None]
     logits = [target.forward_tree(ids[:, at : at + 8], positions, cache.mask(mask), cache).logits for at in (0, 9)]
-    for block in cache.blocks.values():
-        assert block[:, :, 0, :, cache.columns_of((True,), positions[0])].any()
+    for layer in cache.kv_layers:
+        assert all(states[0, :, layer.columns(positions[0])].any() for states in layer.states)
     cache.erase_uncommitted(0)
     again = target.forward_tree(ids[:, :8], positions, cache.mask(mask), cache).logits
     assert torch.equal(again, logits[0]) and not torch.equal(again, logits[1])
-    for key, block in cache.blocks.items():
-        block.fill_(float("nan")) if key[0] else None
+    rings = [states for layer in cache.kv_layers if isinstance(layer, layers.WindowLayer) for states in layer.states]
+    for states in rings:
+        states.fill_(float("nan"))
     cache.erase_uncommitted(0)
-    rings = [block for key, block in cache.blocks.items() if key[0]]
-    assert rings and all(block.isfinite().all(-1).sum(-1).eq(8).all() for block in rings)
+    assert rings and all(states.isfinite().all(-1).sum(-1).eq(8).all() for states in rings)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_is_continued_at_its_end_or_shortly_before(family, narrow, monkeypatch):
     """Use texts that share 40 tokens, after which the first one's rings have gone on. Then continue the second one, and
     replace its last tokens."""
-    monkeypatch.setattr(sliding_cache, "SLACK", 3 + Random.nodes)
+    monkeypatch.setattr(layers, "SLACK", 3 + Random.nodes)
     target = pair(family, "eager").target
     engine = Engine(target, Random(), prefill_chunk=16, max_num_seqs=3, slot_tokens=150, reuse_prefixes=True)
 
@@ -109,7 +109,7 @@ def test_chunks_of_a_prompt_that_ends_in_nan_are_not_kept(narrow, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_short_rest_beside_a_long_prompt(family, monkeypatch):
     """Check that its padding is at places where nothing of its text may be lost."""
-    monkeypatch.setattr(sliding_cache, "SLACK", 8)
+    monkeypatch.setattr(layers, "SLACK", 8)
     target = pair(family, "eager").target
     asked = [Request(text(48, 0)[:length] + text(more, 1), max_new_tokens=8) for length, more in ((48, 1), (0, 70))]
     expected = alone(target, asked)
@@ -136,12 +136,12 @@ def test_a_limit_counts_what_is_kept(narrow):
     engines, rings = worker.engines, (WINDOW + 16, WINDOW + 2)
     for engine, ring in zip(engines, rings, strict=True):
         assert engine.slot_tokens == (2 * 100 * 4 - 2 * sum(rings)) // 4
-        assert target.sliding(engine.drafter.nodes).ring == ring
+        assert target.new_cache(1, 1, engine.drafter.nodes).sliding.ring == ring
         with pytest.raises(ValueError, match="exceeds the cache of"):
             engine.check(Request(text(engine.max_text_tokens(), 0), max_new_tokens=1))
     asked = [Request(text(40 + number, number), max_new_tokens=12) for number in range(6)]
     expected, sizes = alone(target, asked), []
     for engine in engines:
         assert run(engine, asked)[0] == expected
-        sizes.append(sum(block.nbytes for block in engine.slots.cache.blocks.values()))
+        sizes.append(sum(states.nbytes for states in states_of(engine.slots.cache)))
     assert 0 <= 2 * slots * size - sum(sizes) < 8 * slots * ENTRY

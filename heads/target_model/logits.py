@@ -1,0 +1,66 @@
+"""The logits of a target: what its config does to the output of the lm_head, and positions at which it is not needed."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from foredraft.heads.target_model.capabilities import settings_of
+
+if TYPE_CHECKING:
+    from foredraft.heads.target_model.model import Target
+
+
+class LogitScaling(NamedTuple):
+    """Hold the divisor (Granite), the factor (Cohere) and the cap (Gemma) of logits."""
+
+    divisor: float | None
+    factor: float | None
+    cap: float | None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> "LogitScaling":
+        settings = settings_of(config)
+        divisor, factor = settings.get("logits_scaling"), settings.get("logit_scale")
+        return cls(divisor or None, factor or None, settings.get("final_logit_softcapping"))
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Scale the output of an lm_head."""
+        logits = logits if self.divisor is None else logits / self.divisor
+        logits = logits if self.factor is None else logits * self.factor
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+@contextlib.contextmanager
+def only_logits_at(lm_head: nn.Module, positions: Tensor, shape: torch.Size) -> Iterator[None]:
+    """Compute logits only at these positions (batch, n, 1) int64 of each sequence. No argument of a model selects different
+    positions. shape: of the tokens. A model that calls its lm_head in another way returns all logits."""
+
+    def select(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        hidden, *others = inputs
+        if hidden.shape[:-1] != shape:
+            return None
+        return hidden.gather(1, positions.to(hidden.device).expand(-1, -1, hidden.shape[-1])), *others
+
+    hook = lm_head.register_forward_pre_hook(select, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def check_logits(target: "Target") -> None:
+    """Raise ValueError unless `Target.logits` equals what the model itself computes: heads are trained on the former."""
+    if target.embeddings_only:
+        return
+    tokens = torch.arange(4, device=target.device)[None] % target.vocab_size
+    output = target.forward(tokens, layers=[target.num_layers])
+    difference = (target.logits(output.aux_hidden_states).float() - output.logits.float()).abs().max().item()
+    if difference > 1e-2 * max(1.0, output.logits.abs().max().item()):
+        raise ValueError(
+            f"{target.name or type(target.model).__name__} changes its logits after the lm_head (by up to "
+            f"{difference:.3g}) in a way that its config does not name: its heads would be trained on wrong teacher logits"
+        )
