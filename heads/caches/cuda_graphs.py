@@ -138,10 +138,6 @@ def disabled() -> Iterator[None]:
         CAPTURES.update(before)
 
 
-def captures(device: torch.device, enabled: bool) -> bool:
-    return enabled and device.type in CAPTURES
-
-
 def power_of_two(number: int) -> int:
     """Return the smallest power of two that is at least `number`: few sizes need few graphs."""
     return 1 << (number - 1).bit_length() if number else 0

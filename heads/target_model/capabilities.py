@@ -110,7 +110,7 @@ class Capabilities:
     @property
     def captures(self) -> bool:
         """Return whether decoding steps are captured."""
-        return self.trees and cuda_graphs.captures(self.target.device, self.cuda_graphs)
+        return self.trees and self.cuda_graphs and self.target.device.type in cuda_graphs.CAPTURES
 
     @property
     def packed_rows(self) -> bool:

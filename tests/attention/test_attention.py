@@ -54,7 +54,7 @@ def test_sinks_are_as_transformers_eager_attention_has_them(how, batch, heads, k
     key, value = torch.randn(2, batch, kv_heads, keys, dim)
     mask = torch.rand(batch, 1, rows, keys) < 0.5
     mask = torch.ones(rows, keys).tril().bool().expand(batch, 1, -1, -1) if how == "causal" else mask
-    added = attention.additive_mask(mask, torch.float32)
+    added = masks.additive_mask(mask, torch.float32)
     module = SimpleNamespace(num_key_value_groups=heads // kv_heads, sinks=sinks, training=False)
     theirs = eager_attention_forward(module, query, key, value, added, scaling=0.3)[0]
     given = {"additive": added, "bool": mask, "causal": None}[how]

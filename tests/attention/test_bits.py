@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foredraft import Request, SamplingParams, Target
-from foredraft.heads.attention import masked, paths
+from foredraft.heads.attention import masked, masks, paths
 from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.inference.drafters import (
     Drafter,
@@ -105,7 +105,7 @@ def test_attention_keeps_the_bits_of_a_row_for_any_number_of_rows(threads, monke
         torch.randn(1, heads, 520, 64, generator=generator, dtype=torch.bfloat16) for heads in (9, 3, 3)
     )
     seen = torch.arange(KEY_BLOCK) < torch.arange(300, 820)[:, None]
-    mask = masked.additive_mask(seen, torch.bfloat16)[None, None]
+    mask = masks.additive_mask(seen, torch.bfloat16)[None, None]
 
     def first(rows: int) -> torch.Tensor:
         shared = query[:, :, :rows], key[:, :, :KEY_BLOCK], value[:, :, :KEY_BLOCK]
@@ -128,7 +128,7 @@ def test_a_node_of_a_tree_gets_the_bits_of_its_path(seed):
     query, key, value = (torch.randn(shape, generator=generator, dtype=torch.bfloat16) for shape in shapes)
     seen = torch.zeros(1, nodes, width, dtype=torch.bool)
     seen[:, :, :first], seen[0, :, first : first + nodes] = True, ancestors
-    mask = masked.additive_mask(seen[:, None], torch.bfloat16)
+    mask = masks.additive_mask(seen[:, None], torch.bfloat16)
     paths.note_paths(mask, seen, [first], torch.ones(1, nodes, dtype=torch.bool))
     before = key.clone(), value.clone()
     out = masked.attend(query, key, value, mask)
@@ -139,7 +139,7 @@ def test_a_node_of_a_tree_gets_the_bits_of_its_path(seed):
         moved = [states.clone() for states in before]
         for states, new in zip(moved, before, strict=True):
             states[:, :, first : first + len(line)] = new[:, :, first + line]
-        own = masked.additive_mask((torch.arange(width) < first + len(line)).expand(1, 1, 1, -1), torch.bfloat16)
+        own = masks.additive_mask((torch.arange(width) < first + len(line)).expand(1, 1, 1, -1), torch.bfloat16)
         assert torch.equal(found[:, :, node], masked.attend(query[:, :, node : node + 1], *moved, own)[:, :, 0])
 
 

@@ -8,16 +8,10 @@ from foredraft.heads.attention import block_attention, flex, step_attention
 from foredraft.heads.attention.flex import NO_KEY
 from foredraft.heads.attention.masks import PackedMask
 from foredraft.heads.attention.text_attention import attend_text
-from foredraft.heads.base import PackedBatch
-from tests.support.batches import batch
+from tests.support.batches import packed
 
 # (lengths of the documents) of each row
 ROWS = {"short": [(15, 10), (4, 21)], "tiles": [(100, 200, 20), (320,)], "whole tiles": [(256,), (130, 126)]}
-
-
-def packed(rows: list[tuple[int, ...]]) -> PackedBatch:
-    made = [batch(*lengths) for lengths in rows]
-    return PackedBatch(*(torch.cat(parts) for parts in zip(*(row[:4] for row in made), strict=True)))
 
 
 def dense(mask) -> torch.Tensor:
@@ -48,7 +42,7 @@ def check_tables(mask, exact: bool) -> None:
 @pytest.mark.parametrize("window", [None, 7, 150])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_a_slot_sees_its_text(rows, window):
-    text = packed(rows)
+    text = packed(*rows)
     mask, columns = flex.text_mask(text.document_starts(), window), torch.arange(text.tokens.shape[1])
     seen = text.mask() & (columns[:, None] - columns < (window or NO_KEY))
     assert torch.equal(dense(mask), seen)
@@ -60,7 +54,7 @@ def test_a_slot_sees_its_text(rows, window):
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 7), (True, 150)])
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_a_block_sees_its_text_and_itself(slots, causal, window, everywhere):
-    text = packed(ROWS["tiles"])
+    text = packed(*ROWS["tiles"])
     chosen = torch.tensor([[-1, 0, 99, 130, 310], [1, 2, 140, 150, 319]])
     blocks = block_attention.Blocks.of(text if everywhere else text._replace(anchors=chosen), slots)
     mask = flex.blocks_mask(blocks.first, blocks.last, slots, blocks.length, causal, window)
@@ -71,7 +65,7 @@ def test_a_block_sees_its_text_and_itself(slots, causal, window, everywhere):
 
 
 def test_masks_are_made_once_for_a_batch_and_go_with_it():
-    before, starts = len(flex.MASKS), packed(ROWS["short"]).document_starts()
+    before, starts = len(flex.MASKS), packed(*ROWS["short"]).document_starts()
     assert flex.text_mask(starts) is flex.text_mask(starts)
     block = flex.blocks_mask(starts, starts, 2, 25, True, None)
     assert block is flex.blocks_mask(starts, starts, 2, 25, True, None)
@@ -101,7 +95,7 @@ def by_kernel(q, keys, values, mask, scale=None):
 def test_packed_rows_of_a_target_attend_by_it_as_without(window, sinks, monkeypatch):
     monkeypatch.setattr(flex, "attend", by_kernel)
     q, keys, values = (torch.randn(2, heads, 320, 16) for heads in (4, 2, 2))
-    starts, found = packed(ROWS["tiles"]).document_starts(), []
+    starts, found = packed(*ROWS["tiles"]).document_starts(), []
     for by_flex in (True, False):
         monkeypatch.setattr(flex, "is_supported", lambda q, keys, by_flex=by_flex: by_flex)
         found.append(attend_text(q, keys, values, starts, window, scale=0.3, sinks=sinks))
@@ -111,7 +105,7 @@ def test_packed_rows_of_a_target_attend_by_it_as_without(window, sinks, monkeypa
 @pytest.mark.parametrize("kernel", [True, False])
 def test_steps_and_blocks_attend_by_it_as_without(kernel, monkeypatch):
     """Compare the kernel's forward, and its definition with all gradients."""
-    text, slots = packed(ROWS["tiles"]), 4
+    text, slots = packed(*ROWS["tiles"]), 4
     length, dtype = text.tokens.shape[1], torch.float32 if kernel else torch.float64
     starts = text._replace(anchors=torch.tensor([[-1, 5, 180], [1, 140, 319]]))
     torch.manual_seed(0)

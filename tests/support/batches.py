@@ -1,5 +1,7 @@
 """Random tokens as training reads them and as decoding starts with them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -15,12 +17,19 @@ def prompt(length: int, seed: int = 0) -> Tensor:
     return torch.randint(1, 300, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
+def packed(*rows: Sequence[int], low: int = 1, high: int = 300) -> PackedBatch:
+    """Return sequences of documents of these lengths, padded to the longest, with random tokens from `low` to `high`."""
+    tokens = torch.randint(low, high, (len(rows), max(map(sum, rows))))
+    documents, positions = torch.full_like(tokens, -1), torch.zeros_like(tokens)
+    for row, lengths in enumerate(rows):
+        documents[row, : sum(lengths)] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        positions[row, : sum(lengths)] = torch.cat([torch.arange(length) for length in lengths])
+    return PackedBatch(tokens, documents >= 0, documents, positions)
+
+
 def batch(*lengths: int) -> PackedBatch:
     """Return one sequence of documents of these lengths."""
-    documents = torch.tensor([[number for number, length in enumerate(lengths) for _ in range(length)]])
-    positions = torch.tensor([[place for length in lengths for place in range(length)]])
-    tokens = torch.randint(1, 300, documents.shape)
-    return PackedBatch(tokens, torch.ones_like(tokens).bool(), documents, positions)
+    return packed(lengths)
 
 
 def documents(*lengths: int, prompt: int = 3) -> list[Document]:

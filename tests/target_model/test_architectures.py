@@ -6,7 +6,6 @@ Tiny random models in float32. What we compare with is always a second copy of t
 import copy
 import random
 import re
-from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from foredraft.heads import Target
 from foredraft.heads.attention import text_attention
-from foredraft.heads.base import PackedBatch
 from foredraft.heads.caches import layers as cache_layers
 from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.target_model.logits import check_logits
@@ -28,6 +26,7 @@ from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, from_parents
 from foredraft.train.hidden_states.online import forward_target
 from tests.support.architectures import CONTEXT, FAMILIES, LENGTHS, VOCAB, WINDOW, every_family, pair
+from tests.support.batches import packed
 
 
 @pytest.fixture(autouse=True)
@@ -106,19 +105,14 @@ def test_a_tree_is_read_as_each_of_its_branches_alone(family: str, attention: st
 def test_packed_rows_are_read_as_each_document_alone(family: str, attention: str, monkeypatch) -> None:
     monkeypatch.setattr(text_attention, "QUERIES", 3)  # which attend at a time
     plain, target = pair(family, attention)
-    luck = random.Random(4)
-    tokens, documents, positions = (torch.full((3, 18), fill) for fill in (0, -1, 0))
-    pieces = []
-    for row, lengths in enumerate(((9, 2, 7), (17,), (11, 5))):
-        bounds = pairwise(accumulate(lengths, initial=0))
-        for number, (begin, end) in enumerate(bounds):
-            here = row, slice(begin, end)
-            tokens[here] = torch.tensor(random_text(luck, end - begin))
-            documents[here], positions[here] = number, torch.arange(end - begin)
-            pieces.append(here)
-    last = forward_target(target, PackedBatch(tokens, documents >= 0, documents, positions), [1])[1]
-    for here in pieces:
-        assert_same(target.logits(last[here]), alone(plain, tokens[here].tolist()), f"row and columns {here}")
+    text = packed((9, 2, 7), (17,), (11, 5), low=3, high=VOCAB)
+    last = forward_target(target, text, [1])[1]
+    for row, numbers in enumerate(text.documents):
+        for document in range(numbers.max() + 1):
+            here = row, numbers == document
+            assert_same(
+                target.logits(last[here]), alone(plain, text.tokens[here].tolist()), f"document {row, document}"
+            )
 
 
 # Every family takes enough steps to leave its window far behind; in the long runs a slow drift would show.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from foredraft.heads import Target
-from foredraft.heads.base import PackedBatch
 from foredraft.heads.caches import recurrent_ops
 from foredraft.heads.caches.stacked_cache import StackedCache
 from foredraft.heads.caches.state_cache import MAX_UNCOMMITTED, StateCache
@@ -35,6 +34,7 @@ from foredraft.inference.serve.worker import Worker
 from foredraft.train.hidden_states.online import forward_target
 from tests.support import architectures, decoding
 from tests.support.architectures import VOCAB
+from tests.support.batches import packed
 from tests.support.drafters import Oracle, Random
 from tests.support.hybrids import CONFIGS, WINDOW, pair
 
@@ -316,25 +316,11 @@ def test_requests_join_a_batch_that_is_read_together_and_leave_it(kind: str) -> 
     assert texts == decoding.alone(target, requests)
 
 
-def packed_batch() -> PackedBatch:
-    """Return two sequences of documents of several lengths, with padding after the second."""
-    lengths, length = ((5, 11, 8), (3, 14)), 24
-    tokens = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(1))
-    documents, positions = torch.full((2, length), -1), torch.zeros(2, length, dtype=torch.int64)
-    for row, parts in enumerate(lengths):
-        at = 0
-        for number, count in enumerate(parts):
-            documents[row, at : at + count] = number
-            positions[row, at : at + count] = torch.arange(count)
-            at += count
-    return PackedBatch(tokens, documents >= 0, documents, positions)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_packed_document_has_the_features_that_it_has_alone(kind: str) -> None:
     plain, target = pair(kind)
-    text = packed_batch()
+    text = packed((5, 11, 8), (3, 14), low=3, high=VOCAB)
     aux_hidden_states, last = forward_target(target, text, [1])
     for row, document in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
         where = text.documents[row] == document
