@@ -287,9 +287,7 @@ def measure_chains(target: "Target") -> Literal["chain", "step"] | None:
                 start = end
         except torch.OutOfMemoryError:
             raise
-        except (
-            Exception
-        ):  # each model has its own message (CPM-Ant needs all of the text again, ProphetNet single tokens)
+        except Exception:  # each model has its own message (CPM-Ant needs all of the text, ProphetNet single tokens)
             return None
         return torch.cat(found[1:], dim=1)
 

@@ -227,9 +227,7 @@ class Target:
         keep_logits: int = 0,
         images: dict[str, Tensor] | None = None,
     ) -> TargetOutput:
-        """Run one forward. All weights are frozen.
-
-        tokens, positions: (batch, length) int64. mask: in the model's own form (heads/attention/masks.py); None is causal.
+        """Run a forward. tokens, positions: (batch, length) int64. mask: in the model's form (masks.py); None is causal.
         keep_logits: 0 for all positions, n for the last n. images: as in heads.base.PackedBatch."""
         assert mask is None or self.capabilities.trees or isinstance(cache, StackedCache), self.capabilities.why
         if self.embeddings_only:
