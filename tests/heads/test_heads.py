@@ -144,21 +144,21 @@ def rolled(forward):
     return lambda self, *text: [out.roll(1, 1) for out in forward(self, *text)]
 
 
-def one_more(attend):
-    return lambda q, *rest: tuple(found.roll(-1, 2) for found in attend(q.roll(1, 2), *rest))
+def one_more(merge):
+    return lambda text, log_sums, *rest: merge(text.roll(-1, 2), log_sums.roll(-1, 2), *rest)
 
 
 def everything(attend):
     """Attend to the whole sequence, the future included."""
-    return lambda q, keys, values, _: F.scaled_dot_product_attention(q, keys, values, enable_gqa=True)
+    return lambda q, keys, values, _: (F.scaled_dot_product_attention(q, keys, values), None)
 
 
 # name -> kind, the depth at which it shows, where the function is that is changed, and how
 FAULTS = {
     "positions one off": ("eagle3", 2, eagle3.Eagle3Head, "draft_step", ahead),
     "a draft model one position off": ("draft_model", 1, DraftModelHead, "forward", rolled),
-    "training steps that look at text they have not got": ("eagle3", 2, steps, "text_by_document", one_more),
-    "a prefix layer that reads other text": ("hydra_pp", 1, steps, "attend_text", everything),
+    "training steps that look at text they have not got": ("eagle3", 2, steps, "merge_attention", one_more),
+    "a prefix layer that reads other text": ("hydra_pp", 1, steps.TextAttention, "apply", everything),
 }
 MOVES = {"eagle3": eagle3, "hass": eagle, "hydra": hydra, "hydra_pp": hydra}
 for moved, module in MOVES.items():

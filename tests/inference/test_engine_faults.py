@@ -232,8 +232,8 @@ def test_a_nan_at_a_rejected_node_ends_no_text(target, alone, monkeypatch, numbe
             logits = logits.clone()
             logits[1, rejected] = float("nan")
             cache = engine.slots.open_cache()
-            for block in cache.blocks.values():
-                block[:, :, 1, :, [cache.lengths[1] + node for node in rejected]] = float("nan")
+            for states in states_of(cache):
+                states[1, :, [cache.lengths[1] + node for node in rejected]] = float("nan")
         return verify(tree, logits, gumbel)
 
     monkeypatch.setattr(engine, "verify", verify_poisoned)
