@@ -17,9 +17,8 @@ from tests.support.live_bytes import LiveBytes
 
 
 def states(head, target: Target, text: PackedBatch) -> list[torch.Tensor]:
-    aux_hidden_states = target.forward(
-        text.tokens, text.positions, text.mask(), layers=head.layers, keep_logits=1
-    ).aux_hidden_states
+    mask = target.masks(text.mask(), target.dtype)
+    aux_hidden_states = target.forward(text.tokens, text.positions, mask, None, head.layers, 1).aux_hidden_states
     outs = head(aux_hidden_states, target.embed(text.tokens), text)
     return [head.logits(out, depth) for depth, out in enumerate(outs, start=1)]
 
