@@ -62,7 +62,7 @@ class Target:
         self.checkpoint = name  # what transformers loads: a directory or Hub id, of a GGUF file the converted directory
         self._idle_cache: KVCache | None = None
         self.config = model.config.get_text_config()
-        self.hidden_size: int = self.config.hidden_size
+        self.hidden_size: int = getattr(self.config, "hidden_size", 0)  # BLT nests several transformers
         check_supported(model)
         self.max_positions = max_positions(self.config)
         self.context = self.max_positions if context is None else context  # largest number of tokens, None: no limit
