@@ -164,11 +164,6 @@ class DraftHead(nn.Module, ABC):
             self.register_buffer(name, tensor)
         return size
 
-    def set_vocabulary(self, ids: Tensor) -> None:
-        """Draft only these target ids (ascending)."""
-        d2t, t2d = vocab.to_offsets(ids, len(self.t2d))
-        self.d2t.copy_(d2t), self.t2d.copy_(t2d)
-
     @property
     def projections(self) -> list[nn.Linear]:
         """Return the head's projections to the draft vocabulary."""
@@ -191,7 +186,8 @@ class DraftHead(nn.Module, ABC):
         if self.pruned:
             assert counts is not None, "pruning needs the tokens' counts"
             ids = vocab.most_frequent(counts, len(self.d2t))
-            self.set_vocabulary(ids)
+            d2t, t2d = vocab.to_offsets(ids, len(self.t2d))
+            self.d2t.copy_(d2t), self.t2d.copy_(t2d)
             rows = None if rows is None else rows[ids.to(rows.device)]
         for projection in self.projections:
             if rows is not None and rows.shape == projection.weight.shape:

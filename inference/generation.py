@@ -122,13 +122,8 @@ def generate(
     new_tokens = list(texts.values())
     rows = [torch.tensor(new, dtype=torch.int64) for new in new_tokens]
     padded = pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
-    return Generation(
-        torch.cat([input_ids, padded.to(input_ids)], dim=1),
-        new_tokens,
-        steps,
-        engine.clock.seconds,
-        list(reasons.values()),
-    )
+    sequences = torch.cat([input_ids, padded.to(input_ids)], dim=1)
+    return Generation(sequences, new_tokens, steps, engine.clock.seconds, list(reasons.values()))
 
 
 def step_of(outputs: Sequence[RequestOutput], requests: list[Request]) -> Step:
