@@ -180,6 +180,8 @@ def check_group(group: str, node: DictConfig, base: DictConfig, final: DictConfi
             default = plain(base, key)
         if (name not in parameters and not is_typed) or (value is None and (default is None or not is_typed)):
             continue
+        if "${" in str(value):  # a text of the user's, which the schema would take for an interpolation
+            continue
         schema = schema_of(parameters[name].annotation if name in parameters else Any, default)
         try:
             many = isinstance(schema._get_node("value"), ListConfig) and isinstance(value, str | int | float | bool)

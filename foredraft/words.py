@@ -110,7 +110,9 @@ def suited(program: str, overrides: list[str]) -> list[str]:
         found = {"data": "stdlib", "preset": "test_model_log" if logged else "test_model"}
     elif target == quoted(TARGETS["smollm2"][1]):
         found = {"data": "self", "preset": "cpu"}
-    elif not (has_gpu() or logged or "recipe" in typed):
+    elif logged:  # a trained head goes on, gently
+        found |= {"trainer.optim": "adamw", "trainer.learning_rate": "1e-4"}
+    elif not (has_gpu() or "recipe" in typed):
         found = {"preset": "cpu"}
     if program == "bench_train":
         del found["preset"]

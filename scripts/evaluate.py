@@ -22,7 +22,6 @@ from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
 from foredraft.inference.evaluation.report import Report, terminal, write_report
 from foredraft.inference.evaluation.results import measure, samples
-from foredraft.train.audit import audit, table
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.prompt_sets import Prompt
@@ -64,6 +63,8 @@ def evaluate(cfg: DictConfig, output: Path) -> None:
     write_report(output, page)
     print(f"\n{terminal(results)}\n\nreport: {output / 'report.html'}")
     for path in audited:
+        from foredraft.train.audit import audit, table  # needs the extra `train`
+
         head, asked = load_head(path, target, torch.float32), [prompt.tokens for prompt in prompts]
         found = audit(head, target, load_corpus(cfg.data, target), asked, cfg.max_new_tokens)
         print(f"\n{path}\n{table(list(found))}")

@@ -43,7 +43,7 @@ def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Pa
     groups = {id(p): group for group in trainer.optimizer.param_groups for p in group["params"]}
     head = trainer.distillation.head
     assert len(groups) == len([p for p in head.parameters() if p.requires_grad])
-    for parameter in head.parameters():
+    for parameter in (p for p in head.parameters() if p.requires_grad):
         group = groups[id(parameter)]
         assert group["weight_decay"] == (0.1 if parameter.ndim > 1 else 0.0)
         if "betas" in group:  # AdamW's; Muon has a momentum
