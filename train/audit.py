@@ -1,8 +1,8 @@
 """Find out why a head's acceptance is low: compare its first guesses with the target's tokens on different text.
 
-training rows < 0.9 of held-out rows?   more text: the head knows its training text by heart
-held-out rows < the prompts' answers?   other text: the head was trained on another domain
-outside the vocabulary, rare            what a larger draft vocabulary, or a frozen lm_head, could gain
+far more on training rows than on held-out rows   too little text: the head knows it by heart
+far more on held-out rows than on the answers     another domain: the text is not what the prompts ask for
+many tokens outside the vocabulary, or rare       the draft vocabulary is too small, or such text is missing
 """
 
 from collections.abc import Iterator, Sequence
