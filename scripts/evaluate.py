@@ -23,6 +23,7 @@ from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines,
 from foredraft.inference.evaluation.report import Report, terminal, write_report
 from foredraft.inference.evaluation.results import measure, samples
 from foredraft.train.data import prompt_sets
+from foredraft.train.data.corpus import count_tokens
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.prompt_sets import Prompt
 from foredraft.train.runtime.environment import facts_of_measurement
@@ -62,12 +63,18 @@ def evaluate(cfg: DictConfig, output: Path) -> None:
     page = Report(f"Drafters for {target.name}", results.metadata, results, list(samples(benchmark)))
     write_report(output, page)
     print(f"\n{terminal(results)}\n\nreport: {output / 'report.html'}")
-    for path in audited:
-        from foredraft.train.audit import audit, table  # needs the extra `train`
+    if audited:
+        audit_heads(cfg, target, audited, [prompt.tokens for prompt in prompts])
 
-        head, asked = load_head(path, target, torch.float32), [prompt.tokens for prompt in prompts]
-        found = audit(head, target, load_corpus(cfg.data, target), asked, cfg.max_new_tokens)
-        print(f"\n{path}\n{table(list(found))}")
+
+def audit_heads(cfg: DictConfig, target: Target, paths: list[str], prompts: list[list[int]]) -> None:
+    """Print where the first guesses of each head are right."""
+    from foredraft.train.audit import audit, table, texts_of  # needs the extra `train`
+
+    data = load_corpus(cfg.data, target)
+    texts, counts = texts_of(target, data, prompts, cfg.max_new_tokens), count_tokens(data.train, target.vocab_size)
+    for path in paths:
+        print(f"\n{path}\n{table(audit(load_head(path, target, torch.float32), target, texts, counts))}")
 
 
 def heads_of(cfg: DictConfig) -> list[str]:

@@ -5,7 +5,7 @@ far more on held-out rows than on the answers     another domain: the text is no
 many tokens outside the vocabulary, or rare       the draft vocabulary is too small, or such text is missing
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from foredraft.heads.base import DraftHead, PackedBatch
 from foredraft.heads.target_model import Target
 from foredraft.inference import generate
 from foredraft.train import held_out
-from foredraft.train.data.corpus import Corpus, count_tokens
+from foredraft.train.data.corpus import Corpus
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.packing import collate
 from foredraft.train.losses import kl_div
@@ -34,20 +34,23 @@ class Line(NamedTuple):
     rare: float  # share that occurs fewer than RARE times in the training text
 
 
-def audit(
-    head: DraftHead, target: Target, data: Corpus, prompts: Sequence[list[int]], max_new_tokens: int
-) -> Iterator[Line]:
-    """Yield a line for training rows and held-out rows of `data`, and one for the target's greedy answers to `prompts`, each
-    of at most about 16,000 tokens. head: in float32."""
-    counts = count_tokens(data.train, target.vocab_size)
+def texts_of(
+    target: Target, data: Corpus, prompts: Sequence[list[int]], max_new_tokens: int
+) -> dict[str, list[dict[str, Any]]]:
+    """Return packed rows of what is compared, each of at most about 16,000 tokens: training and held-out text of `data`, and
+    the target's greedy answers to `prompts`."""
     texts = {
         "training rows": data.train,
         "held-out rows": held_out.documents(target.text_tokenizer, data),
         "answers to the prompts": Documents.of([answer(target, prompt, max_new_tokens) for prompt in prompts]),
     }
+    return {name: held_out.rows(documents, LENGTH, 0, target.context) for name, documents in texts.items()}
+
+
+def audit(head: DraftHead, target: Target, texts: dict[str, list[dict[str, Any]]], counts: Tensor) -> list[Line]:
+    """Return a line for each text of `texts_of`. head: in float32. counts: (vocab,) int64, of the training text's tokens."""
     model = DistillationModel(head, target, kl_div)
-    for name, documents in texts.items():
-        yield line(name, model, held_out.rows(documents, LENGTH, 0, target.context), counts)
+    return [line(name, model, rows, counts) for name, rows in texts.items()]
 
 
 def answer(target: Target, prompt: list[int], max_new_tokens: int) -> Document:

@@ -13,7 +13,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from foredraft import words
+from foredraft import config, words
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter
 from foredraft.train.runtime.strategy import STRATEGIES, arguments_of
@@ -134,3 +134,9 @@ def test_a_drafter(target, drafter: Drafter):
     prompt = torch.tensor([[*PROMPT[:4], *PROMPT[:4], 7]])  # said twice, so that there is something to look up
     text = generate(target, None, prompt, max_new_tokens=12, eos_token_id=-1).new_tokens
     assert generate(target, drafter, prompt, max_new_tokens=12, eos_token_id=-1).new_tokens == text
+
+
+def test_a_prompt_with_an_interpolation_stays_text():
+    with config.opened():
+        checked = config.check("generate", words.overrides_of("generate", ["target=ORG/NAME", "prompt=f(${b})"]))
+    assert checked.prompt == "f(${b})"

@@ -6,7 +6,7 @@ import torch
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import save_head
 from foredraft.scripts import evaluate
-from foredraft.train.audit import audit
+from foredraft.train.audit import audit, texts_of
 from foredraft.train.data.corpus import Corpus, count_tokens, tokenize
 from foredraft.train.parity_gate import drafted_logits
 from tests.support import typed
@@ -31,8 +31,9 @@ def first_guess(head: DraftHead, target, text: list[int]) -> int:
 def test_shares_of_the_answers_are_those_of_the_drafter(target, data, kind):
     torch.manual_seed(0)
     head, prompts = make_head(kind, target), [list(range(5, 12)), list(range(40, 49))]
-    lines = {line.text: line for line in audit(head, target, data, prompts, max_new_tokens=10)}
     counts, ids = count_tokens(data.train, target.vocab_size), head.draft_ids
+    texts = texts_of(target, data, prompts, max_new_tokens=10)
+    lines = {line.text: line for line in audit(head, target, texts, counts)}
     hits, named = [], []
     for prompt in prompts:
         input_ids = torch.tensor([prompt])
