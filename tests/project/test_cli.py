@@ -1,9 +1,10 @@
-"""Promises of foredraft/cli.py: what a user mistypes or cannot write is message in one sentence, and fails."""
+"""Promises of foredraft/cli.py: what a user mistypes or cannot write is a message in one sentence, and fails."""
 
 import errno
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from foredraft.config_help import TABLES, comments, describe, described, header,
 from foredraft.words import expand
 from tests.support import names
 from tests.support.configs import composed
-from tests.support.processes import script
+from tests.support.processes import script, start
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -573,3 +574,14 @@ def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["foredraft", command, "target=tiny"])
     with pytest.raises(ModuleNotFoundError):
         foredraft.main()
+
+
+@pytest.mark.linux
+def test_who_kills_a_program_of_a_test_and_waits_finds_it_ended(tmp_path: Path):
+    """The files that it wrote do not change afterwards."""
+    process = start(sys.executable, "-u", "-c", "import os, time; print(os.getpid()); time.sleep(600)", cwd=tmp_path)
+    assert process.stdout is not None
+    program = Path(f"/proc/{int(process.stdout.readline())}")
+    assert program.exists()
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and not program.exists()

@@ -10,7 +10,9 @@ import signal
 import socket
 import sys
 
-PASSED_ON = [signal.Signals[f"SIG{name}"] for name in ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "CONT")]
+SENT = ("HUP", "INT", "QUIT", "TERM", "USR1", "USR2", "CONT")
+PASSED_ON = {getattr(signal, f"SIG{name}"): getattr(signal, f"SIG{name}") for name in SENT}
+PASSED_ON[signal.SIGRTMIN] = signal.SIGKILL  # SIGKILL itself would end this process alone (processes.Forked)
 
 
 def main() -> int:
@@ -24,7 +26,7 @@ def main() -> int:
         answers = connection.makefile("r")
         child = int(answers.readline())
         for number in PASSED_ON:
-            signal.signal(number, lambda number, _: os.kill(child, number))
+            signal.signal(number, lambda number, _: os.kill(child, PASSED_ON[number]))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         for standard in range(3):
             os.close(standard)  # the child has them: who reads from it sees when it ends

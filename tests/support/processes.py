@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -82,13 +83,20 @@ def python_for(environment: dict[str, str]) -> str:
     return sys.executable if any(name.startswith(READ_AT_IMPORT) for name in environment) else forking_python()
 
 
+class Forked(subprocess.Popen):
+    """A process that fork_client.py stands for. Who kills it and waits finds that the program itself has ended."""
+
+    def send_signal(self, sig: int) -> None:
+        super().send_signal(signal.SIGRTMIN if sig == signal.SIGKILL else sig)
+
+
 def start(*command: str, cwd: Path, real: bool = False, **environment: str) -> subprocess.Popen:
     """Start a command. Python forks, and so does what torchrun starts; `real`: the process is a new interpreter with the
     reported process id and its own children."""
     python = python_for(environment)
     if not real:
         command = tuple(python if part == sys.executable else part for part in command)
-    process = subprocess.Popen(
+    process = (Forked if python != sys.executable and python in command else subprocess.Popen)(
         command,
         cwd=cwd,
         env=inherited() | {"PYTHON_EXEC": python} | environment,
