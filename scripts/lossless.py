@@ -31,9 +31,9 @@ def main(cfg: DictConfig) -> None:
     if half.capabilities.prefers_chains and (half.capabilities.keeps_bits or not drafter.branches):
         wrong += check_level(f"L2  {dtype}", half, drafter, rows, cfg)
         for temperature in (0.0, 1.0):
-            compared, unequal = compare_bits(half, drafter, rows, cfg.max_new_tokens, temperature)
-            print(f"L2  {dtype}, logits at temperature {temperature:g}: {unequal} of {compared} differ in any bit")
-            wrong += unequal > 0
+            for how, bits in compare_bits(half, drafter, rows, cfg.max_new_tokens, temperature, cfg.batch):
+                print(f"L2  {dtype}, temperature {temperature:g}, {how}: {bits}", flush=True)
+                wrong += not bits.is_equal
         return conclude(wrong)
     padded = PaddedDrafter(drafter)
     check_level(f"L2  {dtype}", half, padded, rows, cfg, PaddedDrafter(NoDrafter(), padded.nodes))

@@ -10,7 +10,6 @@ name in transformers' interface for attention, so no modeling file changes.
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -113,12 +112,17 @@ def grouped_sdpa(
         grouped, kind = GROUPED.setdefault(attention_mask, {}), (groups, sinks is None)
         if kind not in grouped:
             is_bool = attention_mask.dtype == torch.bool
-            mask = attention_mask if sinks is None else F.pad(attention_mask, (1, 0), value=float(is_bool))
+            mask = attention_mask if sinks is None else F.pad(attention_mask, (0, 1), value=float(is_bool))
             grouped[kind] = group_heads(mask, groups) if groups > 1 else mask
         attention_mask = grouped[kind]
     out = attend(query, key, value, attention_mask, dropout, scaling)
     if trees is not None:
-        out = attend_paths(out, query, key, value, trees, partial(attend, scale=scaling))
+        pad = (0, 0 if sinks is None else 1)  # all see the sink, which is the last key
+
+        def attend_path(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+            return attend(query, key, value, F.pad(mask, pad), scale=scaling)
+
+        out = attend_paths(out, query, key, value, trees, attend_path)
     return (out if sinks is None else out[..., :-SINK_PADDING]).transpose(1, 2).contiguous(), None
 
 

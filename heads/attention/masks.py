@@ -87,7 +87,7 @@ class Masks(NamedTuple):
         assert positions is not None and key_positions is not None, "a sliding window needs both sides' positions"
         near = mask
         if cached_entries is not None:
-            index = cached_entries.clamp(min=0)
+            index = cached_entries.clamp(0, mask.shape[2] - 1)  # padding may follow the last entry
             near = mask.gather(2, index[:, None].expand(-1, mask.shape[1], -1)) & (cached_entries >= 0)[:, None]
             key_positions = key_positions.gather(1, index)
         # A comparison instead of a difference: only bools have length x keys entries.

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from foredraft.heads.attention.masks import additive_mask
+from foredraft.heads.caches.layers import newest_entries
+
 
 class Path(NamedTuple):
     """Describe a path from the bonus token to a leaf."""
@@ -28,42 +31,46 @@ class Path(NamedTuple):
 
 
 class TreePaths(NamedTuple):
-    """Hold the paths of one sequence. first: the column of its bonus token."""
+    """Hold the paths of one sequence. columns: (nodes,) int64, those of its tree in the cache."""
 
-    first: int
-    nodes: int
+    columns: Tensor
     paths: list[Path]
 
 
 PATHS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use: a list with TreePaths of each sequence
 
 
-def note_paths(mask: Tensor, seen: Tensor, lengths: list[int], real: Tensor) -> None:
-    """Note the paths of the trees that a mask (batch, 1, nodes, width) describes, if nodes are not in place. seen: the same
-    mask as (batch, nodes, width) bool; real (batch, nodes) bool: False for padding."""
+def note_paths(mask: Tensor, seen: Tensor, lengths: list[int], real: Tensor, window: int | None = None) -> None:
+    """Note the paths of the trees that a mask (batch, 1, nodes, width) describes, if nodes are not in place. seen: what they
+    see of the text and of each other, (batch, nodes, entries) bool; `width` is less than `entries` in a ring (layers.py).
+    real (batch, nodes) bool: False for padding. window: tokens that they see, in sliding layers."""
     nodes = seen.shape[1]
     found = [
-        TreePaths(first, nodes, paths_of(seen[row, :, first : first + nodes], real[row], first, mask))
+        paths_of(seen[row, :, first : first + nodes], real[row], first, mask, window)
         for row, first in enumerate(lengths)
     ]
     if any(tree.paths for tree in found):
         PATHS[mask] = found
 
 
-def paths_of(ancestors: Tensor, real: Tensor, first: int, mask: Tensor) -> list[Path]:
-    """Return the paths of one tree. ancestors: (nodes, nodes) bool, each node among its own."""
+def paths_of(ancestors: Tensor, real: Tensor, first: int, mask: Tensor, window: int | None) -> TreePaths:
+    """Return the paths of a tree after `first` entries. ancestors: (nodes, nodes) bool, each node among its own."""
     lines = [[column for column, is_seen in enumerate(row) if is_seen] for row in ancestors.tolist()]
     missing = {node for node, line in enumerate(lines) if real[node] and line != list(range(node + 1))}
-    columns, paths = torch.arange(mask.shape[-1]), []
+    nodes, width = len(lines), mask.shape[-1]
+    entries = newest_entries(torch.tensor([[first + nodes]]), width, width)
+    paths = []
     for node in sorted(missing, reverse=True):  # a leaf comes after its ancestors
         new = [each for each in lines[node] if each in missing]
         if node in missing:
             missing -= set(new)
-            depths = torch.tensor([len(lines[each]) for each in new])
-            hidden = columns >= first + depths[:, None]
-            own = torch.zeros(1, 1, *hidden.shape, dtype=mask.dtype).masked_fill_(hidden, torch.finfo(mask.dtype).min)
-            paths.append(Path(torch.tensor(lines[node]), torch.tensor(new), own))
-    return paths
+            ends = first + torch.tensor([[len(lines[each])] for each in new])
+            starts = torch.zeros_like(ends) if window is None else (ends - window).clamp(min=0)
+            seen = (entries >= starts) & (entries < ends)
+            paths.append(
+                Path(torch.tensor(lines[node]), torch.tensor(new), additive_mask(seen[None, None], mask.dtype))
+            )
+    return TreePaths((first + torch.arange(nodes)) % width, paths)
 
 
 def attend_paths(
@@ -71,14 +78,16 @@ def attend_paths(
 ) -> Tensor:
     """Return `out` (batch, heads, nodes, dim), the attention of all nodes, with that of nodes out of place replaced. key and
     value are changed meanwhile. attend: attention of query, key, value and mask."""
-    for row, (first, nodes, paths) in enumerate(trees):
+    for row, (columns, paths) in enumerate(trees):
+        if not paths:
+            continue
         here = slice(row, row + 1)
         text = [states[here] for states in (key, value)]
-        own = [states[:, :, first : first + nodes].clone() for states in text]
+        own = [states[:, :, columns] for states in text]
         for path in paths:
             for states, new in zip(text, own, strict=True):
-                states[:, :, first : first + len(path.nodes)] = new[:, :, path.nodes]
+                states[:, :, columns[: len(path.nodes)]] = new[:, :, path.nodes]
             out[here, :, path.new] = attend(query[here, :, path.new], *text, path.mask)
         for states, new in zip(text, own, strict=True):
-            states[:, :, first : first + nodes] = new
+            states[:, :, columns] = new
     return out

@@ -74,22 +74,25 @@ def attend_part(
     grouped = query.shape[1] != key.shape[1]
     if sinks is not None:
         scale = query.shape[3] ** -0.5 if scale is None else scale  # of the unpadded dimension
-        query, key, value = with_sinks(query, key, value, sinks, scale)
+        query, key, value = with_sinks(query, key, value, sinks, scale, first=mask is None)
         if mask is None:
             query = F.pad(query, (0, 0, 1, 0))  # a first row keeps the diagonal in place
         else:
-            mask = F.pad(mask, (1, 0), value=True)
+            mask = F.pad(mask, (0, 1), value=True)
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
     return out if sinks is None else out[:, :, mask is None :, :-SINK_PADDING]
 
 
-def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Widen heads by `SINK_PADDING` and add a first key that takes part in each head's softmax with its score (heads,) and
-    adds nothing to the output. The score is an extra dimension of the queries; keys have 1 there in the first position and 0
-    elsewhere, because heads of a group share keys, and all heads share a mask."""
+def with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float, first: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Widen heads by `SINK_PADDING` and add a key, the first or the last one, that takes part in each head's softmax with its
+    score (heads,) and adds nothing to the output. The score is an extra dimension of the queries; keys have 1 there in that
+    position and 0 elsewhere, because heads of a group share keys, and all heads share a mask."""
     scores = (sinks / scale).to(query.dtype)[:, None, None].expand(len(query), -1, query.shape[2], 1)
-    key, value = F.pad(key, (0, SINK_PADDING, 1, 0)), F.pad(value, (0, SINK_PADDING, 1, 0))
-    key[:, :, 0, query.shape[3]] = 1
+    more = (0, SINK_PADDING, int(first), int(not first))
+    key, value = F.pad(key, more), F.pad(value, more)
+    key[:, :, 0 if first else -1, query.shape[3]] = 1
     return F.pad(torch.cat([query, scores], dim=3), (0, SINK_PADDING - 1)), key, value

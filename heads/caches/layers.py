@@ -8,7 +8,7 @@ rejected drafts never overwrite entries that are needed.
     ring of 8        [ 8 9 n n 4 5 6 7 ]                     0 to 3 are out of sight
 
 A mask is made of entries for all layers, and then gathered in the order of the ring's columns (`KVCache.attention_mask`).
-A forward of prompts, which may be longer than the ring, sees the ring and all new entries, and keeps the newest.
+A forward of a longer prompt sees the ring and all new entries, and keeps the newest.
 """
 
 import math
@@ -39,7 +39,7 @@ class Sliding(NamedTuple):
 
     layers: frozenset[int]
     window: int  # tokens
-    nodes: int  # largest size of a tree
+    nodes: int  # largest number of entries that a forward writes into the ring before it reads it
     key_block: int = 1  # a ring is a multiple of it
 
     @classmethod
@@ -185,10 +185,12 @@ class WindowLayer(CacheLayer):
             return super().update(key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if cache.new_counts is None:
+        assert cache.sliding is not None
+        if new <= cache.sliding.nodes:
             self.write(self.columns(cache.columns(new)), key_states, value_states)
             keys, values = (self.read(states, ring) for states in self.states)
             return keys, values
+        assert cache.new_counts is not None, f"{new} entries after a text, in rings for {cache.sliding.nodes}"
         cached = (self.read(states, min(max(cache.lengths), ring)) for states in self.states)
         pairs = zip(cached, (key_states, value_states), strict=True)
         keys, values = (torch.cat(pair, dim=2) for pair in pairs)
@@ -208,12 +210,11 @@ class WindowLayer(CacheLayer):
         cache, ring = self.cache, self.num_columns
         if cache.width(new) <= ring:
             return None
-        if cache.new_counts is not None:
-            text = newest_entries(cache.seq_lens, min(max(cache.lengths), ring), ring)
-            return torch.cat([text, cache.columns(new)], dim=1)
         assert cache.sliding is not None
-        assert new <= cache.sliding.nodes, f"{new} entries after a text, in rings for {cache.sliding.nodes}"
-        return newest_entries(cache.seq_lens + new, ring, ring)
+        if new <= cache.sliding.nodes:
+            return newest_entries(cache.seq_lens + new, ring, ring)
+        text = newest_entries(cache.seq_lens, min(max(cache.lengths), ring), ring)
+        return torch.cat([text, cache.columns(new)], dim=1)
 
 
 def newest_entries(ends: Tensor, columns: int, ring: int) -> Tensor:

@@ -1,9 +1,47 @@
-"""The directory for results that are reused: measured costs, converted targets, text that a target wrote."""
+"""The directory for results that are reused: converted targets, text that a target wrote, and what was measured on a machine.
 
+Measurements are small JSON files, one for each set of facts on which they depend. FOREDRAFT_REMEMBER=0 switches them off. A
+file that is damaged, or about something else, is ignored. Two processes may write one: the last one replaces it.
+"""
+
+import hashlib
+import json
 import os
+import tempfile
 from pathlib import Path
+from typing import Any
 
 
 def cache_directory() -> Path:
     """Return the directory of the variable FOREDRAFT_CACHE, or ~/.cache/foredraft."""
     return Path(os.environ.get("FOREDRAFT_CACHE") or Path.home() / ".cache" / "foredraft")
+
+
+def remembers() -> bool:
+    return os.environ.get("FOREDRAFT_REMEMBER", "1") != "0"
+
+
+def measured_before(kind: str, about: dict[str, Any]) -> Any:
+    """Return what `remember` wrote about the same facts; None if nothing is readable."""
+    try:
+        found = json.loads(file_of(kind, about).read_text(encoding="utf-8"))
+        return found["found"] if found["about"] == about else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def remember(kind: str, about: dict[str, Any], found: Any) -> None:
+    """Write what was measured, completely or not at all. about: what must be equal for it to hold."""
+    file = file_of(kind, about)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as part:
+            json.dump({"about": about, "found": found}, part)
+        os.replace(part.name, file)
+    except OSError:
+        pass  # a cache that cannot be written: the next run measures again
+
+
+def file_of(kind: str, about: dict[str, Any]) -> Path:
+    name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_directory() / kind / f"{name}.json"

@@ -7,12 +7,16 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
+import foredraft
 from foredraft.heads.attention import masked as attention
 from foredraft.heads.caches import cuda_graphs
+from foredraft.heads.caches.device import device_name
 from foredraft.heads.caches.stacked_cache import StackedCache, stacks
+from foredraft.heads.target_model.cache_directory import measured_before, remember, remembers
 
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
@@ -130,14 +134,32 @@ class Capabilities:
     def keeps_bits(self) -> bool:
         """Return whether attention is computed so that no bit depends on how a prompt is cut, padded, or continued from the
         entries of another text (masks over whole blocks of keys), nor on the branches next to a node (paths.py). float32
-        rounds so finely that this is not worth the time. Rings of sliding layers order keys by when they were written."""
-        return self.trees and self._is_half_on_cpu and self.target.masks.window is None and self._attends_by_ours
+        rounds so finely that this is not worth the time."""
+        return self.trees and self._is_half_on_cpu and self._attends_by_ours
 
     @cached_property
     def prefers_chains(self) -> bool:
         """Return whether drafts are chains by default: in half precision on a CPU, where the logits of a chain equal the
         baseline's in every bit. Those of a tree do if the target `keeps_bits`, but then each branch attends once more."""
-        return self.trees and self._is_half_on_cpu and is_batch_invariant(self.target)
+        return self.trees and self._is_half_on_cpu and self._is_batch_invariant
+
+    @cached_property
+    def _is_batch_invariant(self) -> bool:
+        """Return what `is_batch_invariant` measures, or measured before for the same shapes, packages and machine."""
+        model = self.target.model
+        about = {
+            "device": device_name(self.target.device),
+            "packages": [foredraft.__version__, torch.__version__, transformers.__version__],
+            "modules": sorted({type(module).__name__ for module in model.modules()}),
+            "shapes": sorted({f"{tuple(each.shape)} {each.dtype}" for each in model.parameters()}),
+            "attention": [model.config._attn_implementation, self.keeps_bits, self.target.masks.window],
+        }
+        found = measured_before("bits", about) if remembers() else None
+        if found is None:
+            found = is_batch_invariant(self.target)
+            if remembers():
+                remember("bits", about, found)
+        return bool(found)
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:

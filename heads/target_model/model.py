@@ -14,7 +14,7 @@ from foredraft.heads.attention import masked as attention
 from foredraft.heads.attention.masks import Masks
 from foredraft.heads.attention.paths import note_paths
 from foredraft.heads.caches import recurrent_ops
-from foredraft.heads.caches.kv_cache import KVCache, key_block, to_device
+from foredraft.heads.caches.kv_cache import KEY_BLOCK, KVCache, key_block, to_device
 from foredraft.heads.caches.layers import Sliding
 from foredraft.heads.caches.stacked_cache import StackedCache
 from foredraft.heads.caches.state_cache import StateCache
@@ -195,6 +195,9 @@ class Target:
         """Make an empty cache. nodes: largest size of a tree. capture: should forwards be captured, if possible?"""
         able = self.capabilities
         if able.trees:
+            nodes = (
+                max(nodes, KEY_BLOCK) if able.keeps_bits else nodes
+            )  # then chunks of prompts are written as trees are
             sliding = Sliding.of(self.masks.window, self.layer_types, self.num_layers, nodes, key_block(self.device))
             return KVCache(self.num_layers, num_slots, capacity, self.device, capture, able.keeps_bits, sliding)
         if able.state is None:
@@ -331,7 +334,10 @@ class Target:
         if mask is not None:
             seen, mask = mask, cache.attention_mask(self.masks, mask, self.dtype, positions)
             if cache.keeps_bits and cache.new_counts is None and cache.num_uncommitted == 0:  # it is not drafting
-                note_paths(mask, seen, cache.lengths, tokens >= 0)
+                kinds = mask if isinstance(mask, dict) else {"sliding_attention": mask}
+                for kind, additive in kinds.items():
+                    window = self.masks.window if kind == "sliding_attention" else None
+                    note_paths(additive, seen, cache.lengths, tokens >= 0, window)
         return self.forward(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits)
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """All drafters, and `load_drafter`, which loads one by name."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHe
 from foredraft.heads.checkpoint import find, load_head, read_config
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.cache_directory import remembers
 from foredraft.heads.target_model.packing import pack
 from foredraft.inference.drafters.base import Drafter, NoDrafter
 from foredraft.inference.drafters.block import BlockTree
@@ -78,7 +78,7 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
         facts["accuracies"] = read_config(directory).get("foredraft", {}).get("accuracies")
         path = str(directory)
     drafter = drafter_for(head, target, **facts)
-    if isinstance(drafter, AutoTree) and not target.is_collective and os.environ.get("FOREDRAFT_REMEMBER", "1") != "0":
+    if isinstance(drafter, AutoTree) and not target.is_collective and remembers():
         drafter.memory.keep(about(target, path, options))
     return drafter
 

@@ -1,13 +1,5 @@
-"""Keep what `tree=auto` learned about a target, a drafter and a machine: for the next batch, and for the next run.
+"""Keep what `tree=auto` learned about a target, a drafter and a machine: for the next batch, and for the next run."""
 
-There is one small JSON file per target, drafter and machine, in the cache. FOREDRAFT_REMEMBER=0 switches these files
-off. A file that is damaged, or about something else, is ignored. Two processes may use one: the last to end replaces it.
-"""
-
-import hashlib
-import json
-import os
-import tempfile
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +13,7 @@ import torch
 
 from foredraft.heads.caches.device import device_name
 from foredraft.heads.target_model import Target
-from foredraft.heads.target_model.cache_directory import cache_directory
+from foredraft.heads.target_model.cache_directory import measured_before, remember
 from foredraft.inference.sampling import Sampling
 
 RECENT = 7  # newest steps of a size that count
@@ -32,7 +24,7 @@ FASTER = 0.8  # share of the usual time below which a step without drafts shows 
 CHANCE, WEIGHT = 0.3, 4.0
 REMEMBER = 128.0  # first drafts after which what was seen counts half
 FROM_FILE = 32.0  # first drafts that the earlier runs count for
-VERSION = 2  # of the file's layout
+VERSION = 3  # of the file's layout
 
 
 class Plan(NamedTuple):
@@ -192,18 +184,14 @@ class Measurements:
     def keep(self, about: dict[str, Any]) -> None:
         """Start from what earlier runs with the same `about` left, and leave what is learned to the next one."""
         about = about | {"version": VERSION, "plans": [list(plan) for plan in self.plans]}
-        name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
-        file = cache_directory() / "drafting" / f"{name}.json"
         fresh = Measurements(self.plans, self.node, self.by_level)
         try:
-            dumped = json.loads(file.read_text(encoding="utf-8"))
-            if dumped["about"] == about:
-                fresh.load(dumped)
-                self.costs, self.hits, self.suffix = fresh.costs, fresh.hits, fresh.suffix
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError):
-            pass  # there is no file, or a damaged one, which is replaced
+            fresh.load(measured_before("drafting", about))
+            self.costs, self.hits, self.suffix = fresh.costs, fresh.hits, fresh.suffix
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+            pass  # nothing was learned, or the file is damaged, and is replaced
         # Its arguments must not refer to this object, which would then never be deleted.
-        self.file = weakref.finalize(self, write, file, about, self.costs, self.hits, self.suffix)
+        self.file = weakref.finalize(self, write, about, self.costs, self.hits, self.suffix)
 
     def load(self, dumped: dict[str, Any]) -> None:
         """Start from what `write` wrote. Raises an error of Python's for anything else."""
@@ -218,22 +206,12 @@ class Measurements:
         self.suffix += [float(count) for count in dumped["suffix"]]
 
 
-def write(
-    file: Path, about: dict[str, Any], costs: dict[Case, Costs], hits: dict[bool, Hits], suffix: list[float]
-) -> None:
-    """Write what was learned, completely or not at all."""
+def write(about: dict[str, Any], costs: dict[Case, Costs], hits: dict[bool, Hits], suffix: list[float]) -> None:
+    """Write what was learned."""
     measured = [[*case, found.dump()] for case, found in costs.items() if found.knows_plain]
-    if not measured:
-        return
     counts = {str(greedy): [found.tried, found.accepted] for greedy, found in hits.items()}
-    dumped = {"about": about, "costs": measured, "hits": counts, "suffix": suffix}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as part:
-            json.dump(dumped, part)
-        os.replace(part.name, file)
-    except OSError:
-        pass  # a cache that cannot be written: the next run learns anew
+    if measured:
+        remember("drafting", about, {"costs": measured, "hits": counts, "suffix": suffix})
 
 
 def about(target: Target, drafter: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ L3  half precision, other shapes: where two texts first differ, the gap between 
 """
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
     "temperature 1, repetition penalty 1.2": {"temperature": 1.0, "repetition_penalty": 1.2},
 }
+CHUNK, PREEMPT_EVERY = 100, 40  # tokens of a prompt per step, and steps between preemptions, where bits are compared
 
 
 class PaddedDrafter(Wrapper):
@@ -49,11 +51,14 @@ class PaddedDrafter(Wrapper):
 
 
 class BitRecorder(Engine):
-    """Record a digest of the bits of the logits that chose each token: `rows` by the request's seed and the position."""
+    """Record texts, and a digest of the bits of the logits that chose each token: `rows` by the request's seed and the
+    position."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.texts: dict[int, list[int]] = {}  # new tokens, by the request's seed
         self.rows: dict[tuple[int, int], bytes] = {}
+        self.accepted = 0  # drafts
 
     def verify(self, tree: TokenTree, logits: Tensor, gumbel: Tensor | None) -> tuple[Verification, Outcome]:
         verification, outcome = super().verify(tree, logits, gumbel)
@@ -65,23 +70,61 @@ class BitRecorder(Engine):
                     self.rows[sequence.request.seed, position] = hashlib.sha256(bits).digest()
         return verification, outcome
 
+    def decode(self, requests: Sequence[Request], preempt_every: int | None = None) -> Self:
+        """Decode all requests. preempt_every: steps after which all sequences are prefilled again with what they wrote."""
+        for request in requests:
+            self.add(request)
+        for step in itertools.count(1):
+            if not self.has_work:
+                break
+            if preempt_every and step % preempt_every == 0 and not self.waiting and not self.prefilling:
+                self.preempt()
+            for output in self.step():
+                self.texts.setdefault(output.request.seed, []).extend(output.tokens)
+                self.accepted += output.accepted or 0
+        self.close()
+        return self
+
+
+class BitComparison(NamedTuple):
+    """Compare with the baseline: texts, and rows of logits of one token each that both decoded."""
+
+    texts: int
+    identical: int
+    rows: int
+    unequal: int  # in any bit
+
+    @classmethod
+    def of(cls, baseline: BitRecorder, drafted: BitRecorder) -> "BitComparison":
+        same = sum(text == drafted.texts[seed] for seed, text in baseline.texts.items())
+        shared = baseline.rows.keys() & drafted.rows.keys()
+        unequal = sum(baseline.rows[place] != drafted.rows[place] for place in shared)
+        return cls(len(baseline.texts), same, len(shared), unequal)
+
+    @property
+    def is_equal(self) -> bool:
+        return self.identical == self.texts and not self.unequal
+
+    def __str__(self) -> str:
+        texts = f"{self.identical} of {self.texts} texts identical"
+        return f"{texts}, {self.unequal} of {self.rows} rows of logits differ in any bit"
+
 
 def compare_bits(
-    target: Target, drafter: Drafter, prompts: Sequence[list[int]], new_tokens: int, temperature: float
-) -> tuple[int, int]:
-    """Decode prompts one by one with and without drafts. Return how many rows of logits, of one token each, were compared,
-    and how many of them differ in any bit."""
-    found = []
-    for one in (None, drafter):
-        engine = BitRecorder(target, one, max_num_seqs=1)
-        for seed, prompt in enumerate(prompts):
-            engine.add(Request(list(prompt), SamplingParams(temperature), new_tokens, seed))
-        while engine.has_work:
-            engine.step()
-        engine.close()
-        found.append(engine.rows)
-    shared = found[0].keys() & found[1].keys()
-    return len(shared), sum(found[0][place] != found[1][place] for place in shared)
+    target: Target, drafter: Drafter, prompts: Sequence[list[int]], new_tokens: int, temperature: float, batch: int
+) -> Iterator[tuple[str, BitComparison]]:
+    """Decode prompts one by one without drafts, and compare decoding with drafts: one by one, and in batches of `batch` that
+    others join and leave, with prompts in chunks and after prefixes of others, and with preemption (if the target
+    `keeps_bits`)."""
+    requests = [
+        Request(list(prompt), SamplingParams(temperature), new_tokens, seed) for seed, prompt in enumerate(prompts)
+    ]
+    baseline = BitRecorder(target, None, max_num_seqs=1).decode(requests)
+    yield "alone", BitComparison.of(baseline, BitRecorder(target, drafter, max_num_seqs=1).decode(requests))
+    if not target.capabilities.keeps_bits:
+        return
+    together = BitRecorder(target, drafter, max_num_seqs=batch, prefill_chunk=CHUNK, reuse_prefixes=True)
+    yield f"in batches of {batch}", BitComparison.of(baseline, together.decode(requests, PREEMPT_EVERY))
 
 
 class Divergence(NamedTuple):

@@ -260,12 +260,12 @@ def test_a_file_that_is_damaged_or_of_something_else_is_ignored(small, cache, da
     if damage == "about":
         dumped["about"]["drafter"] = "another"
     elif damage == "costs":
-        dumped["costs"] = [[1, False, {"head": "no"}]]
+        dumped["found"]["costs"] = [[1, False, {"head": "no"}]]
     elif damage == "hits":
-        dumped["hits"]["True"] = [[1, 2], [3]]
+        dumped["found"]["hits"]["True"] = [[1, 2], [3]]
     elif damage == "seconds":
-        dumped["costs"][0][2]["head"] = [[1, -5.0]]
-    file.write_text(json.dumps(dumped) if damage in dumped or damage == "seconds" else damage)
+        dumped["found"]["costs"][0][2]["head"] = [[1, -5.0]]
+    file.write_text(json.dumps(dumped) if damage in ("about", "costs", "hits", "seconds") else damage)
     assert nodes_of_steps(small, kept(small), 5)[:ENOUGH] == [1] * ENOUGH
 
 
@@ -292,7 +292,7 @@ about = json.loads(file.read_text())["about"]
 costs = Costs(0.1, {{}})
 for _ in range(3): costs.add("head", 1, 1.0)
 for _ in range(100):
-    write(file, about, {{(1, True): costs}}, {{}}, [])
+    write(about, {{(1, True): costs}}, {{}}, [])
     json.loads(file.read_text())
 """
     started = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(2)]
