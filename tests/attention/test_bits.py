@@ -39,12 +39,28 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def half() -> Target:
-    target = Target.from_pretrained(ROOT / "scripts" / "test_model", dtype="bfloat16", device="cpu")
+def check(target: Target) -> Target:
     if not target.capabilities.prefers_chains:
         pytest.skip("the products of this processor depend on how many rows are computed together")
     return target
+
+
+@pytest.fixture(scope="module")
+def half() -> Target:
+    return check(Target.from_pretrained(ROOT / "scripts" / "test_model", dtype="bfloat16", device="cpu"))
+
+
+def small(family: str, **changes: int) -> Target:
+    config = configs()[family]
+    for name, value in changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    return check(Target(hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()))
+
+
+@pytest.fixture(scope="module")
+def llama() -> Target:
+    return small("llama")
 
 
 def decode(
@@ -66,40 +82,43 @@ def decode(
 
 
 @pytest.fixture(scope="module")
-def baselines(half) -> dict[float, BitRecorder]:
-    return {temperature: decode(half, None, temperature, 1) for temperature in (0.0, 1.0)}
+def baselines(llama) -> dict[float, BitRecorder]:
+    return {temperature: decode(llama, None, temperature, 1) for temperature in (0.0, 1.0)}
 
 
 @pytest.mark.parametrize(("temperature", "batch"), [(0.0, 1), (1.0, 3)])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_drafts_change_no_bit(half, baselines, name, temperature, batch):
+def test_drafts_change_no_bit(llama, baselines, name, temperature, batch):
     """Check it for a single sequence, and in a batch that others join and leave."""
-    drafted = decode(half, DRAFTERS[name](half), temperature, batch)
+    drafted = decode(llama, DRAFTERS[name](llama), temperature, batch)
     found = BitComparison.of(baselines[temperature], drafted)
     assert found.is_equal and found.rows > 60
-    assert drafted.accepted > {"n-gram": 0, "suffix": 0, "suffix tree": 0, "itself": 50}.get(name, -1)
+    least = {
+        "n-gram": 0,
+        "suffix": 0,
+        "suffix tree": 0,
+        "itself": 50,
+    }  # at temperature 1 the text does not repeat itself
+    assert drafted.accepted > (least.get(name, -1) if temperature == 0 or name == "itself" else -1)
 
 
-@pytest.mark.parametrize("chunk", [7, 64])
-def test_prefill_changes_no_bit(half, baselines, chunk):
+@pytest.mark.parametrize("chunk", [pytest.param(7, marks=pytest.mark.nightly), 64])
+def test_prefill_changes_no_bit(llama, baselines, chunk):
     """Check it for prompts that are prefilled in parts, continue the entries of others, and are prefilled again with what
     was written."""
     how = {"preempt_every": 9, "prefill_chunk": chunk, "reuse_prefixes": True}
-    found = BitComparison.of(baselines[1.0], decode(half, NgramDrafter(), 1.0, 3, **how))
+    found = BitComparison.of(baselines[1.0], decode(llama, NgramDrafter(), 1.0, 3, **how))
     assert found.is_equal and found.rows > 40
 
 
-FAMILIES = ["gemma3_text", "gpt_oss", "mixtral", "deepseek_v3"]  # with rings, sinks, experts, latent attention
+NIGHTLY = (pytest.param(family, marks=pytest.mark.nightly) for family in ("gpt_oss", "mixtral", "deepseek_v3"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_other_kinds_of_attention_keep_every_bit(half, family):
-    """Check trees whose drafts are mostly accepted, and chains after interrupted prefills, in texts that leave a ring."""
-    config, lengths = configs()[family], (9, KEY_BLOCK - 7, 600, 1100)
-    config.max_position_embeddings = 2048  # rings have 1,024 entries
-    torch.manual_seed(0)
-    target = Target(hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
-    assert target.capabilities.keeps_bits and target.capabilities.prefers_chains
+@pytest.mark.parametrize("family", ["gemma3_text", *NIGHTLY])
+def test_other_kinds_of_attention_keep_every_bit(family):
+    """Check rings, sinks, experts and latent attention: trees whose drafts are mostly accepted, and chains after interrupted
+    prefills, in texts that leave a ring of 1,024 entries."""
+    target, lengths = small(family, max_position_embeddings=2048), (9, KEY_BLOCK - 7, 600, 1100)
     itself = DraftModel(target, target, nodes=9, depth=4, width=3, min_probability=0)
     how = {"preempt_every": 9, "prefill_chunk": 200, "reuse_prefixes": True}
     baseline = decode(target, None, 1.0, 1, lengths)
@@ -107,6 +126,11 @@ def test_other_kinds_of_attention_keep_every_bit(half, family):
         drafted = decode(target, drafter, 1.0, 3, lengths, **settings)
         found = BitComparison.of(baseline, drafted)
         assert found.is_equal and found.rows > 60 and (drafted.accepted > 50 or drafter is not itself)
+
+
+def test_a_trained_model_keeps_every_bit(half):
+    for how, found in compare_bits(half, SuffixDrafter(width=4), [prompt(11, 0) * 4, prompt(11, 1) * 9], 24, 1.0, 2):
+        assert found.is_equal and found.rows > 40, how
 
 
 @pytest.mark.parametrize("threads", [1, 2])
