@@ -37,6 +37,8 @@ def main(cfg: DictConfig) -> None:
             raise ValueError(f"{name}={cfg[name]} must be at least 1")
     if not cfg.temperature or min(cfg.temperature) < 0:
         raise ValueError(f"temperature={list(cfg.temperature)}: at least one, of 0 (greedy) or more")
+    if cfg.lengths and cfg.prompts != "held_out":
+        raise ValueError(f"lengths={list(cfg.lengths)} is for held-out raw texts, not for prompts={cfg.prompts}")
     if cfg.limit < 0:
         raise ValueError(f"limit={cfg.limit} must be at least 1, or 0 for all prompts")
     output = Path(cfg.output_dir)
@@ -105,15 +107,18 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
     if file.exists():
         return [Prompt(*prompt) for prompt in json.loads(file.read_text())]
     tokenizer = target.text_tokenizer
+    most = (target.context or 10**9) - cfg.max_new_tokens
+    if most < max(1, *cfg.lengths):
+        raise ValueError(
+            f"max_new_tokens={cfg.max_new_tokens} leaves {most} tokens for a prompt, of the target's context of "
+            f"{target.context}"
+        )
     if cfg.prompts == "held_out":
-        prompts = prompt_sets.held_out(tokenizer, load_corpus(cfg.data, target), cfg.limit or 10**6, cfg.prompt_tokens)
+        data, length = load_corpus(cfg.data, target), max(cfg.lengths or [cfg.prompt_tokens])
+        prompts = prompt_sets.held_out(tokenizer, data, cfg.limit or 10**6, length)
+        if cfg.lengths:
+            prompts = prompt_sets.by_length(tokenizer, prompts, cfg.lengths)
     else:
-        most = (target.context or 10**9) - cfg.max_new_tokens
-        if most < 1:
-            raise ValueError(
-                f"max_new_tokens={cfg.max_new_tokens} leaves no room for a prompt in the target's context of "
-                f"{target.context} tokens"
-            )
 
         def answer(ids: list[int]) -> list[int]:
             input_ids = torch.tensor([ids], device=target.device)

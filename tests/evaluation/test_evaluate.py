@@ -80,6 +80,20 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
     assert run(*given, "chain=2").code == 2
 
 
+def test_acceptance_by_context_continues_the_same_places(run, tmp_path, folder):
+    given = ["data=text", f"data.path={folder}", "drafter=ngram", "temperature=[0]", "repeats=1", "rivals=false"]
+    assert run(*given, "lengths=[12,48]").code == 0
+    prompts = json.loads((tmp_path / "out" / "prompts.json").read_text())
+    assert [(category, len(tokens)) for category, tokens, *_ in prompts] == [
+        ("12 tokens", 12), ("12 tokens", 12), ("48 tokens", 48), ("48 tokens", 48)
+    ]  # fmt: skip
+    assert all(short[1] == long[1][-12:] for short, long in zip(prompts[:2], prompts[2:], strict=True))
+    rows = json.loads((tmp_path / "out" / "figures.json").read_text())["rows"]
+    assert {row["category"] for row in rows if row["drafter"] == "ngram"} >= {"12 tokens", "48 tokens"}
+    for length, message in ((240, "at least 240 tokens"), (250, "leaves 244 tokens for a prompt")):
+        assert message in run(*given, f"lengths=[{length}]", f"output_dir=out{length}").err
+
+
 class Shifted(Wrapper):
     """Make a mistake: every draft is the one that belongs `by` places later."""
 
