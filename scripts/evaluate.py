@@ -108,7 +108,7 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
         return [Prompt(*prompt) for prompt in json.loads(file.read_text())]
     tokenizer = target.text_tokenizer
     most = (target.context or 10**9) - cfg.max_new_tokens
-    if most < max(1, *cfg.lengths):
+    if most < max([1, *cfg.lengths]):
         raise ValueError(
             f"max_new_tokens={cfg.max_new_tokens} leaves {most} tokens for a prompt, of the target's context of "
             f"{target.context}"

@@ -326,6 +326,25 @@ def test_spec_bench_is_downloaded_once(tmp_path, monkeypatch):
         questions("spec_bench", None)
 
 
+def test_rows_of_speed_bench_keep_their_categories_and_those_without_text_are_left_out(tmp_path, capsys):
+    """Write rows in the layout of nvidia/SPEED-Bench; more than half of its texts are only named by their source."""
+    facts = {
+        "question_id": "1",
+        "sub_category": "x",
+        "source": "y",
+        "src_id": "2",
+        "difficulty": "",
+        "multiturn": False,
+    }
+    placeholder = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
+    given = (("coding", ["Sort."]), ("rag", ["Who?", "Why?"]), ("math", [placeholder]))
+    lines = [json.dumps({**facts, "category": category, "turns": turns}) for category, turns in given]
+    (tmp_path / "qualitative.jsonl").write_text("\n".join(lines))
+    found = questions(str(tmp_path / "qualitative.jsonl"), None)
+    assert [(one.category, len(one.turns)) for one in found] == [("coding", 1), ("rag", 2)]
+    assert "1 of 3 rows have no text" in capsys.readouterr().err
+
+
 def test_no_limit_is_every_prompt(run, tmp_path):
     (tmp_path / "set.jsonl").write_text('{"prompt": "one"}\n' * 3)
     run(*typed("prompts=set.jsonl limit=0 drafter=ngram max_new_tokens=2 repeats=1 rivals=false"))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from foredraft.inference.evaluation.progress import report
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.columns import system
 from foredraft.train.data.corpus import Corpus, has_chats, prompts, start_tokens, with_start
@@ -24,7 +25,10 @@ SETS = {
     "mt_bench": Source("HuggingFaceH4/mt_bench_prompts"),
     "gsm8k": Source("openai/gsm8k", name="main", split="test"),
     "humaneval": Source("openai/openai_humaneval", split="test"),
+    "speed_bench": Source("nvidia/SPEED-Bench", name="qualitative", split="test"),
 }
+# What SPEED-Bench (arXiv:2604.09557) has in the place of texts that others license; its prepare.py fetches them.
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 # Spec-Bench's own tables count these categories of MT-Bench as one.
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 
@@ -47,10 +51,18 @@ def questions(name: str, limit: int | None) -> list[Question]:
     if name not in SETS and name != "spec_bench" and not Path(name).is_file():
         known = ", ".join(["held_out", "spec_bench", *SETS])
         raise ValueError(f"prompts={name} is neither a file nor one of {known}")
-    found = [question(row, Path(name).stem) for row in rows(name)]
+    read_rows = list(rows(name))
+    present = [row for row in read_rows if PLACEHOLDER not in str(row.value)]
+    found = [question(row, Path(name).stem) for row in present]
+    if len(present) < len(read_rows):
+        report(
+            f"prompts={name}: {len(read_rows) - len(present)} of {len(read_rows)} rows have no text, only its source; "
+            "NVIDIA's prepare.py of SPEED-Bench writes a file of all: prompts=FILE.jsonl"
+        )
     if not found:
         raise ValueError(f"prompts={name} contains no prompt")
-    if {one.category for one in found} - MT_BENCH:
+    has_own_names = any("sub_category" in row.value for row in present if isinstance(row.value, dict))  # SPEED-Bench
+    if {one.category for one in found} - MT_BENCH and not has_own_names:
         found = [one._replace(category="mt_bench") if one.category in MT_BENCH else one for one in found]
     count = len(found) if limit is None else min(limit, len(found))
     return [found[len(found) * number // count] for number in range(count)]
