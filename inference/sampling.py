@@ -267,6 +267,7 @@ class Noise:
             :, None
         ]
         self.tokens = token_hashes(vocab, device)
+        self.by_position = self.keys.device.type == "cpu"  # the data of one position stays in the processor's cache
 
     def at(self, positions: Tensor) -> Tensor:
         """Return the noise, float32 (batch, n, vocab), of absolute positions (batch, n)."""
@@ -287,10 +288,9 @@ class Noise:
                 scores += gumbel(key, self.tokens)
 
     def parts(self, positions: Tensor) -> Iterator[tuple[Any, Tensor]]:
-        """Yield indices and keys of the noise: one position at a time on a CPU, so that the data stays in the processor's
-        cache, and otherwise all at once."""
+        """Yield indices and keys of the noise: one position at a time on a CPU, and otherwise all at once."""
         keys = mix(mix((positions[self.rows] + 1) * wrap(GOLDEN) ^ self.keys))
-        if keys.device.type != "cpu":
+        if not self.by_position:
             yield self.rows, keys[..., None]
             return
         for number, row in enumerate(self.rows):

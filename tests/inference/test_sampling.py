@@ -18,6 +18,19 @@ def test_noise_is_standard_gumbel_and_independent():
         assert abs(torch.corrcoef(torch.stack([noise.flatten(), other.flatten()]))[0, 1]) < 0.01
 
 
+def test_a_seed_has_the_same_noise_in_every_release():
+    """A change of these numbers changes the text of every seed. The branch of a GPU computes the same ones."""
+    noise, positions = Noise([3, None, -(2**62)], 5, "cpu"), torch.tensor([[2], [3], [2**40]])
+    first, last = (
+        [-0.517703, -0.443685, 0.361767, 0.451408, -0.024577],
+        [0.801198, 0.301715, 1.264116, 0.471898, 0.950941],
+    )
+    found = noise.at(positions)
+    torch.testing.assert_close(found[:, 0], torch.tensor([first, [0.0] * 5, last]), atol=2e-6, rtol=0)
+    noise.by_position = False
+    assert torch.equal(noise.at(positions), found)
+
+
 def test_noise_is_finite_and_falls_with_the_bits():
     """Check also bits or fractions that round to 0 or 1, and signs without a counterpart."""
     bits = torch.tensor([0, 0, 1, -3, 2**30, 2**31 - 1, -(2**31)], dtype=torch.int32)
