@@ -284,6 +284,12 @@ def test_all_graphs_of_a_device_share_one_stream_and_a_pool_that_stays(fake_cuda
     assert fake_cuda.current == "the caller's stream"
 
 
+def test_a_graph_keeps_what_its_function_uses_and_did_not_make(fake_cuda):
+    weight, x = torch.ones(2), torch.ones(2)
+    kept = cuda_graphs.CudaGraph(lambda x: (x + weight).neg(), (x,)).references
+    assert {id(tensor) for tensor in kept} == {id(x), id(weight)}
+
+
 def test_a_failed_capture_leaves_the_callers_stream(fake_cuda):
     with pytest.raises(ZeroDivisionError):
         cuda_graphs.CudaGraph(lambda x: 1 / 0, (torch.ones(2),))

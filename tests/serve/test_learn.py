@@ -145,6 +145,28 @@ def test_gains_are_compared_text_by_text():
     assert acceptance_difference([], []) == acceptance_difference(old[:1], new[:1]) == (0.0, float("inf"))
 
 
+def test_a_small_gain_and_a_small_loss_are_told_from_large_ones():
+    """Of 40 texts, 2 better ones are 1.5 standard errors, and 6 are 2.7."""
+
+    def outcome(better: int, replay: int) -> str:
+        new = [[20 + number % 2 + (number < better), 10] for number in range(40)]
+        old = {"recent": SAME, "replay": [[200, 100]]}
+        return learn.compare(old, {"recent": new, "replay": [[replay, 100]]})["outcome"]
+
+    assert (outcome(2, 200), outcome(6, 195)) == ("no better", "forgot too much")
+    assert outcome(6, 200) == outcome(6, 197) == "better"
+
+
+def test_a_training_has_the_minutes_and_the_share_that_are_typed(call, tiny_path: Path, monkeypatch):
+    made: list[Any] = []
+    monkeypatch.setattr(learn, "lower_priority", lambda: None)
+    monkeypatch.setattr(learn.signal, "signal", lambda *given: None)
+    monkeypatch.setattr(learn, "Learner", lambda *given: made.append(given) or sys.exit(3))
+    arguments = f"target={tiny_path}", "max_minutes=7", "device_share=0.25", "output_dir=learned"
+    assert call(learn.main, *arguments).code == 3
+    assert "trainer.max_minutes=7" in made[0][2] and made[0][5].keywords["share"] == 0.25
+
+
 def test_a_row_that_cannot_be_written_again_ends_no_round(target: Target, capsys):
     good = {"prompt_ids": [5, 6, 7], "ids": [0] * 20, "seed": 1, "temperature": 1}
     bad = [{"temperature": None}, {"temperature": "a"}, {"temperature": -1}, {"seed": None}, {"seed": 1.5}]

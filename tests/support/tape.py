@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique2", "item")
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "_unique2", "item")
 
 
 class Tape(TorchDispatchMode):

@@ -12,6 +12,7 @@ from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target_model import loading
 from foredraft.heads.target_model import model as model_module
+from foredraft.heads.target_model.capabilities import allclose
 from foredraft.heads.target_model.loading import read_config
 from foredraft.heads.target_model.sharding import replicated_params
 from foredraft.inference import drafter_for, generate
@@ -188,3 +189,9 @@ def test_a_target_whose_activations_are_quantised_together_is_decoded_plainly(ti
     plain = [generate(target, None, row[None], max_new_tokens=12).new_tokens[0] for row in prompts]
     with pytest.warns(UserWarning, match="different logits in a batch with other texts"):
         assert generate(target, NgramDrafter(), prompts, max_new_tokens=12).new_tokens == plain
+
+
+@pytest.mark.parametrize("dtype, small, large", [(torch.float32, 1e-5, 1e-3), (torch.bfloat16, 0.05, 0.2)])
+def test_a_capability_is_measured_up_to_the_roundings_of_a_dtype(dtype, small, large):
+    logits = torch.tensor([1.0, -2.0, 4.0], dtype=dtype)
+    assert allclose(logits * (1 + small), logits) and not allclose(logits * (1 + large), logits)

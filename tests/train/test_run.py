@@ -32,7 +32,7 @@ from tests.support.tiny import TEXT, VOCAB, tiny_config
 
 KINDS = ["medusa", "eagle3"]
 STEPS = 52
-PROMISED = {  # issue 2, item 7
+PROMISED = {
     "acceptance_length",
     "accepted_per_depth",
     "tokens_per_second",

@@ -1,0 +1,66 @@
+"""Settings of a run whose effect is seen only at its end, or when it is resumed."""
+
+from pathlib import Path
+from types import SimpleNamespace as Fake
+
+import pytest
+import torch
+
+from foredraft.heads import Target, save_head
+from foredraft.train import finalize, held_out
+from foredraft.train.data.packing import Document
+from foredraft.train.runtime import callbacks, checkpoints, run_state
+from tests.support import typed
+from tests.support.head_factory import make_head, same
+
+
+def test_accuracies_of_the_tree_are_counted_by_depth_and_rank(target: Target, monkeypatch):
+    monkeypatch.setattr(held_out, "tokenized", lambda *given: [Document([1] * 16, [True] * 16)])
+    guesses = [(2, torch.tensor([[7, 3, 8]]), torch.tensor([8]))]
+    guesses += [(1, torch.tensor([[5, 6, 9], [7, 8, 4]]), torch.tensor([5, right])) for right in (8, 9)]
+    fakes = {"forward_target": lambda text: (), "guesses": lambda *given, ranks: guesses}
+    distillation = Fake(target=target, head=Fake(depth=3), **fakes)
+    found = finalize.rank_accuracies(distillation, ["a text"], length=16, ranks=3)
+    assert found == [[0.5, 0.25, 0.0], [0.0, 0.0, 1.0], [0.0] * 3]
+
+
+@pytest.mark.parametrize(("keep_best", "best", "step"), [(True, 2, 2), (True, 4, 4), (False, 2, 4)])
+def test_the_best_weights_ship_unless_they_are_the_last_or_not_wanted(target, tmp_path: Path, keep_best, best, step):
+    last, earlier = (make_head("medusa", target) for _ in range(2))
+    save_head(earlier, checkpoints.best_head(tmp_path / run_state.CHECKPOINTS, 2), target)
+    history = [{"step": at, "acceptance_length": 1.0 + (at == best), "acceptance_error": 0.1} for at in (2, 4)]
+    trainer = Fake(distillation=Fake(head=last, target=target), state=Fake(log_history=history, global_step=4))
+    assert finalize.keep_best_weights(Fake(eval=Fake(keep_best=keep_best)), trainer, tmp_path) == step
+    assert same(trainer.distillation.head, earlier if step == 2 else last)
+
+
+def test_a_resumed_run_has_only_the_rest_of_its_minutes(monkeypatch):
+    """Let a step take 1 s: after 40 s of the first run and 10 of the second, 10 more steps fit into a minute."""
+    now, fitted = [0.0], list[int]()
+    monkeypatch.setattr(callbacks, "time", Fake(perf_counter=lambda: now[0]))
+    limit = callbacks.FitToTime(1.0, fitted.append)
+    state = Fake(global_step=40, max_steps=1000, logging_steps=1, log_history=[{"train_seconds": 40.0}])
+    limit.on_train_begin(None, state, None)
+    for _ in range(callbacks.FitToTime.LAST):
+        now[0], state.global_step = now[0] + 1, state.global_step + 1
+        limit.on_step_end(None, state, None)
+    assert fitted == [60] == [state.max_steps]
+
+
+def test_a_resumed_run_may_change_what_is_measured_and_nothing_that_is_trained():
+    trained = typed("""
+        head.ttt_steps loss loss_args objective.depth_decay target.path target.dtype data.path data.val_split seed data_seed
+        max_length packing init_from lora_r hidden_states._target_ trainer.learning_rate trainer.optim trainer.warmup_steps
+        trainer.weight_decay trainer.max_grad_norm trainer.bf16 self_generated_tokens
+    """)
+    assert [name for name in trained if run_state.free(name)] == []
+    assert all(map(run_state.free, ("eval.steps", "trainer.max_minutes", "trainer.save_total_limit", "push_to_hub")))
+
+
+def test_as_many_checkpoints_stay_as_are_asked_for(tmp_path: Path):
+    written = tmp_path / checkpoints.UNFINISHED
+    for step in (1, 2, 3):
+        (written / f"checkpoint-{step}").mkdir(parents=True)
+        state = Fake(global_step=step, log_history=[])
+        callbacks.KeepCheckpoints().on_save(Fake(output_dir=str(written), save_total_limit=2), state, None)
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
