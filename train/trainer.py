@@ -214,7 +214,9 @@ class HeadTrainer(Trainer):
         loader.device = None
         return loader
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+    ) -> Any:
         self.distillation.progress = self.state.global_step / max(1, self.state.max_steps)
         self.distillation.num_items = num_items_in_batch
         outcome = model(**inputs)

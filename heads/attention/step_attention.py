@@ -94,7 +94,7 @@ class TextAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, log_sums_gradient: Tensor):
+    def backward(ctx: Any, gradient: Tensor, log_sums_gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, keys, values, doc_starts, out, log_sums = ctx.saved_tensors
         gradients, dim = tuple(torch.empty_like(q) for _ in range(3)), q.shape[3]
         wide = [F.pad(x, (0, PADDING)) for x in (gradient, q, keys, values, out)]

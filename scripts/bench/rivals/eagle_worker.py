@@ -32,7 +32,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     model, steps, forward = load(job), [0], ea_model.tree_decoding
 
-    def count(*inputs):
+    def count(*inputs: Any) -> Any:
         steps[0] += 1
         return forward(*inputs)
 
