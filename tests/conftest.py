@@ -1,5 +1,6 @@
 """The fixtures of all tests: a tiny random target saved as transformers saves any model, its heads, drafters and texts."""
 
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -30,6 +31,18 @@ SLOWEST = typed("""
     test_strategies test_search test_hidden_states_server test_run test_resume test_nodes test_package test_serve_faults
     test_serve test_serve_structured test_block_runs test_cuda_graphs test_publish test_blocks test_cli
 """)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out folders whose marker is not asked for: they take seconds to import."""
+    unwanted = collection_path.parent == ROOT / "tests" and f"not {collection_path.name}" in config.option.markexpr
+    return unwanted or None
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector the modules: each collection would walk through a million objects of theirs."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

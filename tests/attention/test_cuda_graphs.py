@@ -14,13 +14,14 @@ from foredraft.heads.caches import cuda_graphs
 from foredraft.inference import Engine, Request, SamplingParams, generate
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.verify import Validity, to_host
-from tests.support.architectures import VOCAB, every_family, pair
+from tests.support import nightly_but
+from tests.support.architectures import VOCAB, a_few_families, pair
 from tests.support.batches import prompt
 from tests.support.drafters import SETTINGS, Random, drafters
 from tests.support.head_factory import make_head
 from tests.support.tape import Tape
 
-LIMITS = {"max_new_tokens": 20, "eos_token_id": -1, "seed": 7}
+LIMITS = {"max_new_tokens": 12, "eos_token_id": -1, "seed": 7}
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def test_joins_and_leaves_for_long_capture_few_steps(target, name, monkeypatch):
     monkeypatch.setattr("foredraft.heads.caches.kv_cache.MIN_BUCKET", 16)
     target, before = again(target), cuda_graphs.CudaGraphs.num_captured
     engine = Engine(target, drafters(target).get(name), max_num_seqs=4)
-    serve_requests(engine, 60, 20, random.Random(0))
+    serve_requests(engine, 30, 20, random.Random(0))
     slots, buckets, settings = 3, 3, 2  # 1, 2, 4; 16, 32, 64 columns; greedy, or not
     most = slots * (buckets + settings + 1)
     assert len(engine.slots.cache.graphs.graphs) <= most
@@ -134,13 +135,16 @@ def test_trees_of_two_and_three_levels_are_verified_by_one_graph(target, taped):
 
 @pytest.mark.parametrize("name", ["greedy", "top-p", "penalty"])
 def test_the_text_is_the_same(target, name, monkeypatch, taped):
+    """Try every drafter with top-p, and one of each cache with the other settings."""
     settings = SETTINGS[name] | LIMITS
     plain = generate(target, None, prompt(9), **settings)
     recorded = again(target)
     known = drafters(recorded)
-    blocks = ("dflash", "p_eagle", "dflash2", "dspark", "jetspec", "domino", "xpress")
-    for kind in ("eagle", "hydra_pp", "mtp", *blocks):
-        known[kind] = drafter_for(make_head(kind, recorded), recorded, nodes=8, min_probability=0)
+    if name == "top-p":
+        for kind in ("eagle", "hydra_pp", "mtp", "p_eagle", "dflash2", "dspark", "jetspec", "domino", "xpress"):
+            known[kind] = drafter_for(make_head(kind, recorded), recorded, nodes=8, min_probability=0)
+    else:
+        known = {kind: known[kind] for kind in ("random", "medusa", "eagle3", "dflash")}
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing of ours may be left to run kernel by kernel
         for drafter in (None, *known.values()):
@@ -165,11 +169,11 @@ def test_top_p_that_needs_more_tokens_than_it_considers_is_verified_again(target
     assert {Validity.TOO_FEW, Validity.VALID} == set(valid)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "medusa", "draft model"])
+@pytest.mark.parametrize("name", nightly_but(["eagle3", "medusa", "draft model"], "eagle3"))
 def test_drafts_are_those_of_running_it_kernel_by_kernel(target, name, monkeypatch):
     """Check greedy, sampled, sampled otherwise, a text that outgrows its columns, and a smaller tree; with an oracle's
     help, since none of such a head's drafts is accepted."""
-    monkeypatch.setattr("foredraft.heads.caches.kv_cache.MIN_BUCKET", 64)
+    monkeypatch.setattr("foredraft.heads.caches.kv_cache.MIN_BUCKET", 48)
     rows = torch.cat([prompt(21), prompt(21, seed=1)])
 
     def proposed(target: Target) -> list:
@@ -188,7 +192,7 @@ def test_drafts_are_those_of_running_it_kernel_by_kernel(target, name, monkeypat
             return tree
 
         monkeypatch.setattr(drafter, "propose", note)
-        for settings in ({}, {"temperature": 1.0}, {"temperature": 0.5}, {"max_new_tokens": 60}, {"small": True}):
+        for settings in ({}, {"temperature": 1.0}, {"temperature": 0.5}, {"max_new_tokens": 36}, {"small": True}):
             if settings.pop("small", False):
                 drafter.resize(6, 3)
             known = generate(target, None, rows, **LIMITS | settings).sequences.tolist()
@@ -198,10 +202,10 @@ def test_drafts_are_those_of_running_it_kernel_by_kernel(target, name, monkeypat
 
     plain = proposed(target)
     monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
-    assert proposed(again(target)) == plain and len(plain) > 80
+    assert proposed(again(target)) == plain and len(plain) > 40
 
 
-@every_family
+@a_few_families
 def test_every_architecture(family, attention, monkeypatch):
     target = again(pair(family, attention).target)
     ids, facts = prompt(21) % VOCAB, {"max_new_tokens": 6, "eos_token_id": -1}

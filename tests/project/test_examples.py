@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from foredraft.train.module import DistillationModel
 from tests.support import ROOT
 from tests.support.batches import batch
 from tests.support.documents import blocks, command_lines, program
+from tests.support.processes import forking_python
 
 EXAMPLES = ROOT / "scripts" / "examples"
 TYPED = [
@@ -44,10 +46,15 @@ def test_the_loop_trains_and_decodes(tiny_path: Path, tmp_path: Path) -> None:
 
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", forking_python())
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cells = json.loads((ROOT / "docs" / "notebooks" / "quickstart.ipynb").read_text())["cells"]
     source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    assert source.count("max_steps=40") == 1
-    exec(compile(source.replace("max_steps=40", "max_steps=2"), "quickstart.ipynb", "exec"), {"__name__": "notebook"})
+    for long, short in {"max_steps=40": "max_steps=2", "eval.max_new_tokens=48": "eval.max_new_tokens=8"}.items():
+        assert source.count(long) == 1
+        source = source.replace(long, short)
+    source = source.replace("max_new_tokens=96", "max_new_tokens=24")
+    exec(compile(source, "quickstart.ipynb", "exec"), {"__name__": "notebook"})
     assert capsys.readouterr().out.count("tokens per forward") >= 3
 
 

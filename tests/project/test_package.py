@@ -134,6 +134,7 @@ def test_a_training(foredraft: Program, trained: subprocess.CompletedProcess[str
     assert "step 3/3" in trained.stdout
 
 
+@pytest.mark.nightly
 def test_lossless_and_export_with_the_trained_head(foredraft: Program, trained: subprocess.CompletedProcess[str]):
     few = ["num_prompts=1", "prompt_tokens=16", "max_new_tokens=8", "dtype=float32"]
     proved = foredraft("lossless", "target=test_model", "target.device=cpu", "drafter=out/head", *few)

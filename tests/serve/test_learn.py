@@ -394,8 +394,8 @@ def test_one_program_at_a_time_learns_in_a_directory(folder: Path, tiny_path: Pa
 @pytest.mark.nightly
 def test_a_round_by_the_real_trainer_and_judge(tiny_path: Path, folder: Path):
     few = ["trainer.max_steps=2", "max_length=32", "trainer.per_device_train_batch_size=2", "eval.final_num_prompts=2"]
-    with served(folder, *facts(tiny_path, "learn.num_samples=24", f"learn.train={json.dumps(few)}")) as server:
-        for seed in range(30):
+    with served(folder, *facts(tiny_path, "learn.num_samples=8", f"learn.train={json.dumps(few)}")) as server:
+        for seed in range(12):
             text(server, seed, prompt=f"{PROMPT}{seed}")
         history = folder / "learned" / "history.jsonl"
         wait_until(history.exists)

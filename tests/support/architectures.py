@@ -10,6 +10,7 @@ import transformers as hf
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from foredraft.heads import Target
+from tests.support import nightly_but
 
 VOCAB = 48
 WINDOW = 4
@@ -74,7 +75,10 @@ CASES = [
     for attention in ("sdpa", "eager")
     if attention == "eager" or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
 ]
+# By day one family of each sort: full attention, windows, windows with sinks and experts, latent keys.
+FEW = [("llama", "sdpa"), ("gemma2", "eager"), ("mistral", "sdpa"), ("gpt_oss", "eager"), ("deepseek_v3", "sdpa")]
 every_family = pytest.mark.parametrize("family, attention", CASES)
+a_few_families = pytest.mark.parametrize("family, attention", nightly_but(CASES, *FEW))
 
 
 class Pair(NamedTuple):

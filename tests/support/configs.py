@@ -1,5 +1,53 @@
-"""conf/ as a program sees it."""
+"""conf/ as a program sees it, remembered: to compose one command line takes Hydra half a second, and tests compose a
+thousand. Importing this module makes Hydra answer the same question from memory. Only the yaml of this repository is
+remembered, which no test changes."""
 
+import os
+import pickle
+from functools import wraps
+from typing import Any
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, open_dict
+
+from foredraft import config
 from foredraft.config import read as composed
+from foredraft.words import CONF
 
 __all__ = ["composed"]
+
+ANSWERS: dict[Any, Any] = {}
+
+
+def searched() -> tuple[str, ...] | None:
+    """Return where Hydra looks for yaml, or None if that is more than this repository."""
+    path = tuple(entry.path or "" for entry in GlobalHydra.instance().config_loader().get_search_path().get_path())
+    ours = ("pkg://hydra", "structured://", str(CONF.parent.resolve()), f"file://{CONF.parent.resolve()}")
+    return path if all(place.startswith(ours) for place in path) else None
+
+
+@wraps(hydra.compose)
+def compose(program: str, overrides: list[str], return_hydra_config: bool = False) -> DictConfig:
+    key = (searched(), program, *overrides)
+    if not return_hydra_config or key[0] is None:
+        return plain_compose(program, overrides, return_hydra_config=return_hydra_config)
+    if key not in ANSWERS:
+        ANSWERS[key] = pickle.dumps(plain_compose(program, overrides, return_hydra_config=True))
+    found = pickle.loads(ANSWERS[key])
+    with open_dict(found):
+        found.hydra.runtime.cwd = os.getcwd()
+    return found
+
+
+def options_of(group: str) -> list[str]:
+    key = (searched(), "options of", group)
+    if key[0] is None:
+        return plain_options_of(group)
+    if key not in ANSWERS:
+        ANSWERS[key] = plain_options_of(group)
+    return list(ANSWERS[key])
+
+
+plain_compose, hydra.compose = hydra.compose, compose
+plain_options_of, config.options_of = config.options_of, options_of

@@ -25,6 +25,14 @@ if not os.path.exists("/dev/nvidiactl"):  # it asks for the device, and CUDA can
     PRELOADED.append("deepspeed")  # accelerate imports it where it is installed, for two more seconds
 
 
+def remember_configs() -> None:
+    """Compose what most runs start from, so that every child has it (tests/support/configs.py)."""
+    config = importlib.import_module("foredraft.config")
+    importlib.import_module("tests.support.configs")
+    with config.opened():
+        config.check("train", ["head=eagle3", "data=text", "preset=test_model", "target.device=cpu"])
+
+
 def serve(address: str) -> dict | None:
     """Start one process for every connection. Return None at the end of the tests, and the request in each process that is
     to run a program."""
@@ -135,6 +143,7 @@ if __name__ == "__main__":
     sys.path.pop(0)  # this folder; a child has its own
     for module in PRELOADED:
         importlib.import_module(module)
+    remember_configs()
     gc.collect()
     gc.freeze()  # pages of what is imported stay shared
     if (asked := serve(sys.argv[1])) is not None:

@@ -23,17 +23,31 @@ from tests.support import ROOT, typed
 SMALL = typed("""
     data=text preset=test_model target.device=cpu max_length=64 self_generated_tokens=0 keep_checkpoints=true
     trainer.per_device_train_batch_size=4 trainer.logging_steps=1 trainer.warmup_steps=2
-    eval.final_num_prompts=4 eval.prompt_tokens=16 eval.max_new_tokens=16 eval.num_prompts=2
+    eval.final_num_prompts=4 eval.prompt_tokens=16 eval.max_new_tokens=8 eval.num_prompts=2
 """)
-STEPS = 20  # of a run with SMALL_EAGLE3
+STEPS = 8  # of a run with SMALL_EAGLE3
 # For runs that are compared step by step: no proof, few measurements.
 SMALL_EAGLE3 = typed(f"""
-    head=eagle3 head.draft_vocab_size=128
+    head=eagle3 head.draft_vocab_size=128 head.ttt_steps=3
     data=text preset=test_model target.device=cpu max_length=64 self_generated_tokens=0
     trainer.max_steps={STEPS} trainer.bf16=false trainer.learning_rate=0.001 trainer.warmup_steps=2 trainer.logging_steps=1
-    eval.final_num_prompts=2 eval.timed_prompts=1 eval.prompt_tokens=16 eval.max_new_tokens=8 eval.num_prompts=1
+    eval.final_num_prompts=2 eval.timed_prompts=1 eval.prompt_tokens=16 eval.max_new_tokens=4 eval.num_prompts=1
     eval.steps={STEPS} eval.check_float32=false
 """)
+# A run that waits, after this step, for the signal that stops it: it cannot reach its end before.
+HELD = """
+import time
+from foredraft.train.run import main
+from foredraft.train.runtime.callbacks import StopOnSignal
+from foredraft.train.trainer import HeadTrainer
+def log(trainer, *args, plain=HeadTrainer.log, **kwargs):
+    plain(trainer, *args, **kwargs)
+    (stop,) = (found for found in trainer.callback_handler.callbacks if isinstance(found, StopOnSignal))
+    while trainer.state.global_step == {step} and not stop.stopped:
+        time.sleep(0.01)
+HeadTrainer.log = log
+main()
+"""
 # The same rows in a step: by one process, and by each of two.
 ONE, TWO = "trainer.per_device_train_batch_size=4", "trainer.per_device_train_batch_size=2"
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from foredraft.train.runtime import checkpoints
 from tests.support import ROOT
-from tests.support.processes import SMALL_EAGLE3, TWO, Ended, end, reserved_port, start, torchrun, until
+from tests.support.processes import SMALL_EAGLE3, TWO, Ended, end, forking_python, reserved_port, start, torchrun, until
 
 pytestmark = pytest.mark.linux  # Slurm's nodes; /proc says which processes a node has
 
@@ -41,7 +41,6 @@ if sys.argv[1:] == ["show", "hostnames", "node[1-2]"]:
 else:
     open(os.environ["REQUEUED"], "a").write(" ".join(sys.argv[1:]) + "\\n")
 """
-TORCHRUN = "import runpy; runpy.run_module('torch.distributed.run', run_name='__main__')\n"
 
 
 class Cluster(NamedTuple):
@@ -81,8 +80,13 @@ def slurm(cluster: Cluster, job: int) -> subprocess.Popen:
     """Run the job's script, as Slurm starts it on the first of two nodes of one accelerator each."""
     shims = cluster.shared / "shims"
     shims.mkdir(exist_ok=True)
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "torchrun": TORCHRUN}.items():
-        (shims / name).write_text(f"#!{PYTHON}\n{text}")
+    torchrun = f'exec {forking_python()} -m torch.distributed.run "$@"\n'
+    for name, shell, text in (
+        ("srun", PYTHON, SRUN),
+        ("scontrol", PYTHON, SCONTROL),
+        ("torchrun", "/bin/sh", torchrun),
+    ):
+        (shims / name).write_text(f"#!{shell}\n{text}")
         (shims / name).chmod(0o755)
     facts = {
         "SLURM_JOB_ID": str(job),

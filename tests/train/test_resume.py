@@ -15,9 +15,21 @@ from safetensors.torch import load_file, save_file
 
 from foredraft.train.runtime import checkpoints, run_state
 from tests.support import ROOT, nightly_but
-from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, program, script, start, torchrun, until
+from tests.support.processes import (
+    HELD,
+    ONE,
+    SMALL_EAGLE3,
+    TWO,
+    complaint,
+    end,
+    program,
+    script,
+    start,
+    torchrun,
+    until,
+)
 
-RUN = [*SMALL_EAGLE3, ONE, "trainer.optim=adamw", "trainer.max_steps=24", "trainer.save_steps=3", "eval.steps=8"]
+RUN = [*SMALL_EAGLE3, ONE, "trainer.optim=adamw", "trainer.max_steps=12", "trainer.save_steps=2", "eval.steps=4"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +63,7 @@ def test_kills_change_nothing(kills: int, given: list[str], reference: Path, tmp
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     histories = [json.loads((path / "history.json").read_text()) for path in (tmp_path / "out", reference)]
     losses = [[(entry["step"], entry["loss"]) for entry in history if "loss" in entry] for history in histories]
-    assert losses[0] == losses[1] and len(losses[0]) == 24
+    assert losses[0] == losses[1] and len(losses[0]) == 12
 
 
 def test_a_finished_run_keeps_no_checkpoints(reference: Path):
@@ -135,10 +147,10 @@ def test_a_run_ships_its_best_weights(given: list[str], here, tmp_path: Path, mo
     monkeypatch.setattr("foredraft.train.run.tokens_per_forward", lambda generations: next(lengths))
     ended = here(*given, "output_dir=out", "keep_checkpoints=true")
     assert ended.code == 0, ended.err
-    assert "the weights of step 8, which drafted best on validation prompts, are kept" in ended.out
-    best, saved = (load_file(tmp_path / f"out/{name}/model.safetensors") for name in ("checkpoints/best-8", "head"))
+    assert "the weights of step 4, which drafted best on validation prompts, are kept" in ended.out
+    best, saved = (load_file(tmp_path / f"out/{name}/model.safetensors") for name in ("checkpoints/best-4", "head"))
     assert saved.keys() == best.keys() and all(torch.equal(saved[name], best[name]) for name in saved)
-    assert json.loads((tmp_path / "out/metrics.json").read_text())["step"] == 8
+    assert json.loads((tmp_path / "out/metrics.json").read_text())["step"] == 4
 
 
 def test_a_checkpoint_that_lacks_weights_is_not_resumed(given: list[str], here, tmp_path: Path):
@@ -183,7 +195,7 @@ def test_a_sweep_that_is_repeated_passes_over_what_is_done(given: list[str], ref
     shutil.copytree(reference, tmp_path / "out/trainer.optim-adamw")
     config = tmp_path / "out/trainer.optim-adamw/config.yaml"
     config.write_text(config.read_text().replace("output_dir: out", "output_dir: out/trainer.optim-adamw"))
-    ended = here("-m", *given, "output_dir=out", "trainer.optim=adamw,muon", "trainer.max_steps=24")
+    ended = here("-m", *given, "output_dir=out", "trainer.optim=adamw,muon")
     assert ended.code == 0, ended.err
     assert "out/trainer.optim-adamw holds a finished run of this config; delete it to train again" in ended.out
     assert not (tmp_path / "out/trainer.optim-adamw.1").exists()
@@ -228,7 +240,8 @@ def test_two_processes_stop_together_and_one_may_go_on(name: str, given: list[st
     """Send SIGTERM to torchrun, as a scheduler does; then continue the same run in one process, if the engine allows
     that."""
     arguments = [*given, TWO, f"strategy={name}", "output_dir=out"]
-    process = torchrun(str(ROOT / "train/run.py"), *arguments, cwd=tmp_path)
+    (tmp_path / "held.py").write_text(HELD.format(step=5))
+    process = torchrun("held.py", *arguments, cwd=tmp_path)
     until(process, "^step 5/")
     process.send_signal(signal.SIGTERM)
     ended = end(process)

@@ -18,10 +18,10 @@ from tests.support.processes import Ended, complaint, end, program, until
 
 SMALL = typed("""
     head=auto heads=[eagle3,broken,medusa,hass] "+candidates.broken=['head=eagle3','head.target_layer_ids=[70]']"
-    budget=48steps output_dir=out
+    budget=24steps output_dir=out
     data=text preset=test_model trainer.optim=adamw target.device=cpu max_length=64 self_generated_tokens=600
     trainer.per_device_train_batch_size=4 trainer.warmup_steps=2 trainer.logging_steps=1 trainer.learning_rate=0.001
-    eval={final_num_prompts:2,timed_prompts:1,prompt_tokens:16,max_new_tokens:8,num_prompts:1,steps:0,check_float32:false}
+    eval={final_num_prompts:2,timed_prompts:1,prompt_tokens:16,max_new_tokens:4,num_prompts:1,steps:0,check_float32:false}
 """)
 SPEEDS = {"eagle3": 1.5, "medusa": 2.0, "eagle": 1.2}  # by kind, in tests that must not depend on the machine
 
@@ -72,8 +72,8 @@ def test_a_search_drops_the_slower_ones_and_finishes_the_winner(given: list[str]
     steps = {}
     for file in tmp_path.glob("out/**/head/metrics.json"):
         steps[str(file.parents[1].relative_to(tmp_path))] = json.loads(file.read_text())["train_steps"]
-    rounds = {"out/round-1/eagle3": 3, "out/round-1/hass": 3, "out/round-1/medusa": 3}
-    assert steps == rounds | {"out/round-2/eagle3": 6, "out/round-2/medusa": 6, "out": 24}
+    rounds = {"out/round-1/eagle3": 1, "out/round-1/hass": 1, "out/round-1/medusa": 1}
+    assert steps == rounds | {"out/round-2/eagle3": 3, "out/round-2/medusa": 3, "out": 12}
     metrics = json.loads((tmp_path / "out/metrics.json").read_text())
     assert metrics["head"] == "medusa" and pushed == ["out/head"]
     config = (tmp_path / "out/config.yaml").read_text()
@@ -81,7 +81,7 @@ def test_a_search_drops_the_slower_ones_and_finishes_the_winner(given: list[str]
     assert (tmp_path / "out/report.html").exists() and not list(tmp_path.rglob("checkpoint-*"))
     texts = {file.resolve() for file in tmp_path.glob("out/**/self_generated.jsonl")}
     assert texts == {tmp_path / "out/self_generated.jsonl"}  # all learned from one text
-    again = here(*given, "push_to_hub=org/name")
+    again = here(*given, "heads=[medusa]", "budget=2steps")
     assert again.code == 0 and "out holds a finished run; it is kept as out.1" in again.out
     assert (tmp_path / "out.1/round-1/hass/metrics.json").exists()
 
@@ -89,19 +89,20 @@ def test_a_search_drops_the_slower_ones_and_finishes_the_winner(given: list[str]
 @pytest.mark.nightly
 def test_a_search_that_is_stopped_twice_is_the_one_that_was_not(given: list[str], here, tmp_path: Path, monkeypatch):
     """Stop it by Ctrl-C in the first candidate, and kill it in the second one: the same heads, and the same winner."""
+    given += ["heads=[eagle3,medusa]", "budget=12steps"]
     ended = here(*given, "output_dir=whole")
     assert ended.code == 0, ended.err
     with monkeypatch.context() as patch:
         patch.setattr(HeadTrainer, "log", interrupt(HeadTrainer.log))
         stopped = here(*given)
     assert stopped.code == 130 and "stopped at step 2; the same command" in stopped.out, stopped
-    killed = end_at(r"^round 1 of 2: medusa", signal.SIGKILL, tmp_path, *given)
+    killed = end_at(r"^round 1 of 1: medusa", signal.SIGKILL, tmp_path, *given)
     assert killed.code == -signal.SIGKILL and "checkpoint-2\n" in killed.out
     before = (tmp_path / "out/round-1/eagle3/metrics.json").stat().st_mtime_ns
     ended = here(*given)
     assert ended.code == 0, ended.err
     assert (tmp_path / "out/round-1/eagle3/metrics.json").stat().st_mtime_ns == before  # that was done
-    for head in ("round-1/eagle3/head", "round-1/hass/head", "round-2/medusa/head", "head"):
+    for head in ("round-1/eagle3/head", "round-1/medusa/head", "head"):
         weights = [load_file(tmp_path / name / head / "model.safetensors") for name in ("whole", "out")]
         assert weights[0].keys() == weights[1].keys()
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -134,7 +135,7 @@ def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
         (["budget=2x"], "budget=2x is not an amount: give a time such as 2h"),
         (["budget=3steps"], "budget=3steps has no step for each run: give at least 4steps, or fewer heads"),
         (["heads=[medusa,eagel]"], r"heads=\['eagel'\] are not among candidates, which has eagle3"),
-        (["trainer.max_steps=9"], "head=auto trains as long as budget=48steps says"),
+        (["trainer.max_steps=9"], "head=auto trains as long as budget=24steps says"),
         (
             ["heads=[x]", "+candidates.x=['head=eagle3','head.ttt_stepz=2']"],
             "candidates.x: head.ttt_stepz is not known; did you mean head.ttt_steps",

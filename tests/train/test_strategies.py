@@ -52,12 +52,19 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
     return [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}"]
 
 
+def by_night(request: pytest.FixtureRequest) -> bool:
+    """Return whether any of this file's nightly tests is to run."""
+    chosen = [item for item in request.session.items if item.path == request.path]
+    return any(item.get_closest_marker("nightly") for item in chosen)
+
+
 @pytest.fixture(scope="module")
-def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train in one process: by AdamW, by Muon, and by AdamW with a step split in two."""
+def alone(given: list[str], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train in one process: by AdamW, by night by Muon, and by AdamW with a step split in two."""
     cwd = tmp_path_factory.mktemp("alone")
-    ended = end(program("-m", *given, ONE, "trainer.optim=adamw,muon", cwd=cwd))
-    assert ended.code == 0, ended.err
+    for optimizer in ("adamw", "muon")[: 1 + by_night(request)]:
+        ended = end(program(*given, ONE, f"trainer.optim={optimizer}", f"output_dir={optimizer}", cwd=cwd))
+        assert ended.code == 0, ended.err
     halves = [TWO, "trainer.gradient_accumulation_steps=2", "trainer.optim=adamw", "output_dir=halves"]
     ended = end(program(*given, *halves, cwd=cwd))
     assert ended.code == 0, ended.err
@@ -67,8 +74,7 @@ def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def together(given: list[str], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     cwd = tmp_path_factory.mktemp("together")
-    chosen = [item for item in request.session.items if item.path == request.path]
-    runs = BY_DAY + (BY_NIGHT if any(item.get_closest_marker("nightly") for item in chosen) else [])
+    runs = BY_DAY + BY_NIGHT * by_night(request)
     ended = end(torchrun(str(ROOT / "tests/support/strategy_probe.py"), str(cwd), *runs, "--", *given, TWO, cwd=cwd))
     assert ended.code == 0, ended.err[-3000:]
     return cwd
@@ -78,15 +84,14 @@ def of(together: Path, name: str, optimizer: str = "adamw") -> Path:
     return together / f"{name}-{optimizer}"
 
 
-ALONE = "alone/outputs/eagle3/trainer.optim"
 # What learns the same: two runs, and the relative difference that their losses may have.
 SAME = {
-    **{f"together/{name}-adamw": (f"{ALONE}-adamw", 1e-3) for name in HALVES},
-    "alone/halves": (f"{ALONE}-adamw", 1e-3),  # a step in two batches
-    "together/ddp-offline": (f"{ALONE}-adamw", 1e-3),
+    **{f"together/{name}-adamw": ("alone/adamw", 1e-3) for name in HALVES},
+    "alone/halves": ("alone/adamw", 1e-3),  # a step in two batches
+    "together/ddp-offline": ("alone/adamw", 1e-3),
     "together/fsdp-aot_eager": ("together/fsdp-adamw", 1e-4),
     # torch's Muon makes updates orthogonal in bfloat16: the last digit of a gradient moves a loss by up to 1.3e-3 here.
-    "together/fsdp-muon": (f"{ALONE}-muon", 2e-3),
+    "together/fsdp-muon": ("alone/muon", 2e-3),
 }
 
 
@@ -114,7 +119,7 @@ def test_two_processes_learn_in_bfloat16_what_one_does(alone: Path, alone_in_bfl
     """Round only products, which moves losses by up to 2 %; here they are the same to 1.4e-4."""
     directory = of(together, name, "true")
     ours, theirs = losses(directory), losses(alone_in_bfloat16)
-    assert len(ours) == STEPS and theirs != losses(alone / "outputs/eagle3/trainer.optim-adamw")
+    assert len(ours) == STEPS and theirs != losses(alone / "adamw")
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-3, atol=0)
     for rank in (0, 1):
         assert json.loads((directory / f"facts-{rank}.json").read_text())["dtypes"] == ["torch.float32"]
@@ -122,7 +127,7 @@ def test_two_processes_learn_in_bfloat16_what_one_does(alone: Path, alone_in_bfl
 
 @pytest.mark.parametrize("name", nightly_but(["ddp-fsdp", "fsdp-tensor"], "ddp-fsdp"))
 def test_a_head_learns_the_same_from_a_target_in_pieces(alone: Path, together: Path, tiny_path: Path, name: str):
-    whole = alone / "outputs/eagle3/trainer.optim-adamw"
+    whole = alone / "adamw"
     torch.testing.assert_close(*map(torch.tensor, (losses(together / name), losses(whole))), rtol=1e-3, atol=0)
     gained = [json.loads((run / "metrics.json").read_text())["acceptance_length"] for run in (together / name, whole)]
     assert gained[0] == gained[1]
@@ -157,7 +162,7 @@ def test_what_is_said_to_be_in_shards_is(together: Path, name: str):
 
 @pytest.mark.parametrize("name", HALVES_BY_DAY)
 def test_the_saved_head_drafts_like_that_of_one_process(alone: Path, together: Path, tiny_path: Path, name: str):
-    saved = of(together, name) / "head", alone / "outputs/eagle3/trainer.optim-adamw/head"
+    saved = of(together, name) / "head", alone / "adamw/head"
     ours, theirs = (load_file(path / "model.safetensors") for path in saved)
     assert ours.keys() == theirs.keys()
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
