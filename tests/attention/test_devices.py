@@ -17,6 +17,7 @@ from foredraft.heads.draft_model import DraftModelHead
 from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference.drafters import Drafter, DraftModel, NgramDrafter, drafter_for
 from foredraft.inference.verify import Outcome, Verification
+from tests.support import nightly_but
 from tests.support.batches import prompt
 from tests.support.head_factory import make_head
 
@@ -49,9 +50,20 @@ class Sent(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(1.0, top_p=0.9, repetition_penalty=1.2)])
-@pytest.mark.parametrize("name", ["plain", "ngram", "draft model", *HEADS])
-def test_a_step_stays_on_its_device(fresh, name, params, monkeypatch):
+CASES = [(name, "sampled") for name in ("plain", "ngram", "draft model", *HEADS)]
+CASES += [(name, "greedy") for name in ("plain", "eagle3", "dflash")]
+BY_DAY = [
+    ("plain", "greedy"),
+    ("eagle3", "sampled"),
+    ("medusa", "sampled"),
+    ("dflash", "sampled"),
+    ("ngram", "sampled"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), nightly_but(CASES, *BY_DAY))
+def test_a_step_stays_on_its_device(fresh, name, settings, monkeypatch):
+    params = SamplingParams() if settings == "greedy" else SamplingParams(1.0, top_p=0.9, repetition_penalty=1.2)
     reads = 0
 
     def made_up(verification: Verification, validity: Tensor):
