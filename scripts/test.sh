@@ -28,8 +28,10 @@ if [ -z "${FOREDRAFT_VERSIONS:-}" ]; then
     NO_MKDOCS_2_WARNING=1 check mkdocs build --strict --quiet
 fi
 [ ${#failed[@]} -eq 0 ] || say "failed so far: ${failed[*]}"
-# Two workers, of one thread each: threads of two torch processes would wait for each other. A file's tests share fixtures and
-# stay together; the slowest files are first (tests/conftest.py). Last, so that its summary ends the output.
+# Two to four workers, as the machine has cores, of one thread each: threads of two torch processes would wait for each other.
+# A file's tests share fixtures and stay together; the slowest files are first (tests/conftest.py). Last, so that its summary
+# ends the output.
 export OMP_NUM_THREADS=1
-check pytest -q -n 2 --dist loadfile --no-loadscope-reorder --durations 15 "$@"
+workers=$("$python" -c "import os; print(min(4, max(2, os.cpu_count() or 2)))")
+check pytest -q -n "$workers" --dist loadfile --no-loadscope-reorder --durations 15 "$@"
 [ ${#failed[@]} -eq 0 ]

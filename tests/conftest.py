@@ -17,9 +17,9 @@ from foredraft.heads import Target, save_head
 from foredraft.heads.base import DraftHead
 from foredraft.inference.drafters import Drafter
 from foredraft.train.run import main
-from tests.support import ROOT, golden, typed
+from tests.support import ROOT, golden, nightly_but, typed
 from tests.support.drafters import NAMED, build_drafter
-from tests.support.head_factory import KINDS, make_head
+from tests.support.head_factory import KINDS, PLAIN_KINDS, make_head
 from tests.support.hub_server import TOKEN, HubServer
 from tests.support.processes import Ended
 from tests.support.tiny import TEXT, VOCAB, tiny_model
@@ -105,7 +105,7 @@ def fresh(tiny_path: Path) -> Target:
     return Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=nightly_but(KINDS, *PLAIN_KINDS))
 def head_kind(request: pytest.FixtureRequest) -> str:
     """Return every head of conf/head, and the variants of tests/support/heads.py."""
     return request.param

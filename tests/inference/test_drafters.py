@@ -32,6 +32,7 @@ from foredraft.inference.drafters.base import Accepted, PendingAccepted, bonus_o
 from foredraft.inference.drafters.measurements import Costs
 from foredraft.inference.drafters.union import merge
 from foredraft.inference.sampling import Sampling, SamplingParams
+from tests.support import nightly_but
 from tests.support.drafters import SETTINGS, OneBranch, drafters
 from tests.support.head_factory import make_head
 from tests.support.small_targets import eagle, prompt, random_model
@@ -78,10 +79,10 @@ def new_tokens(target: Target, drafter: Drafter | None, rows: list[list[int]], s
     return generate(target, drafter, ids, mask, **{"seed": 0} | settings).new_tokens
 
 
-@pytest.mark.parametrize("name", ["greedy", "top-p", "top-k", "penalty"])
+@pytest.mark.parametrize("name", nightly_but(["greedy", "top-p", "top-k", "penalty"], "top-p"))
 def test_every_drafter_writes_the_plain_text_alone_and_in_a_ragged_batch(small, name):
     rows = [prompt(length, seed) for seed, length in enumerate((3, 17, 1, 8))]
-    settings = SETTINGS[name] | {"max_new_tokens": 32, "eos_token_id": -1}
+    settings = SETTINGS[name] | {"max_new_tokens": 20, "eos_token_id": -1}
     alone = [new_tokens(small, None, [row], seed=seed, **settings)[0] for seed, row in enumerate(rows)]
     ends = settings | {"eos_token_id": alone[1][9]}  # so that rows end at different times
     ended = new_tokens(small, None, rows, **ends)

@@ -23,7 +23,7 @@ from foredraft.inference.drafters import (
     StaticTree,
     Union,
 )
-from tests.support import hybrids
+from tests.support import hybrids, nightly_but
 from tests.support.architectures import VOCAB, pair
 from tests.support.batches import prompt
 
@@ -122,7 +122,7 @@ def alone(name: str, target: Target, asked: Request, monkeypatch: pytest.MonkeyP
 DRAFTERS = ["plain", "medusa", "eagle3", "dflash", "draft model", "auto", "union"]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", nightly_but(DRAFTERS, "plain", "eagle3", "union"))
 def test_a_prompt_in_chunks(target, name, monkeypatch):
     """Check it separately, and next to a text that continues in every other step."""
     short, long = request(ids(5, 1), 30), request(ids(61, 2))
@@ -219,7 +219,7 @@ def shared(seed: int, length: int = 9) -> list[int]:
     return ids(40, 0) + ids(length, seed)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", nightly_but(DRAFTERS, "plain", "eagle3", "union"))
 def test_a_shared_beginning_is_read_once(target, name, monkeypatch):
     kinds = (1, 9, SAMPLED), (2, 7, SAMPLED), (3, 11, SamplingParams())
     asked = [request(shared(seed, length), 8, params) for seed, length, params in kinds]

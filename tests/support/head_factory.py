@@ -52,6 +52,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "xpress pruned, anchor first": {**XPRESS, **ONE_LAYER, **ANCHOR, "xpress_mlp_hidden": 18, "draft_vocab_size": 200},
 }
 KINDS = sorted({*names("head"), *OVERRIDES})
+PLAIN_KINDS = [name for name in KINDS if " " not in name]  # by day; the variants follow by night
 BLOCKS = {"dflash", "dflash2", "jetspec", "dspark", "domino", "p_eagle", "xpress"}
 BLOCK_KINDS = [name for name in KINDS if name.split()[0] in BLOCKS]
 

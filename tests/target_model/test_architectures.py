@@ -25,7 +25,7 @@ from foredraft.inference.evaluation.measure import left_pad
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, from_parents
 from foredraft.train.hidden_states.online import forward_target
-from tests.support.architectures import CONTEXT, FAMILIES, LENGTHS, VOCAB, WINDOW, every_family, pair
+from tests.support.architectures import CONTEXT, FAMILIES, LENGTHS, VOCAB, WINDOW, a_few_families, pair
 from tests.support.batches import packed
 
 
@@ -84,8 +84,10 @@ def assert_same(ours: Tensor, theirs: Tensor, what: str) -> None:
     assert difference < 1e-4, f"{what}: logits differ by {difference:.3g}, of {theirs.abs().max().item():.3g}"
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS[:1], LENGTHS], ids=["one row", "ragged"])
-@every_family
+@pytest.mark.parametrize(
+    "lengths", [pytest.param(LENGTHS[:1], marks=pytest.mark.nightly), LENGTHS], ids=["one row", "ragged"]
+)
+@a_few_families
 def test_a_tree_is_read_as_each_of_its_branches_alone(family: str, attention: str, lengths: tuple[int, ...]) -> None:
     plain, target = pair(family, attention)
     luck = random.Random(1)
@@ -101,7 +103,7 @@ def test_a_tree_is_read_as_each_of_its_branches_alone(family: str, attention: st
 
 
 @torch.no_grad()
-@every_family
+@a_few_families
 def test_packed_rows_are_read_as_each_document_alone(family: str, attention: str, monkeypatch) -> None:
     monkeypatch.setattr(text_attention, "QUERIES", 3)  # which attend at a time
     plain, target = pair(family, attention)
@@ -119,12 +121,11 @@ def test_packed_rows_are_read_as_each_document_alone(family: str, attention: str
 LONG = {("llama", "sdpa"), ("gemma3_text", "sdpa"), ("gpt2", "eager")}
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@every_family
-def test_nothing_drifts_over_many_accepted_paths(family: str, attention: str, rows: int) -> None:
+@a_few_families
+def test_nothing_drifts_over_many_accepted_paths(family: str, attention: str) -> None:
     plain, target = pair(family, attention)
     luck = random.Random(2)
-    steps = 200 if (family, attention) in LONG else 30
+    rows, steps = (1, 120) if (family, attention) in LONG else (3, 20)
     texts = [random_text(luck, 10 + 2 * row) for row in range(rows)]
     prompts = [len(text) for text in texts]
     cache = filled(target, texts, capacity=CONTEXT)
@@ -167,14 +168,14 @@ class Tipped(Drafter):
         return tree
 
 
-@every_family
+@a_few_families
 def test_a_row_of_a_ragged_batch_writes_what_it_writes_alone(family: str, attention: str) -> None:
     plain, target = pair(family, attention)
     luck = random.Random(3)
     prompts = [random_text(luck, length) for length in (24, 5, 13)]
-    theirs = continued(plain, prompts, max_new_tokens=40)
+    theirs = continued(plain, prompts, max_new_tokens=24)
     for drafter in (Tipped(theirs), NgramDrafter()):
-        ours = generate(target, drafter, *left_pad(prompts), max_new_tokens=40, eos_token_id=-1)
+        ours = generate(target, drafter, *left_pad(prompts), max_new_tokens=24, eos_token_id=-1)
         assert [prompt + text for prompt, text in zip(prompts, ours.new_tokens)] == theirs
         if isinstance(drafter, Tipped):  # else little was accepted, and keeping it was not tested
             assert ours.acceptance_length > 1.5
@@ -195,7 +196,7 @@ def test_drafts_beyond_the_last_position_do_no_harm(family: str) -> None:
     assert [prompt + text for prompt, text in zip(prompts, ours.new_tokens)] == theirs
 
 
-@every_family
+@a_few_families
 def test_features_are_the_hidden_states_of_the_model(family: str, attention: str) -> None:
     plain, target = pair(family, attention)
     tokens = torch.tensor([random_text(random.Random(4), 21), random_text(random.Random(5), 21)])
@@ -208,7 +209,7 @@ def test_features_are_the_hidden_states_of_the_model(family: str, attention: str
         assert_same(ours, torch.cat([states[layer] for layer in layers], dim=-1), f"layers {layers}")
 
 
-@every_family
+@a_few_families
 def test_logits_are_rebuilt_from_the_last_hidden_state(family: str, attention: str) -> None:
     _, target = pair(family, attention)
     reading = target.forward(torch.tensor([random_text(random.Random(6), 21)]), layers=[target.num_layers])

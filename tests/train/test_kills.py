@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,10 +18,11 @@ from safetensors.torch import load_file
 from foredraft.train.runtime import checkpoints
 from tests.support import ROOT
 from tests.support.processes import SMALL_EAGLE3, TWO, end, losses, reserved_port, small_disk, start, until
+from tests.support.serving import wait_until
 
 pytestmark = pytest.mark.linux  # /proc says which processes there are
 
-KILLS = int(os.environ.get("FOREDRAFT_KILLS", "10"))
+KILLS = int(os.environ.get("FOREDRAFT_KILLS", "8"))  # one of each sort
 STEPS = 6 * KILLS  # more than they can take
 RUN = [*SMALL_EAGLE3, TWO, "strategy=ddp", "trainer.optim=adamw", f"trainer.max_steps={STEPS}", "trainer.save_steps=4"]
 RUN += ["eval.steps=0", "+trainer.dataloader_num_workers=2", "data.path=texts", "output_dir=out"]
@@ -81,14 +81,12 @@ def fill(file: Path) -> None:
 def bring_about(what: str, draw: random.Random, agents: list[subprocess.Popen], victim: int, disk: Path) -> None:
     """Do it while the process of node `victim` stands still at its moment: it goes on when the signal is there."""
     pid = int(until(agents[victim], r"^moment of \d+").split()[-1])
-    while "State:\tT" not in Path(f"/proc/{pid}/status").read_text():
-        time.sleep(0.01)
+    wait_until(lambda: "State:\tT" in Path(f"/proc/{pid}/status").read_text())
     if what == "a full disk":
         fill(disk / "theirs")
     elif what == "SIGKILL of a worker":
         os.kill(draw.choice(workers(pid)), signal.SIGKILL)
-        while not has_pending(pid, signal.SIGCHLD):
-            time.sleep(0.01)
+        wait_until(lambda: has_pending(pid, signal.SIGCHLD))
     elif what.startswith("SIGKILL"):
         if what == "SIGKILL of a node":
             os.kill(agents[victim].pid, signal.SIGKILL)
@@ -99,8 +97,7 @@ def bring_about(what: str, draw: random.Random, agents: list[subprocess.Popen], 
             agent.terminate()
         if what == "SIGTERM to a process":
             os.kill(pid, signal.SIGTERM)
-        while not has_pending(pid, signal.SIGTERM):
-            time.sleep(0.01)
+        wait_until(lambda: has_pending(pid, signal.SIGTERM))
     os.kill(pid, signal.SIGCONT)
 
 

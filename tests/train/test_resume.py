@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ from tests.support.processes import (
     torchrun,
     until,
 )
+from tests.support.serving import wait_until
 
 RUN = [*SMALL_EAGLE3, ONE, "trainer.optim=adamw", "trainer.max_steps=12", "trainer.save_steps=2", "eval.steps=4"]
 
@@ -85,9 +85,8 @@ def test_a_directory_is_written_by_one_run_at_a_time(given: list[str], tmp_path:
     later."""
     endless = [*given, "output_dir=out", "+trainer.dataloader_num_workers=1", "trainer.save_steps=1"]
     first = program(*endless, "trainer.max_steps=100000", cwd=tmp_path)
-    while not list(tmp_path.glob("out/checkpoints/checkpoint-*")):
-        assert first.poll() is None, first.communicate()[1]
-        time.sleep(0.1)
+    wait_until(lambda: list(tmp_path.glob("out/checkpoints/checkpoint-*")) or first.poll() is not None)
+    assert first.poll() is None, first.communicate()[1]
     before = (tmp_path / "out/config.yaml").read_text()
     second = end(program(*endless, "trainer.max_steps=100000", cwd=tmp_path))
     (pid,) = re.findall(r"^error: output_dir=out is being written by process (\d+): ", second.err, re.MULTILINE)

@@ -44,8 +44,8 @@ def written(target, file, tokens, batch=4, settings=SETTINGS):
 
 @pytest.fixture(scope="module")
 def own(chat, tmp_path_factory):
-    """Return a file of rows with at least 2,000 tokens of answers."""
-    written(chat, file := tmp_path_factory.mktemp("own") / "rows.jsonl", 2000)
+    """Return a file of rows with at least 1,200 tokens of answers."""
+    written(chat, file := tmp_path_factory.mktemp("own") / "rows.jsonl", 1200)
     return file
 
 
@@ -56,7 +56,7 @@ def read(file):
 def test_rows_are_conversations_as_the_template_has_them(chat, own):
     kept = [row for row in read(own) if "dropped" not in row]
     words, form = chat.text_tokenizer, ChatFormat(chat.text_tokenizer)
-    assert sum(end - start for row in kept for start, end in row["written"]) >= 2000
+    assert sum(end - start for row in kept for start, end in row["written"]) >= 1200
     assert {len(row["written"]) for row in kept} == {1, 2}  # some go on
     for row in kept:
         assert len(row["asked"]) == len(row["written"])
@@ -272,13 +272,13 @@ def test_a_server_writes_what_this_process_would(chat_path, chat, own, tmp_path)
     file, form = tmp_path / "rows.jsonl", ChatFormat(chat.text_tokenizer)
     facts = [f"target.path={chat_path}", "target.device=cpu", "target.dtype=float32"]
     with served(tmp_path, *facts) as server:
-        for tokens in (300, 1500):
+        for tokens in (200, 700):
             magpie.write(chat, form, SETTINGS, file, tokens, 4, endpoint=f"{server.url}/v1")
     with RowFile(file, {"target": fingerprint(chat)}) as rows:
-        assert rows.tokens >= 1500 and rows.about["endpoint"] == f"{server.url}/v1"
+        assert rows.tokens >= 700 and rows.about["endpoint"] == f"{server.url}/v1"
         found = {number: row for _, row in rows.read() if (number := row["number"]) in here}
     likes = {number for both in (here, found) for number, row in both.items() if "earlier" in row.get("dropped", "")}
-    assert len(found) > 10 and all(here[number] == row for number, row in found.items() if number not in likes)
+    assert len(found) > 4 and all(here[number] == row for number, row in found.items() if number not in likes)
 
 
 def test_a_server_without_token_ids_cannot_write_a_data_set(chat, tmp_path, monkeypatch):
