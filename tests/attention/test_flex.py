@@ -50,9 +50,10 @@ def test_a_slot_sees_its_text(rows, window):
     check_tables(mask, exact=True)
 
 
-@pytest.mark.parametrize("slots", [3, 16])
+@pytest.mark.parametrize(
+    ("slots", "everywhere"), [(3, True), (3, False), (16, False), pytest.param(16, True, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 7), (True, 150)])
-@pytest.mark.parametrize("everywhere", [True, False])
 def test_a_block_sees_its_text_and_itself(slots, causal, window, everywhere):
     text = packed(*ROWS["tiles"])
     chosen = torch.tensor([[-1, 0, 99, 130, 310], [1, 2, 140, 150, 319]])
@@ -90,8 +91,9 @@ def by_kernel(q, keys, values, mask, scale=None):
     return out, plainly(q, keys, values, mask, scale)[1]
 
 
-@pytest.mark.parametrize("sinks", [None, torch.tensor([-1.0, 0.5, 2.0, 0.0])])
-@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(
+    ("window", "sinks"), [(7, torch.tensor([-1.0, 0.5, 2.0, 0.0])), pytest.param(None, None, marks=pytest.mark.nightly)]
+)
 def test_packed_rows_of_a_target_attend_by_it_as_without(window, sinks, monkeypatch):
     monkeypatch.setattr(flex, "attend", by_kernel)
     q, keys, values = (torch.randn(2, heads, 320, 16) for heads in (4, 2, 2))
@@ -102,7 +104,7 @@ def test_packed_rows_of_a_target_attend_by_it_as_without(window, sinks, monkeypa
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("kernel", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_steps_and_blocks_attend_by_it_as_without(kernel, monkeypatch):
     """Compare the kernel's forward, and its definition with all gradients."""
     text, slots = packed(*ROWS["tiles"]), 4

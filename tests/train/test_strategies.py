@@ -24,7 +24,7 @@ from tests.support.tiny import TEXT
 
 HALVES = {"ddp": "MULTI_CPU", "fsdp": "FSDP"}
 if importlib.util.find_spec("deepspeed") is not None:
-    HALVES |= {"zero1": "DEEPSPEED", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
+    HALVES |= {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 HALVES_BY_DAY = nightly_but(HALVES, "ddp", "fsdp")
 WHOLE = "strategy_args={deepspeed:{zero_optimization:{stage3_param_persistence_threshold:0}}}"
 # A sharded target next to it, and one that writes first, which all processes do together; features by both.
@@ -34,16 +34,16 @@ BY_DAY = [
     "ddp,trainer.optim=adamw",
     "fsdp,trainer.optim=adamw",
 ]
+ROUNDED = [name for name in HALVES if name in ("fsdp", "zero3")]  # in bfloat16
 BY_NIGHT = [
-    "ddp,trainer.optim=adamw,trainer.bf16=true",
-    "fsdp,trainer.optim=adamw,trainer.bf16=true",
+    *(f"{name},trainer.optim=adamw,trainer.bf16=true" for name in ROUNDED if name == "fsdp"),
     "fsdp,trainer.optim=muon",
     "fsdp,trainer.optim=adamw,target.sharding=tensor",
     "ddp,trainer.optim=adamw,hidden_states.dtype=float32,hidden_states.shard_rows=4,hidden_states=offline",
     "fsdp,trainer.optim=adamw,trainer.compile_head=aot_eager",
     # DeepSpeed last: it leaves marks in the process that a later run stumbles over.
     *(f"{name}{f',{WHOLE}' * (name == 'zero3')},trainer.optim=adamw" for name in HALVES if name.startswith("zero")),
-    *(f"{name},trainer.optim=adamw,trainer.bf16=true" for name in HALVES if name.startswith("zero")),
+    *(f"{name},trainer.optim=adamw,trainer.bf16=true" for name in ROUNDED if name == "zero3"),
 ]
 
 
@@ -114,7 +114,7 @@ def alone_in_bfloat16(given: list[str], alone: Path) -> Path:
     return alone / "bf16"
 
 
-@pytest.mark.parametrize("name", nightly_but(HALVES))
+@pytest.mark.parametrize("name", nightly_but(ROUNDED))
 def test_two_processes_learn_in_bfloat16_what_one_does(alone: Path, alone_in_bfloat16: Path, together: Path, name: str):
     """Round only products, which moves losses by up to 2 %; here they are the same to 1.4e-4."""
     directory = of(together, name, "true")
