@@ -40,7 +40,7 @@ LINES = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(lines=st.lists(LINES, max_size=6), end=st.sampled_from([b"", b"\n", b"\r\n"]), form=st.sampled_from(FORMS))
 def test_malformed_files_are_skipped_and_counted_or_refused_in_a_sentence(lines: list[bytes], end: bytes, form):
     with tempfile.TemporaryDirectory() as folder:

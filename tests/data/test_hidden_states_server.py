@@ -133,6 +133,7 @@ def test_deaths_on_both_sides_change_nothing(given: list[str], alone: Path, tiny
 
 
 @pytest.mark.linux
+@pytest.mark.nightly  # by day test_resume.py stops a run with workers
 def test_an_interrupted_trainer_leaves_no_files(given: list[str], engine: tuple[str, Path], tmp_path: Path):
     url, folder = engine
     process = program(*given, *served(url), "trainer.max_steps=100000", "output_dir=out", cwd=tmp_path, real=True)

@@ -46,7 +46,7 @@ def learned(target: Target) -> DistillationModel:
         Eagle3Head.for_target(target, ttt_steps=DEPTH, draft_vocab_size=None), target, losses.kl_div
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rows = row_each(written(target, 32, seed=1))
+    rows = row_each(written(target, 16, seed=1))
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     for _ in range(100):
         model(**batch).loss.backward()
@@ -69,7 +69,7 @@ def counted_by_hand(model: DistillationModel, documents: list[Document]) -> floa
 
 
 def test_agreement_and_acceptance_are_those_of_an_independent_count(target: Target, learned: DistillationModel):
-    documents = [*written(target, 32, seed=1)[:4], *written(target, 2, seed=2)]  # some that it knows
+    documents = [*written(target, 16, seed=1)[:4], *written(target, 2, seed=2)]  # some that it knows
     found = held_out.agreement(learned.with_head(learned.head), row_each(documents))
     assert 0.1 < found.shares[0] < 0.9  # else it would show nothing
     assert abs(found.shares[0] - counted_by_hand(learned, documents)) < 0.02
@@ -108,20 +108,20 @@ def test_a_step_begins_where_the_one_before_it_ended():
 
 def test_a_run_logs_it_and_says_that_it_repeats_its_text(here, tiny_path: Path, folder: Path, tmp_path: Path):
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
-    fast = ["trainer.max_steps=40", "eval.steps=20", "eval.check_float32=false", "eval.timed_prompts=1"]
+    fast = ["trainer.max_steps=12", "eval.steps=6", "eval.check_float32=false", "eval.timed_prompts=1"]
     ended = here(*given, *fast)
     assert ended.code == 0, ended.err
     assert re.search(
         r"^the \d+ rows are read \d+\.\d times: loss and accuracy on them overestimate the head", ended.out, re.M
     )
-    assert len(printed(ended.out)) == 40
+    assert len(printed(ended.out)) == 12
     lines = re.findall(
-        r"^step (?:20|40)/40  acceptance length \d\.\d\d \u00b1 \d\.\d\d \(validation\)$", ended.out, re.M
+        r"^step (?:6|12)/12  acceptance length \d\.\d\d \u00b1 \d\.\d\d \(validation\)$", ended.out, re.M
     )
     apart = re.findall(
-        r"^step (\d+)/40  held out: loss \S+  accuracy by depth ([\d. ]+)  which predicts", ended.out, re.M
+        r"^step (\d+)/12  held out: loss \S+  accuracy by depth ([\d. ]+)  which predicts", ended.out, re.M
     )
-    assert len(lines) == 2 and [step for step, _ in apart] == ["20", "40"]
+    assert len(lines) == 2 and [step for step, _ in apart] == ["6", "12"]
     metrics = json.loads((tmp_path / "out/metrics.json").read_text())
     history = json.loads((tmp_path / "out/history.json").read_text())
     best = next(entry for entry in history if entry["step"] == metrics["step"] and "held_out_loss" in entry)

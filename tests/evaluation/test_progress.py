@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from foredraft.inference.evaluation import progress
-from tests.support.processes import end, start
+from tests.support.processes import end, forking_python, start
 
 SHORT = """
 import sys
@@ -22,13 +22,14 @@ for number in progress.track(range(3), "counting", "numbers"):
 
 
 def test_lines_where_there_is_no_terminal(tmp_path: Path):
-    ended = end(start(sys.executable, "-c", SHORT, cwd=tmp_path, real=True))
+    ended = end(start(sys.executable, "-c", SHORT, cwd=tmp_path))
     assert ended.out == "number 0\nnumber 1\nnumber 2\n"
     assert "\r" not in ended.err and len(ended.err.splitlines()) == 3
     assert ended.err.startswith("counting: 1 of 3 numbers, ") and ended.err.rstrip().endswith("/s, 00:00 left")
 
 
 def test_a_bar_on_a_terminal(tmp_path: Path):
+    python = forking_python()
     main, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 80))
     child = os.fork()
@@ -36,7 +37,7 @@ def test_a_bar_on_a_terminal(tmp_path: Path):
         os.dup2(terminal, 2)
         os.dup2(os.open(tmp_path / "out", os.O_CREAT | os.O_WRONLY), 1)
         os.environ["PYTHONPATH"] = str(Path(progress.__file__).parents[2])
-        os.execv(sys.executable, [sys.executable, "-c", SHORT])
+        os.execv(python, [python, "-c", SHORT])
     os.close(terminal)
     shown = b""
     try:

@@ -50,7 +50,10 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cells = json.loads((ROOT / "docs" / "notebooks" / "quickstart.ipynb").read_text())["cells"]
     source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    for long, short in {"max_steps=40": "max_steps=2", "eval.max_new_tokens=48": "eval.max_new_tokens=8"}.items():
+    for long, short in {
+        "max_steps=40": "max_steps=2 data.max_files=8",
+        "eval.max_new_tokens=48": "eval.max_new_tokens=8",
+    }.items():
         assert source.count(long) == 1
         source = source.replace(long, short)
     source = source.replace("max_new_tokens=96", "max_new_tokens=24")
