@@ -389,6 +389,7 @@ def test_the_new_name_of_a_key_is_told_with_the_keys_below_it(monkeypatch: pytes
     assert renamed_keys.new_key("older", known) is None
 
 
+@pytest.mark.nightly  # a new interpreter, since the variables are read at import
 def test_a_dataset_of_the_hub_without_a_network(tiny_path: Path, tmp_path: Path) -> None:
     given = [f"target={tiny_path}", "data=conversations", "data.path=nobody/no-such-set"]
     ended = script("scripts/preview.py", *given, cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
