@@ -44,6 +44,7 @@ def test_the_loop_trains_and_decodes(tiny_path: Path, tmp_path: Path) -> None:
     assert load_head(tmp_path / "head", target).depth == 3
 
 
+@pytest.mark.nightly  # by day the documents' commands are composed, and loop.py trains
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", forking_python())

@@ -44,8 +44,8 @@ def written(target, file, tokens, batch=4, settings=SETTINGS):
 
 @pytest.fixture(scope="module")
 def own(chat, tmp_path_factory):
-    """Return a file of rows with at least 800 tokens of answers."""
-    written(chat, file := tmp_path_factory.mktemp("own") / "rows.jsonl", 800)
+    """Return a file of rows with at least 1,200 tokens of answers."""
+    written(chat, file := tmp_path_factory.mktemp("own") / "rows.jsonl", 1200)
     return file
 
 
@@ -56,7 +56,7 @@ def read(file):
 def test_rows_are_conversations_as_the_template_has_them(chat, own):
     kept = [row for row in read(own) if "dropped" not in row]
     words, form = chat.text_tokenizer, ChatFormat(chat.text_tokenizer)
-    assert sum(end - start for row in kept for start, end in row["written"]) >= 800
+    assert sum(end - start for row in kept for start, end in row["written"]) >= 1200
     assert {len(row["written"]) for row in kept} == {1, 2}  # some go on
     for row in kept:
         assert len(row["asked"]) == len(row["written"])
