@@ -6,6 +6,8 @@ Each run writes to FOLDER/ENGINE-VALUE, the value of its last override, and each
 how the run was spread.
 """
 
+import importlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -17,6 +19,7 @@ from foredraft.inference.drafters import AutoTree
 from foredraft.train import run
 from foredraft.train.runtime import distributed
 from foredraft.train.trainer import HeadTrainer
+from foredraft.train.writing import self_generated
 
 
 def facts(trainer: HeadTrainer) -> dict:
@@ -57,6 +60,12 @@ def main() -> None:
         AutoTree.observe_seconds = lambda self, seconds: observe(self, 1.0)  # type: ignore[method-assign]
     HeadTrainer.full_head = noted  # type: ignore[method-assign]
     distributed.shutdown = lambda: dist.barrier(group=distributed.host_group())  # the next run wants the processes
+    self_generated.NEW = 64
+    if importlib.util.find_spec("deepspeed") is not None:
+        backend = importlib.import_module("deepspeed.comm.torch")
+        backend.build_shm_op = lambda: (
+            None
+        )  # a faster sum on one machine, which takes minutes to compile; gloo sums too
     for name in runs:
         engine, *overrides = name.split(",")
         directory = folder / f"{engine}-{overrides[-1].partition('=')[2]}"

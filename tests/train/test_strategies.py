@@ -139,7 +139,7 @@ def test_a_head_learns_the_same_from_a_target_in_pieces(alone: Path, together: P
 
 def test_a_target_in_pieces_writes_its_own_text(together: Path):
     written = self_generated.documents(RowFile(together / "ddp-512" / "self_generated.jsonl"))
-    assert len(written) == 3 and all(any(document.loss_mask) for document in written)  # rows of 224 new tokens at most
+    assert len(written) == 8 and all(any(document.loss_mask) for document in written)  # of 64 new tokens each
     assert len(losses(together / "ddp-512")) == 4
 
 
