@@ -82,6 +82,7 @@ def test_the_gate_is_a_command(script, trained, tmp_path):
     assert ended.code == 2 and "parity gate: at depth 1" in ended.err
 
 
+@pytest.mark.nightly  # three new interpreters; by day test_hub.py pushes in this one
 def test_push_as_it_is_typed(script, trained, server, monkeypatch):
     given = ("push", f"checkpoint={trained}/eagle3/head", "repo=org/name", "license=mit")
     ended = script(*given, "dry_run=true")

@@ -28,7 +28,7 @@ SMALL = typed("""
 STEPS = 8  # of a run with SMALL_EAGLE3
 # For runs that are compared step by step: no proof, few measurements.
 SMALL_EAGLE3 = typed(f"""
-    head=eagle3 head.draft_vocab_size=128 head.ttt_steps=3
+    head=eagle3 head.draft_vocab_size=128
     data=text preset=test_model target.device=cpu max_length=64 self_generated_tokens=0
     trainer.max_steps={STEPS} trainer.bf16=false trainer.learning_rate=0.001 trainer.warmup_steps=2 trainer.logging_steps=1
     eval.final_num_prompts=2 eval.timed_prompts=1 eval.prompt_tokens=16 eval.max_new_tokens=4 eval.num_prompts=1

@@ -18,7 +18,7 @@ from tests.support.feature_writer import rows
 from tests.support.head_factory import criterion, make_head
 from tests.support.processes import ONE, SMALL_EAGLE3, TWO, end, losses, torchrun
 
-RUN = [*SMALL_EAGLE3[3:], "trainer.optim=adamw", "trainer.max_steps=4", "trainer.save_steps=2", "eval.steps=0"]
+RUN = [*SMALL_EAGLE3[2:], "trainer.optim=adamw", "trainer.max_steps=4", "trainer.save_steps=2", "eval.steps=0"]
 P_EAGLE = ["head=p_eagle", "head.num_depths=3", "head.num_hidden_layers=2", "head.draft_vocab_size=128"]
 DSPARK = ["head=dspark", "head.block_size=3", "head.num_hidden_layers=1", "head.draft_vocab_size=128"]
 
