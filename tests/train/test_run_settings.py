@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace as Fake
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from foredraft.train import finalize, held_out
 from foredraft.train.data.packing import Document
 from foredraft.train.runtime import callbacks, checkpoints, run_state
 from tests.support import typed
+from tests.support.configs import composed
 from tests.support.head_factory import make_head, same
 
 
@@ -64,3 +66,47 @@ def test_as_many_checkpoints_stay_as_are_asked_for(tmp_path: Path):
         state = Fake(global_step=step, log_history=[])
         callbacks.KeepCheckpoints().on_save(Fake(output_dir=str(written), save_total_limit=2), state, None)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+
+
+def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(run_state.shutil, "disk_usage", lambda path: Fake(free=100))
+    out = tmp_path / "out"
+
+    def config(*changes: str) -> Any:
+        return composed("train", "head=medusa", f"output_dir={out}", "strategy=single", *changes)
+
+    def opened(*changes: str, need_bytes: int = 100) -> str | None:
+        directory, checkpoint = run_state.open_directory(cfg := config(*changes), need_bytes)
+        assert directory == out and run_state.saved_config(out) == run_state.as_saved(cfg)
+        return checkpoint
+
+    with pytest.raises(ValueError, match="0 MiB free and this run writes"):
+        opened(need_bytes=101)
+    assert opened() is None and opened("seed=3") is None  # without a checkpoint, nothing is lost
+    checkpoint = out / "checkpoints" / "checkpoint-5"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / checkpoints.STATE).touch()
+    assert opened("seed=3", "trainer.max_steps=7") == opened("seed=3", "trainer.max_steps=8") == str(checkpoint)
+    assert "resuming with other settings: trainer.max_steps is 7 there, 8 here" in capsys.readouterr().out
+    spread = "trainer.per_device_train_batch_size=2", "trainer.gradient_accumulation_steps=3"
+    with pytest.raises(
+        ValueError,
+        match=r"another config \(data_seed is .*; rows_per_step is 1 there, 6 here; seed is 3 there, 0 here\)",
+    ):
+        opened(*spread, "trainer.max_steps=8")
+    facts = {"processes": 2, "strategy": "zero2", "trainer": {"output_dir": "here"}}
+    run_state.check_same_run(out, facts, facts | {"trainer": {"output_dir": "elsewhere"}})
+    run_state.check_same_run(out, {"processes": 1, "strategy": "single"}, {"processes": 2, "strategy": "ddp"})
+    for now, message in (
+        ({"processes": 3}, "cut its checkpoints in .* for 2 processes and here are 3"),
+        ({"strategy": "fsdp"}, "strategy=zero2, which strategy=fsdp cannot read"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run_state.check_same_run(out, facts, facts | now)
+    assert not run_state.done_before(config("seed=3", "trainer.max_steps=8"))
+    for number in (1, 2):  # finished runs keep their files
+        (out / run_state.METRICS).write_text("{}")
+        assert run_state.done_before(config("seed=3", *["trainer.max_steps=8"] * (number == 1)))
+        assert opened("seed=3") is None and (tmp_path / f"out.{number}" / run_state.METRICS).exists()
+    run_state.unlock()
+    assert not run_state.LOCKS
