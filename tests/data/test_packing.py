@@ -76,3 +76,10 @@ def test_rows_that_teach_nothing_are_left_out_and_counted():
         Packed(texts[:1], length=16, seed=0)
     with pytest.raises(ValueError, match="packing=drop is not known"):
         Packed(texts, length=16, seed=0, long="drop")
+
+
+def test_a_second_token_is_no_draft():
+    """Expect a draft from the third token of a document on: the token before the second one is not a hidden state's."""
+    for place, drafts in ((1, 0), (2, 1)):
+        documents = [Document([7] * 6, [True] * 6), Document([7] * 5, [at == place for at in range(5)])]
+        assert sorted(Packed(documents, 12, seed=0).learned().tolist()) == [drafts, 4]

@@ -58,6 +58,27 @@ def test_no_draft_crosses_documents_or_learns_from_padding():
     assert not draft_loss_mask(padded, 1)[0, 3:].any()
 
 
+def test_drafts_that_start_at_anchors_alone_count():
+    text = batch(8)._replace(anchors=torch.tensor([[0, 2, -1]]))
+    counted = [draft_loss_mask(text, depth)[0].nonzero()[:, 0].tolist() for depth in (1, 2, 4)]
+    assert counted == [[0, 2], [1, 3], [3, 5]]
+
+
+def test_hidden_states_that_a_target_has_not_are_named(target):
+    head, last = make_head("medusa", target), target.num_layers
+    for layers, words in (([0, last], []), ([-1, last], ["-1"]), ([last + 1, last + 2], [f"{last + 2}"])):
+        head.layers = layers
+        found = head.incompatibilities(target)
+        assert found == [f"the head takes hidden state {k}, but the target has 0..{last}" for k in words]
+
+
+def test_a_token_without_a_row_conditions_as_the_last_one(target):
+    head = make_head("dspark", target)
+    hidden, last = torch.randn(1, head.depth, head.width), torch.full((1, head.depth), target.vocab_size - 1)
+    assert torch.equal(head.condition_on_text(hidden, last + 9), head.condition_on_text(hidden, last))
+    assert not torch.equal(head.condition_on_text(hidden, last - 1), head.condition_on_text(hidden, last))
+
+
 # -- training, drafting and files draft the same ------------------------------------------------------------------------
 
 

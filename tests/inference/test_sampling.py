@@ -126,3 +126,12 @@ def test_top_p_leaves_alone_who_does_not_use_it_and_what_is_not_a_number():
     for kept in (top_p_on_cpu(logits, shares), top_p(logits, shares, 20)[0]):
         assert torch.equal(kept[0], logits[0]) and kept[1].isnan().any() and kept[2].isinf().any()
     assert not top_p(logits, shares, 20)[1][0]
+
+
+def test_settings_at_their_limits_are_taken_and_beyond_them_refused():
+    SamplingParams(temperature=0, top_k=1, top_p=1, min_p=0, repetition_penalty=1e-3)
+    SamplingParams(min_p=1)
+    wrong = {"temperature": -1e-3, "top_k": 0, "top_p": 0, "min_p": -1e-3, "repetition_penalty": 0}
+    for name, value in (*wrong.items(), ("top_p", 1.001), ("min_p", 1.001)):
+        with pytest.raises(ValueError, match=f"{name}={value} must"):
+            SamplingParams(**{name: value})

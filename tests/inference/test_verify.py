@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foredraft.inference.tree import TokenTree, from_parents
+from foredraft.inference.tree import TokenTree, chain, from_parents, pad_nodes
 from foredraft.inference.verify import Verification, argmax, verify
 
 
@@ -63,3 +63,15 @@ def test_the_argmax_is_that_of_the_numbers_as_they_are(dtype: torch.dtype):
     above = torch.tensor(1.0, dtype=dtype).nextafter(torch.tensor(2.0, dtype=dtype)).item()
     rows = [[1.0, above, above, 0.0], [above, 1.0, 1.0, above], [2.0, 1.0, float("nan"), 3.0]]
     assert argmax(torch.tensor(rows, dtype=dtype)).tolist() == [1, 0, 2]
+
+
+def test_padding_of_a_tree_hangs_below_the_bonus_token():
+    tree = chain(torch.tensor([[5, 6]]))
+    assert pad_nodes(tree, 2) is tree
+    padded = pad_nodes(tree, 4)
+    assert [part.tolist() for part in (padded.tokens, padded.parents, padded.depths)] == [
+        [[5, 6, -1, -1]],
+        [[0, 0, 0, 0]],
+        [[0, 1, 1, 1]],
+    ]
+    assert padded.ancestors.int().tolist() == [[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1]]]

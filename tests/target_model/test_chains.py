@@ -1,6 +1,7 @@
 """Promise: a target that reads no trees is drafted for by chains, and writes what it writes alone."""
 
 import copy
+import inspect
 import random
 import warnings
 from typing import Any
@@ -351,3 +352,11 @@ def test_other_programs_may_compile_the_functions_that_are_watched() -> None:
     rule = recurrent_ops.RecurrentOp(lambda x, factor=2: x * factor)
     compiled = torch.compile(lambda x: rule(x, factor=3) + 1, fullgraph=True, backend="eager")
     assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]
+
+
+def test_the_functions_of_a_model_are_replaced_once() -> None:
+    model = pair("granite_h").target.model
+    recurrent_ops.patch_recurrent_ops(model)
+    sources = {inspect.getmodule(type(part)) for part in model.modules()}
+    found = [vars(source)[name] for source in sources for name in recurrent_ops.FUNCTIONS if name in vars(source)]
+    assert found and not any(isinstance(function.original, recurrent_ops.RecurrentOp) for function in found)

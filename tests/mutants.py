@@ -1,0 +1,60 @@
+"""Which tests guard which files (see mutate.py), and mutants that change nothing that a user could notice."""
+
+from tests.support import typed
+
+GUARDS = [
+    (
+        typed("""
+            inference/verify.py inference/tree.py inference/sampling.py heads/attention/masks.py heads/caches/kv_cache.py
+            heads/caches/layers.py
+        """),
+        typed("""
+            tests/inference/test_verify.py tests/inference/test_sampling.py tests/inference/test_engine_states.py
+            tests/inference/test_engine.py::test_requests_join_and_leave_between_steps
+            tests/inference/test_engine.py::test_penalties_count_the_new_text_alone
+            'tests/inference/test_engine.py::test_slots_are_replaced_by_more_and_larger_ones[cpu-medusa-True]'
+            'tests/inference/test_engine.py::test_slots_are_replaced_by_more_and_larger_ones[cpu-eagle3-True]'
+            tests/attention/test_window_layers.py
+        """),
+    ),
+    (
+        typed("heads/caches/state_cache.py heads/caches/stacked_cache.py heads/caches/recurrent_ops.py"),
+        typed("""
+            tests/target_model/test_chains.py::test_a_chain_changes_nothing
+            tests/target_model/test_chains.py::test_pending_tokens_are_committed_when_they_are_many
+            tests/target_model/test_chains.py::test_texts_of_a_batch_are_read_together
+            tests/target_model/test_chains.py::test_states_are_taken_as_they_are_and_go_back_by_text
+            tests/target_model/test_chains.py::test_long_prompts_come_in_chunks
+            tests/target_model/test_chains.py::test_requests_join_a_batch_that_is_read_together_and_leave_it
+            tests/target_model/test_chains.py::test_what_does_not_read_several_tokens_right_is_decoded_plainly_and_says_so
+            tests/target_model/test_chains.py::test_other_programs_may_compile_the_functions_that_are_watched
+            tests/target_model/test_chains.py::test_the_functions_of_a_model_are_replaced_once
+        """),
+    ),
+    (
+        typed("train/data/packing.py train/runtime/run_state.py heads/base.py train/module.py"),
+        typed("""
+            tests/data/test_packing.py tests/train/test_run_settings.py tests/heads/test_heads.py
+            tests/train/test_gradients.py tests/train/test_objective.py
+            tests/target_model/test_images.py::test_documents_of_a_packed_batch_are_what_transformers_makes_of_each
+        """),
+    ),
+]
+
+FASTER = "only its speed differs"
+EQUIVALENT = {
+    "inference/verify.py argmax: logits.device.type == 'cpu' -> logits.device.type != 'cpu'": FASTER,
+    "inference/verify.py argmax: logits.device.type == 'cpu' and logits.dtype in (torch.bfloat16, torch.float16) -> "
+    "logits.device.type == 'cpu' or logits.dtype in (torch.bfloat16, torch.float16)": FASTER,
+    "inference/verify.py verify: last[:, None, None].expand(-1, 1, nodes) -> last[:, None, None].expand(-1, 2, nodes)": (
+        "the second row is not used"
+    ),
+    "heads/caches/layers.py CacheLayer.write: new_states[0] -> new_states[1]": "keys and values are on one device",
+    "heads/caches/layers.py CacheLayer.states: self.keys is None or self.values is None -> "
+    "self.keys is None and self.values is None": "keys and values are allocated together",
+    "inference/sampling.py Sampling.warp: too_few if candidates < logits.shape[-1] else None -> "
+    "too_few if candidates <= logits.shape[-1] else None": "of all candidates, none are too few",
+    "heads/caches/recurrent_ops.py RecurrentOp.__call__: torch.compiler.is_compiling() or not CONTEXT.watched -> "
+    "torch.compiler.is_compiling() and (not CONTEXT.watched)": "a call that nobody watches is recorded for nobody",
+    "train/module.py DistillationModel.compute_loss: max(1, len(rows)) -> max(2, len(rows))": "a part has more rows",
+}
