@@ -54,6 +54,9 @@ EQUIVALENT = {
     "self.keys is None and self.values is None": "keys and values are allocated together",
     "inference/sampling.py Sampling.warp: too_few if candidates < logits.shape[-1] else None -> "
     "too_few if candidates <= logits.shape[-1] else None": "of all candidates, none are too few",
+    "heads/caches/layers.py WindowLayer.update: newest.minimum(last - 1) -> newest.minimum(last + 1)": (
+        "behind the window, a ring has room for the largest tree"
+    ),
     "heads/caches/recurrent_ops.py RecurrentOp.__call__: torch.compiler.is_compiling() or not CONTEXT.watched -> "
     "torch.compiler.is_compiling() and (not CONTEXT.watched)": "a call that nobody watches is recorded for nobody",
     "train/module.py DistillationModel.compute_loss: max(1, len(rows)) -> max(2, len(rows))": "a part has more rows",

@@ -7,6 +7,7 @@ import torch
 import transformers as hf
 
 from foredraft.heads import Target
+from foredraft.heads.attention.masks import Masks
 from foredraft.heads.caches import layers
 from foredraft.inference import Engine, Request
 from foredraft.inference.serve.worker import Worker
@@ -145,3 +146,13 @@ def test_a_limit_counts_what_is_kept(narrow):
         assert run(engine, asked)[0] == expected
         sizes.append(sum(states.nbytes for states in states_of(engine.slots.cache)))
     assert 0 <= 2 * slots * size - sum(sizes) < 8 * slots * ENTRY
+
+
+def test_masks_of_packed_rows_end_at_the_document_and_the_window():
+    starts, columns = torch.tensor([[0, 0, 0, 0, 4, 4, 4]]), torch.arange(7)
+    masks = Masks(2, mixed=True).packed(starts, torch.float32)
+    sees = (columns >= starts[0, :, None]) & (columns <= columns[:, None])
+    assert torch.equal(masks["full_attention"].dense()[0, 0] == 0, sees)
+    near = masks["sliding_attention"].dense()
+    assert torch.equal(near[0, 0] == 0, sees & (columns[:, None] - columns < 2))
+    assert torch.equal(Masks(2, mixed=False).packed(starts, torch.float32).dense(), near)
