@@ -1,6 +1,6 @@
 """Change the product in small ways, and list the changes that no test notices:
 
-    OMP_NUM_THREADS=1 python -m tests.mutate                             # SAMPLE mutants of each file, as by night
+    OMP_NUM_THREADS=1 python -m tests.mutate                             # SAMPLE mutants of each file
     OMP_NUM_THREADS=1 python -m tests.mutate --sample 0 heads/base.py    # all mutants of a file
 
 A mutant is one changed expression or statement in a function's body. pytest collects the tests of GUARDS once. A first
