@@ -195,9 +195,8 @@ class Target:
         """Make an empty cache. nodes: largest size of a tree. capture: should forwards be captured, if possible?"""
         able = self.capabilities
         if able.trees:
-            nodes = (
-                max(nodes, KEY_BLOCK) if able.keeps_bits else nodes
-            )  # then chunks of prompts are written as trees are
+            if able.keeps_bits:  # then chunks of prompts are written into rings as trees are
+                nodes = max(nodes, KEY_BLOCK)
             sliding = Sliding.of(self.masks.window, self.layer_types, self.num_layers, nodes, key_block(self.device))
             return KVCache(self.num_layers, num_slots, capacity, self.device, capture, able.keeps_bits, sliding)
         if able.state is None:
