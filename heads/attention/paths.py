@@ -12,7 +12,7 @@ Nodes in place do not attend again, so a chain costs what it did. Used in half p
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,17 +40,19 @@ class TreePaths(NamedTuple):
 PATHS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use: a list with TreePaths of each sequence
 
 
-def note_paths(mask: Tensor, seen: Tensor, lengths: list[int], real: Tensor, window: int | None = None) -> None:
-    """Note the paths of the trees that a mask (batch, 1, nodes, width) describes, if nodes are not in place. seen: what they
-    see of the text and of each other, (batch, nodes, entries) bool; `width` is less than `entries` in a ring (layers.py).
-    real (batch, nodes) bool: False for padding. window: tokens that they see, in sliding layers."""
+def note_paths(mask: Any, seen: Tensor, lengths: list[int], real: Tensor, window: int | None = None) -> None:
+    """Note the paths of the trees that a mask (batch, 1, nodes, width), or one for each kind of layer, describes, if nodes
+    are not in place. seen: what nodes see of the text and of each other, (batch, nodes, entries) bool. The width is less than
+    `entries` in a ring (layers.py). real (batch, nodes) bool: False for padding. window: tokens that sliding layers see."""
     nodes = seen.shape[1]
-    found = [
-        paths_of(seen[row, :, first : first + nodes], real[row], first, mask, window)
-        for row, first in enumerate(lengths)
-    ]
-    if any(tree.paths for tree in found):
-        PATHS[mask] = found
+    for kind, additive in (mask if isinstance(mask, dict) else {"sliding_attention": mask}).items():
+        reach = window if kind == "sliding_attention" else None
+        trees = [
+            paths_of(seen[row, :, first : first + nodes], real[row], first, additive, reach)
+            for row, first in enumerate(lengths)
+        ]
+        if any(tree.paths for tree in trees):
+            PATHS[additive] = trees
 
 
 def paths_of(ancestors: Tensor, real: Tensor, first: int, mask: Tensor, window: int | None) -> TreePaths:

@@ -17,26 +17,26 @@ def cache_directory() -> Path:
     return Path(os.environ.get("FOREDRAFT_CACHE") or Path.home() / ".cache" / "foredraft")
 
 
-def remembers() -> bool:
-    return os.environ.get("FOREDRAFT_REMEMBER", "1") != "0"
-
-
 def measured_before(kind: str, about: dict[str, Any]) -> Any:
     """Return what `remember` wrote about the same facts; None if nothing is readable."""
+    if os.environ.get("FOREDRAFT_REMEMBER") == "0":
+        return None
     try:
-        found = json.loads(file_of(kind, about).read_text(encoding="utf-8"))
-        return found["found"] if found["about"] == about else None
+        content = json.loads(file_of(kind, about).read_text(encoding="utf-8"))
+        return content["measured"] if content["about"] == about else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def remember(kind: str, about: dict[str, Any], found: Any) -> None:
+def remember(kind: str, about: dict[str, Any], measured: Any) -> None:
     """Write what was measured, completely or not at all. about: what must be equal for it to hold."""
+    if os.environ.get("FOREDRAFT_REMEMBER") == "0":
+        return
     file = file_of(kind, about)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as part:
-            json.dump({"about": about, "found": found}, part)
+            json.dump({"about": about, "measured": measured}, part)
         os.replace(part.name, file)
     except OSError:
         pass  # a cache that cannot be written: the next run measures again

@@ -16,7 +16,7 @@ from foredraft.heads.attention import masked as attention
 from foredraft.heads.caches import cuda_graphs
 from foredraft.heads.caches.device import device_name
 from foredraft.heads.caches.stacked_cache import StackedCache, stacks
-from foredraft.heads.target_model.cache_directory import measured_before, remember, remembers
+from foredraft.heads.target_model.cache_directory import measured_before, remember
 
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
@@ -154,12 +154,11 @@ class Capabilities:
             "shapes": sorted({f"{tuple(each.shape)} {each.dtype}" for each in model.parameters()}),
             "attention": [model.config._attn_implementation, self.keeps_bits, self.target.masks.window],
         }
-        found = measured_before("bits", about) if remembers() else None
-        if found is None:
-            found = is_batch_invariant(self.target)
-            if remembers():
-                remember("bits", about, found)
-        return bool(found)
+        is_invariant = measured_before("bits", about)
+        if is_invariant is None:
+            is_invariant = is_batch_invariant(self.target)
+            remember("bits", about, is_invariant)
+        return bool(is_invariant)
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:

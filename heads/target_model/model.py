@@ -333,10 +333,7 @@ class Target:
         if mask is not None:
             seen, mask = mask, cache.attention_mask(self.masks, mask, self.dtype, positions)
             if cache.keeps_bits and cache.new_counts is None and cache.num_uncommitted == 0:  # it is not drafting
-                kinds = mask if isinstance(mask, dict) else {"sliding_attention": mask}
-                for kind, additive in kinds.items():
-                    window = self.masks.window if kind == "sliding_attention" else None
-                    note_paths(additive, seen, cache.lengths, tokens >= 0, window)
+                note_paths(mask, seen, cache.lengths, tokens >= 0, self.masks.window)
         return self.forward(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits)
 
     def embed(self, tokens: Tensor) -> Tensor:

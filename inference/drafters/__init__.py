@@ -9,7 +9,6 @@ from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHe
 from foredraft.heads.checkpoint import find, load_head, read_config
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.target_model import Target
-from foredraft.heads.target_model.cache_directory import remembers
 from foredraft.heads.target_model.packing import pack
 from foredraft.inference.drafters.base import Drafter, NoDrafter
 from foredraft.inference.drafters.block import BlockTree
@@ -78,7 +77,7 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
         facts["accuracies"] = read_config(directory).get("foredraft", {}).get("accuracies")
         path = str(directory)
     drafter = drafter_for(head, target, **facts)
-    if isinstance(drafter, AutoTree) and not target.is_collective and remembers():
+    if isinstance(drafter, AutoTree) and not target.is_collective:
         drafter.memory.keep(about(target, path, options))
     return drafter
 

@@ -260,11 +260,11 @@ def test_a_file_that_is_damaged_or_of_something_else_is_ignored(small, cache, da
     if damage == "about":
         dumped["about"]["drafter"] = "another"
     elif damage == "costs":
-        dumped["found"]["costs"] = [[1, False, {"head": "no"}]]
+        dumped["measured"]["costs"] = [[1, False, {"head": "no"}]]
     elif damage == "hits":
-        dumped["found"]["hits"]["True"] = [[1, 2], [3]]
+        dumped["measured"]["hits"]["True"] = [[1, 2], [3]]
     elif damage == "seconds":
-        dumped["found"]["costs"][0][2]["head"] = [[1, -5.0]]
+        dumped["measured"]["costs"][0][2]["head"] = [[1, -5.0]]
     file.write_text(json.dumps(dumped) if damage in ("about", "costs", "hits", "seconds") else damage)
     assert nodes_of_steps(small, kept(small), 5)[:ENOUGH] == [1] * ENOUGH
 

@@ -146,7 +146,7 @@ def test_gains_are_compared_text_by_text():
 
 
 def test_a_small_gain_and_a_small_loss_are_told_from_large_ones():
-    """Of 40 texts, 2 better ones are 1.5 standard errors, and 6 are 2.7."""
+    """Compare 40 texts: 2 better ones are 1.5 standard errors, and 6 are 2.7."""
 
     def outcome(better: int, replay: int) -> str:
         new = [[20 + number % 2 + (number < better), 10] for number in range(40)]
