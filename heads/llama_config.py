@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from foredraft.heads.layers import DecoderLayer, RMSNorm
 from foredraft.heads.target_model import Target
-from foredraft.heads.target_model.capabilities import settings_of
+from foredraft.heads.target_model.config_names import settings_of
 
 ROPES = ("default", "linear", "llama3", "yarn", "longrope")  # those that a head supports
 REQUIRED = ("hidden_size", "num_attention_heads")

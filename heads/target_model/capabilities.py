@@ -4,7 +4,7 @@ of models do not tell."""
 import inspect
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import transformers
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 # The layer types, as transformers names them, that only keep keys and values and whose masks we can make.
 BRANCHING = {"full_attention", "sliding_attention"}
-# The number of positions in configs: of most families, of MPT, of Whisper.
-POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 # Names of the cache argument. transformers 5.24 renamed the next two to the first; models with their own code keep them.
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 # Number of tokens, and the largest difference of logits relative to the largest logit. In half precision only large errors
@@ -159,20 +157,6 @@ class Capabilities:
             is_invariant = is_batch_invariant(self.target)
             remember("bits", about, is_invariant)
         return bool(is_invariant)
-
-
-def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return a config's settings. Those with another name in its family (GPT-2's n_embd, MPT's d_model) also have their
-    usual name, which `to_dict` omits."""
-    settings = config.to_dict()
-    return {usual: settings[name] for usual, name in config.attribute_map.items() if name in settings} | settings
-
-
-def max_positions(config: PreTrainedConfig) -> int | None:
-    """Return the largest number of positions that a config specifies; None if it does not, or sets no limit (XLNet's -1)."""
-    named = (getattr(config, name, None) for name in POSITIONS)
-    limit = next((number for number in named if number is not None), None)
-    return None if limit == -1 else limit
 
 
 def check_supported(model: PreTrainedModel) -> None:

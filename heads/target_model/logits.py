@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from foredraft.heads.target_model.capabilities import settings_of
+from foredraft.heads.target_model.config_names import settings_of
 
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target

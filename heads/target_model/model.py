@@ -19,7 +19,8 @@ from foredraft.heads.caches.layers import Sliding
 from foredraft.heads.caches.stacked_cache import StackedCache
 from foredraft.heads.caches.state_cache import StateCache
 from foredraft.heads.target_model import packing
-from foredraft.heads.target_model.capabilities import Capabilities, cache_name, check_supported, max_positions
+from foredraft.heads.target_model.capabilities import Capabilities, cache_name, check_supported
+from foredraft.heads.target_model.config_names import max_positions
 from foredraft.heads.target_model.ends import load_ends, refuse
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import MROPE, ImageReader, model_inputs, reads_images
@@ -195,8 +196,7 @@ class Target:
         """Make an empty cache. nodes: largest size of a tree. capture: should forwards be captured, if possible?"""
         able = self.capabilities
         if able.trees:
-            if able.keeps_bits:  # then chunks of prompts are written into rings as trees are
-                nodes = max(nodes, KEY_BLOCK)
+            nodes = max(nodes, KEY_BLOCK) if able.keeps_bits else nodes  # chunks of prompts are written as trees are
             sliding = Sliding.of(self.masks.window, self.layer_types, self.num_layers, nodes, key_block(self.device))
             return KVCache(self.num_layers, num_slots, capacity, self.device, capture, able.keeps_bits, sliding)
         if able.state is None:

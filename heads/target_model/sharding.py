@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from foredraft.heads.target_model.capabilities import settings_of
+from foredraft.heads.target_model.config_names import settings_of
 from foredraft.heads.target_model.loading import model_class, read_config
 
 if TYPE_CHECKING:

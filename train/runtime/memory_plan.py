@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 from foredraft.heads.base import BlockHead, DraftHead, RecurrentHead
 from foredraft.heads.llama_config import shape_of
 from foredraft.heads.target_model import Target, TargetOutput
-from foredraft.heads.target_model.capabilities import settings_of
+from foredraft.heads.target_model.config_names import settings_of
 from foredraft.heads.target_model.loading import model_class
 from foredraft.train.module import rows_at_a_time
 
