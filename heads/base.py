@@ -27,6 +27,7 @@ p + 2, so its depth-d draft started at position t = p + 1 - d. Then teacher logi
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from foredraft.heads import llama_config, vocab
+from foredraft.heads.attention.row_parts import RowParts
 from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.target_model import Target
 
@@ -55,6 +57,13 @@ class PackedBatch(NamedTuple):
     # (3, batch, length) int64 of M-RoPE, whose first is `positions`; `blocks` (batch, length) int64, one number for all
     # tokens that attend to each other in both directions, -1 for other tokens.
     images: dict[str, Tensor] | None = None
+    # Set where several processes share each row; then a sequence is a part of one, and has no anchors or loss of others.
+    parts: RowParts | None = None
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> "PackedBatch":
+        """Return the fields of a collated batch, which may have others."""
+        return cls(**{name: batch[name] for name in cls._fields if name in batch})
 
     def mask(self) -> Tensor:
         """Return the attention mask (batch, length, length) bool: each token sees itself and earlier tokens of its
@@ -66,9 +75,26 @@ class PackedBatch(NamedTuple):
     def document_starts(self) -> Tensor:
         """Return (batch, length) int64, the first column of each token's document. This is `mask` in memory linear in
         the length: a token sees the columns from there to its own."""
+        if self.parts is not None:
+            return self.parts.starts
         columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         starts = self.documents != self.documents.roll(1, dims=1)
         return torch.where(starts, columns, 0).cummax(1).values
+
+    def starts_of_drafts(self) -> Tensor:
+        """Return `anchors`, or all columns (batch, length) of the sequences where drafts start at every position."""
+        if self.anchors is not None:
+            return self.anchors
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device).expand_as(self.tokens)
+
+    @property
+    def row_length(self) -> int:
+        """Return the number of columns of a whole row."""
+        return self.tokens.shape[1] if self.parts is None else self.parts.length
+
+    def whole_rows(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values (batch, kv heads, row length, dim) of whole rows from those of this batch's sequences."""
+        return (keys, values) if self.parts is None else self.parts.gather(keys, values)
 
 
 def shift_right(x: Tensor, steps: int) -> Tensor:

@@ -230,17 +230,17 @@ class DFlashHead(BlockHead):
     def draft_blocks(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
         length, size = text.tokens.shape[1], self.block_size
         context, blocks = self.fuse(aux_hidden_states), Blocks.of(text, size)
-        starts = blocks.last.clamp(min=0)
+        starts = text.starts_of_drafts().clamp(min=0)
         anchors = (starts + 1).clamp(max=length - 1)
         wide = anchors[..., None].expand(-1, -1, self.config.hidden_size)
         hidden = self.inputs(embeddings.gather(1, wide)).flatten(1, 2)
         ahead = torch.arange(1, size + 1, device=starts.device)
         positions = (text.positions.gather(1, starts)[..., None] + ahead).flatten(1)
-        of_text, of_blocks = (self.rotary(p, length + size, hidden.dtype) for p in (text.positions, positions))
+        of_text, of_blocks = (self.rotary(p, text.row_length + size, hidden.dtype) for p in (text.positions, positions))
         for number, layer in enumerate(self.own_layers):
             attention, (x, kernel) = layer.self_attn, layer.inputs(hidden)
             q, *block_kv, _ = attention.project(x, *of_blocks)
-            of_context = attention.keys_values(context, *of_text)
+            of_context = text.whole_rows(*attention.keys_values(context, *of_text))
             attended = attend_blocks(q, of_context, (block_kv[0], block_kv[1]), blocks, *self.masking(number))
             hidden = layer.feed_forward(hidden, attention.project_out(attended), kernel)
         hidden = self.drafts(hidden.unflatten(1, (-1, size)))

@@ -94,8 +94,12 @@ class DraftModelHead(RecurrentHead):
         last = [self.lm.num_layers]
         masks, dtype, positions = self.lm.masks, self.lm.dtype, text.positions
         packed = self.lm.capabilities.packed_rows
+        if text.parts is not None and not packed:
+            raise ValueError(f"context_parallel: {self.lm.name} cannot read parts of rows; set context_parallel=1")
         mask = (
-            masks.packed(text.document_starts(), dtype) if packed else masks(text.mask(), dtype, positions, positions)
+            masks.packed(text.document_starts(), dtype, text.parts)
+            if packed
+            else masks(text.mask(), dtype, positions, positions)
         )
         output = self.lm.forward(self.embed(text.tokens), positions, mask, None, last, 1)
         return [output.aux_hidden_states.roll(-1, dims=1)]  # its output at token p + 1 names token p + 2

@@ -52,15 +52,15 @@ class LayerHead(RecurrentHead):
 
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         hidden, next_embeddings = self.first_hidden(aux_hidden_states), embeddings.roll(-1, dims=1)
-        cos, sin = self.rotary(text.positions, text.tokens.shape[1], self.dtype)
+        cos, sin = self.rotary(text.positions, text.row_length, self.dtype)
         attention, document_starts = self.layer.self_attn, text.document_starts()
         steps: list[tuple[Tensor, Tensor]] = []
         outs: list[Tensor] = []
         for _ in range(self.depth):
             x, residual = self.inputs(hidden, next_embeddings)
             q, k, v, gate = attention.project(x, cos, sin)
-            steps.append(at_start(k, v, len(steps)))
-            attended = attention.project_out(attend_steps(q, steps, document_starts), gate)
+            steps.append(at_start(k, v, len(steps), text))
+            attended = attention.project_out(attend_steps(q, steps, document_starts, text.parts), gate)
             outs.append(self.finish(self.layer.feed_forward(residual, attended)))
             hidden = shift_right(self.feed_back(outs[-1]), 1)
         return outs

@@ -51,10 +51,11 @@ class PrefixLayer(nn.Module):
         return self.layers[0]  # type: ignore[return-value]
 
     def forward(self, hidden: Tensor, text: PackedBatch) -> Tensor:
-        cos, sin = self.rotary(text.positions, text.tokens.shape[1], hidden.dtype)
+        cos, sin = self.rotary(text.positions, text.row_length, hidden.dtype)
         attention = self.layer.self_attn
         q, k, v, _ = attention.project(self.layer.input_layernorm(hidden), cos, sin)
-        return self.feed_forward(hidden, attention.project_out(attend_steps(q, [(k, v)], text.document_starts())))
+        attended = attend_steps(q, [text.whole_rows(k, v)], text.document_starts(), text.parts)
+        return self.feed_forward(hidden, attention.project_out(attended))
 
     def extend(self, hidden: Tensor, cache: KVCache) -> Tensor:
         """Process new text after the text in the cache."""

@@ -169,21 +169,23 @@ class PEagleHead(BlockHead):
         return layer.concat_inputs(embeddings, hidden), layer.residual(hidden, self.norm_before_residual)
 
     def draft_blocks(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
-        length, size = text.tokens.shape[1], self.depth - 1
+        size = self.depth - 1
         blocks, firsts = Blocks.of(text, size), text.document_starts()
-        starts = blocks.last.clamp(min=0)
+        starts = text.starts_of_drafts().clamp(min=0)
         hidden, after = self.fuse(aux_hidden_states), self.embed(text.tokens.roll(-1, dims=1))
         drafts, masks = self.mask_inputs(len(starts), starts.shape[1] * size)
         ahead = torch.arange(1, size + 1, device=starts.device)
         positions = (text.positions.gather(1, starts)[..., None] + ahead).flatten(1)
-        of_text, of_drafts = (self.rotary(p, length + size, hidden.dtype) for p in (text.positions, positions))
+        of_text, of_drafts = (self.rotary(p, text.row_length + size, hidden.dtype) for p in (text.positions, positions))
         for number, layer in enumerate(self.own_layers):
             attention: Attention = layer.self_attn
             (x, residual), (y, residual_y) = self.inputs(number, hidden, after), self.inputs(number, drafts, masks)
             q, k, v, _ = attention.project(x, *of_text)
             of_block = attention.project(y, *of_drafts)
-            attended = attend_blocks(of_block.q, (k, v), (of_block.k, of_block.v), blocks, causal=True)
-            hidden = layer.feed_forward(residual, attention.project_out(attend_steps(q, [(k, v)], firsts)))
+            of_rows = text.whole_rows(k, v)
+            attended = attend_blocks(of_block.q, of_rows, (of_block.k, of_block.v), blocks, causal=True)
+            over_text = attend_steps(q, [of_rows], firsts, text.parts)
+            hidden = layer.feed_forward(residual, attention.project_out(over_text))
             drafts = layer.feed_forward(residual_y, attention.project_out(attended))
         first = hidden.gather(1, starts[..., None].expand(-1, -1, self.width))
         return torch.cat([first[:, :, None], drafts.unflatten(1, (-1, size))], dim=2)

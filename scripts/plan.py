@@ -71,6 +71,7 @@ def fitting(cfg: DictConfig) -> tuple[str, float] | None:
     changes = [f"trainer.per_device_train_batch_size=1 trainer.gradient_accumulation_steps={rows}", "strategy=fsdp"]
     changes += ["head.draft_vocab_size=32000"] if cfg.head.get("draft_vocab_size", 0) is None else []
     changes += ["target.sharding=fsdp", "target.quantization=8bit", "target.quantization=4bit"]
+    changes += [f"context_parallel={count}" for count in (2, 4, 8) if cfg.gpus % count == 0 and cfg.gpus > 1]
     changes += [f"max_length={cfg.max_length // 2}", f"max_length={cfg.max_length // 4}", "hidden_states=server"]
     for change in changes:
         changed = cast(DictConfig, OmegaConf.merge(cfg, {}))

@@ -17,6 +17,7 @@ from foredraft.train import losses, parity_gate
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts
 from foredraft.train.data.documents import Document
+from foredraft.train.runtime import distributed
 
 ONLINE = "foredraft.train.hidden_states.online.online"
 GATE_TOKENS = 48  # of the text that the parity gate drafts from
@@ -39,6 +40,7 @@ def check_config(cfg: DictConfig) -> None:
     if rank is not None and cfg.strategy not in ("single", "ddp"):
         raise ValueError(f"lora_r={rank} works with strategy=single or ddp, and this is {cfg.strategy}")
     losses.build(cfg.loss, cfg.loss_args)
+    check_context_parallel(cfg)
     if not cfg.fresh_text:
         return
     if not cfg.self_generated_tokens:
@@ -52,9 +54,31 @@ def check_config(cfg: DictConfig) -> None:
         )
 
 
+def check_context_parallel(cfg: DictConfig) -> None:
+    """Raise ValueError unless the processes of the run can share rows as cfg.context_parallel says."""
+    count, processes = cfg.context_parallel, distributed.world_size()
+    if count == 1:
+        return
+    setting = f"context_parallel={count}"
+    if count < 1 or processes % count:
+        raise ValueError(f"{setting} must divide the {processes} processes of the run (torchrun --nproc-per-node)")
+    if cfg.strategy not in ("ddp", "fsdp"):
+        raise ValueError(f"{setting} works with strategy=ddp or fsdp, and this is {cfg.strategy}")
+    if cfg.max_length % (2 * count):
+        raise ValueError(
+            f"{setting} cuts rows into {2 * count} equal parts: max_length={cfg.max_length} must be a multiple of that"
+        )
+
+
 def check_target(cfg: DictConfig, target: Target) -> None:
     """Raise ValueError for settings that do not suit the target."""
     target.capabilities.check_draftable()
+    reads_rows = target.capabilities.packed_rows and target.sharding != "tensor"
+    if cfg.context_parallel > 1 and cfg.hidden_states._target_ == ONLINE and not reads_rows:
+        raise ValueError(
+            f"context_parallel={cfg.context_parallel}: {target.name} with target.sharding={target.sharding} cannot read "
+            "parts of rows: take hidden_states=offline or server"
+        )
     if target.context is not None and cfg.max_length > target.context:
         raise ValueError(f"max_length={cfg.max_length}: the target {target.name} reads {target.context} tokens at most")
     if target.context is not None and cfg.eval.prompt_tokens >= target.context:
@@ -78,6 +102,11 @@ def check_target(cfg: DictConfig, target: Target) -> None:
 def check_data(cfg: DictConfig, target: Target, data: Corpus) -> None:
     """Raise ValueError for data that the run cannot learn from or be measured on."""
     settings, tokens = cfg.eval, cfg.eval.prompt_tokens
+    if data.train.reader is not None and cfg.context_parallel > 1:
+        raise ValueError(
+            f"context_parallel={cfg.context_parallel} cuts rows at any token, and an image is whole: training on images "
+            "needs context_parallel=1"
+        )
     if data.train.reader is not None and target.is_collective:
         raise ValueError(
             f"target.sharding={target.sharding} lets all processes run the target together, and not all have images at a "

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from foredraft.heads.attention.row_parts import RowParts
 from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.logits import check_logits
@@ -78,13 +79,17 @@ class DistillationModel(nn.Module):
         label_positions: Tensor | None = None,
         weights: Tensor | None = None,
         images: dict[str, Tensor] | None = None,
+        parts: dict[str, Any] | None = None,
         **stored: Tensor,
     ) -> Outcome:
         """Return the loss of a batch and its counts. multiple_documents, label_positions: as `prepare` returns them.
-        weights: (batch, length) float32, of each token's drafts in the loss. images: as in heads.base.PackedBatch. stored:
-        the aux hidden states of the batch, from disk (train/hidden_states/offline.py)."""
+        weights: (batch, length) float32, of each token's drafts in the loss. images: as in PackedBatch. parts: arguments of
+        RowParts, if processes share rows. stored: the aux hidden states of the batch, from disk
+        (train/hidden_states/offline.py)."""
         self.weights, self.label_positions = weights, label_positions
         text = PackedBatch(tokens, loss_mask, documents, positions, anchors, multiple_documents, images)
+        if parts is not None:
+            text = text._replace(parts=RowParts(**parts))
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.bf16):
             return self.learn(text, stored)
 
@@ -95,7 +100,11 @@ class DistillationModel(nn.Module):
         several = {"multiple_documents": several_documents(text)}
         if anchors is not None:
             return several | {"anchors": anchors}
-        return several | {"label_positions": self.active_positions(self.loss_masks(text, self.head.depth))}
+        return several | {"label_positions": self.label_positions_of(text)}
+
+    def label_positions_of(self, text: PackedBatch) -> Tensor:
+        """Return (n,) the label positions at which a draft of some depth is in the loss."""
+        return self.active_positions(self.loss_masks(text, self.head.depth))
 
     def loss_masks(self, text: PackedBatch, depth: int) -> Tensor:
         """Return (depth, label positions) bool: which drafts are in the loss."""

@@ -256,6 +256,7 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
         args,
         train_dataset=EpochStream(dataset, args.max_steps * rows, cfg.seed, run.later),
         measure=validate,
+        context_parallel=cfg.context_parallel,
         callbacks=[stop, Progress(), Measure(cfg.eval.steps if decodes else 0)],
     )
     trainer.remove_callback(PrinterCallback)

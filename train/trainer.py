@@ -35,6 +35,7 @@ from foredraft.train.module import DistillationModel
 from foredraft.train.optimizer import OPTIMIZERS
 from foredraft.train.runtime import checkpoints, distributed
 from foredraft.train.runtime.callbacks import FitToTime, KeepCheckpoints, Profile
+from foredraft.train.runtime.context_parallel import ContextParallel
 from foredraft.train.runtime.memory import peak_memory
 from foredraft.train.runtime.strategy import load_full_weights, shard_on_cpus_too, without_weights
 
@@ -136,17 +137,20 @@ class HeadTrainer(Trainer):
     loss_is_scaled_for_ga = True
     hits: Tensor | float  # since the last log entry: (depth,) hits, (depth,) drafts, tokens
     counts: Tensor | float
-    tokens: Tensor | int
+    tokens: int
 
     def __init__(
         self,
         distillation: DistillationModel,
         args: HeadTrainingArguments,
         measure: Callable[[DraftHead], dict[str, float]],
+        context_parallel: int = 1,
         **kwargs: Any,
     ):
-        """Prepare training. measure: what is logged of a head, its `acceptance_length` at least."""
+        """Prepare training. measure: what is logged of a head, its `acceptance_length` at least. context_parallel: processes
+        that share each row."""
         self.distillation, self.measure = distillation, measure
+        self.context = ContextParallel(context_parallel) if context_parallel > 1 else None
         self.eval_head = without_weights(
             copy.deepcopy(distillation.head, {id(distillation.target): distillation.target})
         )
@@ -200,13 +204,31 @@ class HeadTrainer(Trainer):
         depths = range(1, self.distillation.head.depth + 1)
         counts = torch.zeros(len(depths), dtype=torch.int64)
         for number, batch in enumerate(batches):
-            text = PackedBatch(*(batch.get(name) for name in PackedBatch._fields))
+            text = PackedBatch.of(batch)
+            self.tokens += int((text.documents >= 0).sum())
             prepared = self.distillation.prepare(text, self.state.global_step)
             text = text._replace(anchors=prepared.get("anchors"))
             counts += torch.stack([draft_loss_mask(text, depth).sum() for depth in depths])
-            batches[number] = send_to_device(batch | prepared, self.args.device, non_blocking=True)
+            batches[number] = self.spread(batch | prepared)
         # From host to host: one process may write text meanwhile (`fresh_text`), for longer than NCCL waits.
         return batches, distributed.all_reduce(counts).to(self.args.device, non_blocking=True)
+
+    def spread(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch on this process's device, or what it has of the batches of all that share rows."""
+        whole = [batch] if self.context is None else self.context.exchange(batch, self.distillation.head.depth)
+        for part in whole if self.context is not None and "anchors" not in batch else ():
+            part["label_positions"] = self.distillation.label_positions_of(PackedBatch.of(part))
+        sent = [send_to_device(part, self.args.device, non_blocking=True) for part in whole]
+        return sent[0] if self.context is None else {"parts": sent}
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Learn the rows of all processes that share them, one after the other; the last one averages gradients."""
+        *others, last = inputs.get("parts", [inputs])
+        loss = torch.zeros((), device=self.args.device)
+        for part in others:
+            with self.accelerator.no_sync(model):
+                loss += super().training_step(model, part, num_items_in_batch)
+        return loss + super().training_step(model, last, num_items_in_batch)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader whose batches stay in the host's memory until `get_batch_samples` has read them."""
@@ -221,7 +243,6 @@ class HeadTrainer(Trainer):
         self.distillation.num_items = num_items_in_batch
         outcome = model(**inputs)
         self.hits, self.counts = self.hits + outcome.hits, self.counts + outcome.counts
-        self.tokens = self.tokens + (inputs["documents"] >= 0).sum()
         self.losses.append((self.state.global_step + 1, outcome.loss.detach()))
         loss = outcome.loss * distributed.world_size()  # every strategy averages gradients over its processes
         return (loss, outcome) if return_outputs else loss

@@ -21,27 +21,43 @@ from torch.utils.checkpoint import checkpoint
 from foredraft.heads.attention import flex
 from foredraft.heads.attention.masked import attend
 from foredraft.heads.attention.masks import additive_mask
+from foredraft.heads.attention.row_parts import RowParts
 from foredraft.heads.base import PackedBatch
 
-QUERIES = 256  # of a chunk
+QUERIES, FEWEST, ENTRIES = 256, 32, 1 << 19  # of a chunk: queries at most and at least, entries of its mask at most
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Locate the drafts of a packed batch."""
+    """Locate the drafts of a packed batch in its rows."""
 
-    first: Tensor  # (batch, n) int64: first column of the draft's document
-    last: Tensor  # (batch, n) int64: column at which the draft starts; -1 for none
+    first: Tensor  # (rows, n) int64: first column of the draft's document
+    last: Tensor  # (rows, n) int64: column at which the draft starts; -1 for none
     block_size: int
-    length: int  # of the text
+    length: int  # of a row
     everywhere: bool  # does a draft start at every position of the text?
+    parts: RowParts | None = None  # as in PackedBatch
 
     @classmethod
     def of(cls, text: PackedBatch, block_size: int) -> "Blocks":
-        length, rows = text.tokens.shape[1], len(text.tokens)
-        every = torch.arange(length, device=text.tokens.device).expand(rows, -1)
-        last = every if text.anchors is None else text.anchors
-        return cls(text.document_starts().gather(1, last.clamp(min=0)), last, block_size, length, text.anchors is None)
+        if text.anchors is None:
+            return cls.everywhere_in(text.document_starts(), text.parts, block_size)
+        starts, parts = text.anchors, text.parts
+        first = text.document_starts().gather(1, starts.clamp(min=0))
+        if parts is None:
+            return cls(first, starts, block_size, text.row_length, False)
+        last = torch.where(starts < 0, -1, parts.columns.gather(1, starts.clamp(min=0)))
+        return cls(parts.joined_columns(first), parts.joined_columns(last), block_size, parts.length, False, parts)
+
+    @classmethod
+    def everywhere_in(cls, doc_starts: Tensor, parts: RowParts | None, block_size: int = 1) -> "Blocks":
+        """Let a draft start at every position of a text. doc_starts: as `PackedBatch.document_starts` returns them."""
+        length = doc_starts.shape[1]
+        if parts is None:
+            every = torch.arange(length, device=doc_starts.device).expand_as(doc_starts)
+            return cls(doc_starts, every, block_size, length, True)
+        first, last = parts.joined_columns(doc_starts), parts.joined_columns(parts.columns)
+        return cls(first, last, block_size, parts.length, False, parts)
 
     @cached_property
     def ends(self) -> list[int]:
@@ -53,7 +69,7 @@ class Blocks:
     @property
     def chunk(self) -> int:
         """Return how many blocks attend at a time."""
-        return max(1, QUERIES // self.block_size)
+        return max(1, min(QUERIES, max(FEWEST, ENTRIES // self.length)) // self.block_size)
 
 
 def intra_block_mask(block_size: int, causal: bool, window: int | None, device: torch.device) -> Tensor:
@@ -74,8 +90,23 @@ def attend_blocks(
     window: int | None = None,
 ) -> Tensor:
     """Return attention (batch, heads, n * block_size, dim) of blocks' queries q of that shape over keys and values of the
-    text (batch, kv heads, length, dim) and of the blocks (batch, kv heads, n * block_size, dim). window: visible positions,
-    the query's own included."""
+    text (rows, kv heads, row length, dim) and of the blocks (batch, kv heads, n * block_size, dim). window: visible
+    positions, the query's own included."""
+    if blocks.parts is not None:
+        q, block_kv = blocks.parts.join(q), (blocks.parts.join(block_kv[0]), blocks.parts.join(block_kv[1]))
+    attended = attend_rows(q, text, block_kv, blocks, causal, window)
+    return attended if blocks.parts is None else blocks.parts.split(attended)
+
+
+def attend_rows(
+    q: Tensor,
+    text: tuple[Tensor, Tensor],
+    block_kv: tuple[Tensor, Tensor],
+    blocks: Blocks,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """Return the same for queries and blocks of whole rows."""
     # Under autocast rotary positions may have promoted queries and keys.
     dtype = text[1].dtype
     q, pairs = q.to(dtype), [(a.to(dtype), b.to(dtype)) for a, b in zip(text, block_kv, strict=True)]

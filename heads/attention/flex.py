@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from foredraft.heads.attention.masks import first_keys
+from foredraft.heads.attention.row_parts import RowParts
 
 TILE = 128
 NO_KEY = 2**40  # beyond every key
@@ -71,10 +72,17 @@ def kernel_available(device: torch.device, dtype: torch.dtype, heads: int, kv_he
 # -- what a query sees ------------------------------------------------------------------------------------------------
 
 
-def text_mask(doc_starts: Tensor, window: int | None = None) -> BlockMask:
+def text_mask(doc_starts: Tensor, window: int | None = None, parts: RowParts | None = None) -> BlockMask:
     """Return the mask with which each token sees the text from `doc_starts` (batch, length) int64 to itself, at most
-    `window` tokens."""
-    return cached_mask(doc_starts, ("text", window), lambda: make_text_mask(first_keys(doc_starts, window).clone()))
+    `window` tokens. parts: as in PackedBatch; then the queries are those of joined parts."""
+
+    def make() -> BlockMask:
+        firsts = first_keys(doc_starts, window, parts).clone()
+        if parts is None:
+            return make_text_mask(firsts)
+        return make_part_mask(parts.joined_columns(firsts), parts.joined_columns(parts.columns).clone(), parts.length)
+
+    return cached_mask(doc_starts, ("text", window), make)
 
 
 def make_text_mask(firsts: Tensor) -> BlockMask:
@@ -83,6 +91,13 @@ def make_text_mask(firsts: Tensor) -> BlockMask:
 
     lasts = torch.arange(firsts.shape[1], device=firsts.device).expand_as(firsts)
     return block_mask(firsts, lasts, firsts.shape[1], sees)
+
+
+def make_part_mask(firsts: Tensor, lasts: Tensor, length: int) -> BlockMask:
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= firsts[row, query]) & (key <= lasts[row, query])
+
+    return block_mask(firsts, lasts, length, sees)
 
 
 def blocks_mask(

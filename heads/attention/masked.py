@@ -101,7 +101,8 @@ def grouped_sdpa(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
         )
     if isinstance(attention_mask, PackedMask):
-        out = attend_text(query, key, value, attention_mask.starts, attention_mask.window, scaling, sinks)
+        packed = attention_mask
+        out = attend_text(query, key, value, packed.starts, packed.window, scaling, sinks, packed.parts)
         return out.transpose(1, 2).contiguous(), None
     if attention_mask is None:
         return attend_part(query, key, value, None, scaling, sinks).transpose(1, 2).contiguous(), None

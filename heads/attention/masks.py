@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig
 
+from foredraft.heads.attention.row_parts import RowParts
+
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what a mask (bool) adds to scores. Attention would compute this in every layer and keep it for gradients. It
@@ -14,12 +16,13 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
-def first_keys(doc_starts: Tensor, window: int | None) -> Tensor:
+def first_keys(doc_starts: Tensor, window: int | None, parts: RowParts | None = None) -> Tensor:
     """Return (batch, length) int64: the first key that each token of packed documents sees. doc_starts: (batch, length)
     int64, the first column of each token's document. window: columns that a token sees, its own included; None: no limit."""
     if window is None:
         return doc_starts
-    return doc_starts.maximum(torch.arange(doc_starts.shape[1], device=doc_starts.device) + 1 - window)
+    columns = torch.arange(doc_starts.shape[1], device=doc_starts.device) if parts is None else parts.columns
+    return doc_starts.maximum(columns + 1 - window)
 
 
 def text_mask(doc_starts: Tensor, rows: slice, window: int | None = None) -> Tensor:
@@ -38,16 +41,20 @@ class PackedMask(Tensor):
 
     starts: Tensor  # (batch, length) int64, the first column of each token's document
     window: int | None
+    parts: RowParts | None  # as in PackedBatch; only our attention can use them
 
     @staticmethod
-    def __new__(cls, starts: Tensor, dtype: torch.dtype, window: int | None) -> "PackedMask":
+    def __new__(
+        cls, starts: Tensor, dtype: torch.dtype, window: int | None, parts: RowParts | None = None
+    ) -> "PackedMask":
         batch, length = starts.shape
         return torch.Tensor._make_wrapper_subclass(cls, (batch, 1, length, length), dtype=dtype, device=starts.device)
 
-    def __init__(self, starts: Tensor, dtype: torch.dtype, window: int | None):
-        self.starts, self.window = starts, window
+    def __init__(self, starts: Tensor, dtype: torch.dtype, window: int | None, parts: RowParts | None = None):
+        self.starts, self.window, self.parts = starts, window, parts
 
     def dense(self) -> Tensor:
+        assert self.parts is None, "the keys of a part of a row are in other processes"
         return additive_mask(text_mask(self.starts, slice(0, self.starts.shape[1]), self.window), self.dtype)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -97,7 +104,7 @@ class Masks(NamedTuple):
             return sliding
         return {"full_attention": additive_mask(mask[:, None], dtype), "sliding_attention": sliding}
 
-    def packed(self, starts: Tensor, dtype: torch.dtype) -> Any:
+    def packed(self, starts: Tensor, dtype: torch.dtype, parts: RowParts | None = None) -> Any:
         """Return the masks of packed sequences whose tokens' documents start at columns `starts` (batch, length) int64."""
-        full, near = (PackedMask(starts, dtype, window) for window in (None, self.window))
+        full, near = (PackedMask(starts, dtype, window, parts) for window in (None, self.window))
         return {"full_attention": full, "sliding_attention": near} if self.mixed else near

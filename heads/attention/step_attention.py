@@ -17,40 +17,58 @@ from torch.autograd.function import once_differentiable
 
 from foredraft.heads.attention import flex
 from foredraft.heads.attention.block_attention import Blocks, attend_by_chunk
+from foredraft.heads.attention.row_parts import RowParts
 from foredraft.heads.attention.text_attention import documents
+from foredraft.heads.base import PackedBatch
 
 PADDING = 16  # dimensions added to heads: the kernel's products have such widths
 
 
-def at_start(k: Tensor, v: Tensor, step: int) -> tuple[Tensor, Tensor]:
-    """Move keys and values (batch, kv heads, length, dim) of a step to the positions where their drafts started."""
-    return (k.roll(-step, 2), v.roll(-step, 2)) if step else (k, v)
+def at_start(k: Tensor, v: Tensor, step: int, text: PackedBatch) -> tuple[Tensor, Tensor]:
+    """Move keys and values (batch, kv heads, length, dim) of a step to the positions where their drafts started. Those of
+    step 0 are the text's, of whole rows."""
+    return (k.roll(-step, 2), v.roll(-step, 2)) if step else text.whole_rows(k, v)
 
 
 @torch.compiler.disable  # its loops over documents or blocks would be compiled for each of them
-def attend_steps(q: Tensor, steps: list[tuple[Tensor, Tensor]], doc_starts: Tensor) -> Tensor:
+def attend_steps(
+    q: Tensor, steps: list[tuple[Tensor, Tensor]], doc_starts: Tensor, parts: RowParts | None = None
+) -> Tensor:
     """Return attention (batch, heads, length, dim) of queries q of that shape in step i = len(steps) - 1. steps: keys and
     values of all steps so far, moved by `at_start`. doc_starts: (batch, length) int64, first column of each token's
-    document."""
+    document, which is the same tensor in all steps. parts: as in PackedBatch."""
     (keys, values), drafted = steps[0], steps[1:]
     dtype = values.dtype  # under autocast, rotary positions may have promoted the others
-    q, keys = q.to(dtype), keys.to(dtype)
-    q = q.roll(-len(drafted), 2)
+    q = q.to(dtype).roll(-len(drafted), 2)
+    if parts is not None:
+        q, drafted = parts.join(q), [(parts.join(k), parts.join(v)) for k, v in drafted]
+    attended = attend_starts(q, keys.to(dtype), values, drafted, doc_starts, parts)
+    return (attended if parts is None else parts.split(attended)).roll(len(drafted), 2)
+
+
+def attend_starts(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    drafted: Sequence[tuple[Tensor, Tensor]],
+    doc_starts: Tensor,
+    parts: RowParts | None,
+) -> Tensor:
+    """Return attention of queries at the positions where their drafts started, over the text and the drafts' later steps."""
     if flex.is_supported(q, keys):
-        text, log_sums = flex.attend(q, keys, values, flex.text_mask(doc_starts))
-    elif by_document(q):
+        text, log_sums = flex.attend(q, keys, values, flex.text_mask(doc_starts, parts=parts))
+    elif parts is None and by_document(q):
         repeated = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
         text, log_sums = TextAttention.apply(q, *repeated, doc_starts)
     else:  # a block with one query for each token, and its later steps as keys
-        columns, inside = torch.arange(q.shape[2], device=q.device), doc_starts.new_ones(1, len(drafted)).bool()
-        blocks = Blocks(doc_starts, columns.expand_as(doc_starts), 1, q.shape[2], everywhere=True)
+        blocks = Blocks.everywhere_in(doc_starts, parts)
+        none = [(keys[:, :, :0], values[:, :, :0])]
         own_keys, own_values = (
-            torch.stack(later, dim=3).flatten(2, 3).to(dtype) if drafted else first[:, :, :0]
-            for first, *later in zip(*steps, strict=True)
+            torch.stack(later, dim=3).flatten(2, 3).to(values.dtype) for later in zip(*(drafted or none), strict=True)
         )
-        attended = attend_by_chunk(q, (keys, own_keys), (values, own_values), blocks, inside)
-        return attended.roll(len(drafted), 2)
-    return merge_attention(text, log_sums, q, drafted).roll(len(drafted), 2) if drafted else text
+        inside = doc_starts.new_ones(1, len(drafted)).bool()
+        return attend_by_chunk(q, (keys, own_keys), (values, own_values), blocks, inside)
+    return merge_attention(text, log_sums, q, drafted) if drafted else text
 
 
 def merge_attention(text: Tensor, text_sums: Tensor, q: Tensor, drafted: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

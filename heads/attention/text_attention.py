@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.heads.attention import flex
-from foredraft.heads.attention.masks import text_mask
+from foredraft.heads.attention.masks import first_keys, text_mask
+from foredraft.heads.attention.row_parts import RowParts
 
 QUERIES = 1024  # processed at a time with a window: no mask is larger than QUERIES x (QUERIES + window)
 SINK_PADDING = 8  # added to the head dimension: kernels need multiples of 8
@@ -27,20 +28,62 @@ def attend_text(
     window: int | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    parts: RowParts | None = None,
 ) -> Tensor:
     """Return attention (batch, heads, length, value dim) of query (batch, heads, length, dim) over key and value (batch,
-    kv_heads, length, dim). starts, window: as in `masks.first_keys`. sinks: (heads,)."""
+    kv_heads, length, dim). starts, window: as in `masks.first_keys`. sinks: (heads,). parts: as in PackedBatch."""
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary positions may have promoted them under autocast
+    if parts is not None:
+        (key, value), query = parts.gather(key, value), parts.join(query)
     if key.shape == value.shape and flex.is_supported(query, key):
-        out, lse = flex.attend(query, key, value, flex.text_mask(starts, window), scale)
-        return out if sinks is None else out * torch.sigmoid(lse - sinks[:, None])[..., None].to(out.dtype)
-    if query.device.type != "cpu":  # the documents would require a synchronization
-        return attend_part(query, key, value, text_mask(starts, slice(0, starts.shape[1]), window), scale, sinks)
+        out, lse = flex.attend(query, key, value, flex.text_mask(starts, window, parts), scale)
+        out = out if sinks is None else out * torch.sigmoid(lse - sinks[:, None])[..., None].to(out.dtype)
+    elif parts is not None:
+        out = attend_parts(query, key, value, starts, window, scale, sinks, parts)
+    elif query.device.type == "cpu":
+        out = attend_documents(query, key, value, starts, window, scale, sinks)
+    else:  # the documents would require a synchronization
+        out = attend_part(query, key, value, text_mask(starts, slice(0, starts.shape[1]), window), scale, sinks)
+    return out if parts is None else parts.split(out)
+
+
+def attend_parts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    window: int | None,
+    scale: float | None,
+    sinks: Tensor | None,
+    parts: RowParts,
+) -> Tensor:
+    """Attend from joined parts to whole rows, some queries at a time."""
+    first, last = (parts.joined_columns(x) for x in (first_keys(starts, window, parts), parts.columns))
+    out = []
+    for start in range(0, query.shape[2], QUERIES):
+        here = slice(start, start + QUERIES)
+        begin, end = int(first[:, here].min()), int(last[:, here].max()) + 1
+        columns = torch.arange(begin, end, device=query.device)
+        seen = (columns >= first[:, here, None]) & (columns <= last[:, here, None])
+        keys_values = key[:, :, begin:end], value[:, :, begin:end]
+        out.append(attend_part(query[:, :, here], *keys_values, seen[:, None], scale, sinks))
+    return torch.cat(out, dim=2)
+
+
+def attend_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    window: int | None,
+    scale: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     rows = []
     for row, spans in enumerate(documents(starts)):
         q, k, v = (x[row : row + 1] for x in (query, key, value))
-        parts = [attend_document(q[:, :, at], k[:, :, at], v[:, :, at], window, scale, sinks) for at in spans]
-        rows.append(torch.cat(parts, dim=2))
+        found = [attend_document(q[:, :, at], k[:, :, at], v[:, :, at], window, scale, sinks) for at in spans]
+        rows.append(torch.cat(found, dim=2))
     return torch.cat(rows)
 
 

@@ -119,7 +119,7 @@ def test_steps_and_blocks_attend_by_it_as_without(kernel, monkeypatch):
     monkeypatch.setattr(flex, "attend", by_kernel if kernel else plainly)
     for by_flex in (True, False):
         monkeypatch.setattr(flex, "is_supported", lambda q, keys, by_flex=by_flex: by_flex)
-        steps = [step_attention.at_start(*pair, step) for step, pair in enumerate(pairs)]
+        steps = [step_attention.at_start(*pair, step, text) for step, pair in enumerate(pairs)]
         outs = [step_attention.attend_steps(q, steps[: n + 1], text.document_starts()) for n in range(3)]
         blocks = block_attention.Blocks.of(starts, slots)
         outs.append(block_attention.attend_blocks(own_q, pairs[0], (own_keys, own_values), blocks, True, 100))

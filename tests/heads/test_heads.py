@@ -289,7 +289,7 @@ def test_step_attention_and_its_gradients(count, by_document, monkeypatch):
         leaves = [q.clone().requires_grad_(), *(x.clone().requires_grad_() for pair in parts for x in pair)]
         pairs = list(zip(leaves[1::2], leaves[2::2], strict=True))
         if ours:
-            moved = [steps.at_start(*pair, step) for step, pair in enumerate(pairs)]
+            moved = [steps.at_start(*pair, step, rows[0]) for step, pair in enumerate(pairs)]
             out = steps.attend_steps(leaves[0], moved, starts)[:, :, count - 1 :]
         else:
             out = plainly(leaves[0], pairs, mask)[:, :, count - 1 :]

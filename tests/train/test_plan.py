@@ -126,6 +126,14 @@ def test_shards_are_shares(strategy: str, small: DictConfig, planned: dict):
         assert eight[name][0] == pytest.approx(one[name][0] / (8 if cut else 1))
 
 
+def test_processes_that_share_rows_hold_parts_of_them(small: DictConfig):
+    one, four = (plan.plan(OmegaConf.merge(small, {"gpus": 4, "context_parallel": count}))["gib"] for count in (1, 4))
+    for name in ("aux hidden states", "target at work"):
+        assert four[name][0] == pytest.approx(one[name][0] / 4)
+    assert one["activations"][0] / 4 < four["activations"][0] < one["activations"][0]  # a chunk of logits stays whole
+    assert four["head weights"] == one["head weights"]
+
+
 def test_what_does_not_fit_has_a_remedy(small: DictConfig, planned: dict):
     tight = OmegaConf.merge(small, {"gpu_gib": planned["total"] - 1e-6})
     found = plan.fitting(tight)

@@ -33,11 +33,13 @@ BY_DAY = [
     "ddp,trainer.optim=adamw,target.sharding=fsdp,trainer.max_steps=4,self_generated_tokens=512",
     "ddp,trainer.optim=adamw",
     "fsdp,trainer.optim=adamw",
+    "ddp,trainer.optim=adamw,context_parallel=2",
 ]
 ROUNDED = [name for name in HALVES if name in ("fsdp", "zero3")]  # in bfloat16
 BY_NIGHT = [
     *(f"{name},trainer.optim=adamw,trainer.bf16=true" for name in ROUNDED if name == "fsdp"),
     "fsdp,trainer.optim=muon",
+    "fsdp,trainer.optim=adamw,context_parallel=2",
     "fsdp,trainer.optim=adamw,target.sharding=tensor",
     "ddp,trainer.optim=adamw,hidden_states.dtype=float32,hidden_states.shard_rows=4,hidden_states=offline",
     "fsdp,trainer.optim=adamw,trainer.compile_head=aot_eager",
@@ -89,13 +91,17 @@ SAME = {
     **{f"together/{name}-adamw": ("alone/adamw", 1e-3) for name in HALVES},
     "alone/halves": ("alone/adamw", 1e-3),  # a step in two batches
     "together/ddp-offline": ("alone/adamw", 1e-3),
+    "together/ddp-2": ("together/ddp-adamw", 1e-5),  # context_parallel
+    "together/fsdp-2": ("together/fsdp-adamw", 1e-5),
     "together/fsdp-aot_eager": ("together/fsdp-adamw", 1e-4),
     # torch's Muon makes updates orthogonal in bfloat16: the last digit of a gradient moves a loss by up to 1.3e-3 here.
     "together/fsdp-muon": ("alone/muon", 2e-3),
 }
 
 
-@pytest.mark.parametrize("name", nightly_but(SAME, "together/ddp-adamw", "together/fsdp-adamw", "alone/halves"))
+@pytest.mark.parametrize(
+    "name", nightly_but(SAME, "together/ddp-adamw", "together/fsdp-adamw", "together/ddp-2", "alone/halves")
+)
 def test_however_it_is_spread_it_learns_the_same(alone: Path, together: Path, name: str):
     places = {"alone": alone, "together": together}
     other, tolerance = SAME[name]

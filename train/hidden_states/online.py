@@ -38,7 +38,7 @@ def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tupl
         # All processes of fsdp run the same forwards, also where only some of them have images.
         pictured = reads_images(target.model.config) if target.sharding == "fsdp" else images is not None
         if target.capabilities.packed_rows and not pictured:
-            mask = target.masks.packed(text.document_starts(), target.dtype)
+            mask = target.masks.packed(text.document_starts(), target.dtype, text.parts)
             reading = target.forward(text.tokens, text.positions, mask, None, wanted, 1)
         elif target.sharding == "fsdp" or images is not None or several_documents(text):  # under fsdp all must
             reading = forward_documents(target, text.tokens, text.documents, wanted, images)

@@ -44,7 +44,7 @@ def explain_out_of_memory(rows: int, length: int, plan: str) -> Iterator[None]:
             raise
         remedy = "take strategy=fsdp over more devices, or hidden_states=offline"
         if length > 1024:
-            remedy = f"lower max_length={length}, or {remedy}"
+            remedy = f"lower max_length={length}, set context_parallel=2 (processes share rows), or {remedy}"
         if rows > 1:
             remedy = "halve the first and double trainer.gradient_accumulation_steps, which trains the same"
         raise ValueError(

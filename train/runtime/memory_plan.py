@@ -123,11 +123,12 @@ def head_work(cfg: DictConfig, head: DraftHead, target: Target, vocabulary: set[
         layers = max(1, head.cache_layers)
         kept += work * layers * 3 * 4 * width
         flops += 6 * work * layers * length * width
+    kept /= cfg.context_parallel
     drafted = target.vocab_size if head.draft_ids is None else len(head.d2t)
     compared = drafts if isinstance(head, BlockHead) else tokens  # at a time, and label positions with a teacher
     chunk = min(rows_at_a_time(target.vocab_size, "cuda"), compared)
     kept += chunk * (6 * target.vocab_size + 12 * drafted)
-    kept += 2 * drafts * 4 * width  # drafts and their gradients
+    kept += 2 * drafts * 4 * width / cfg.context_parallel  # drafts and their gradients
     if cfg.trainer.bf16:  # autocast's copies of the weights
         kept += 2 * sum(p.numel() for p in head.parameters() if p.requires_grad)
     # Gradients of the projections are summed over the chunks, apart from .grad.
@@ -188,11 +189,12 @@ def memory_per_gpu(cfg: DictConfig, head: Head, body: Body, target: Target) -> d
         held, where = held / node, f"one of {node} pieces on every GPU"
     elif sharding == "tensor":
         held, where = body.weights / node + body.ends, f"one of {node} slices on every GPU, embedding and lm_head whole"
-    captured = rows * cfg.max_length * (head.layers + 1) * target.hidden_size * 2
-    size = f"{rows} x {cfg.max_length}"
+    length = cfg.max_length // cfg.context_parallel
+    captured = rows * length * (head.layers + 1) * target.hidden_size * 2
+    size = f"{rows} x {length}"
     counted: dict[str, tuple[float, str]] = {
         "target weights": (held, f"{body.parameters / 1e9:.2f}B parameters in {bits}, {where}"),
-        "target at work": (body.working * rows / batch * whole, f"one layer on {size} tokens"),
+        "target at work": (body.working * rows / batch / cfg.context_parallel * whole, f"one layer on {size} tokens"),
         "aux hidden states": (captured, f"{head.layers} layers and the last, {size} x {target.hidden_size}"),
         "head weights": (head.weights, "float32"),
         "gradients": (head.gradients, "float32"),

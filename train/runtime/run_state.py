@@ -14,7 +14,8 @@ LOCKS: list[IO[bytes]] = []  # of the run in this process
 CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.json", "checkpoints"
 REPLICATED = {"single", "ddp"}  # strategies whose checkpoints are the same
 # What does not change a run: how rows are spread over processes (`rows_per_step` is compared), and where it is written.
-SPREAD = {"strategy", "processes", "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"}
+SPREAD = {"strategy", "processes", "context_parallel"}
+SPREAD |= {f"trainer.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
 PLACES = {"output_dir"}
 # What may change when a stopped run is resumed: what is logged, measured and kept, and for how long it trains.
 FREE = {"eval", "push_to_hub", "push_private", "keep_checkpoints", "data.num_proc", "hidden_states.verify"}

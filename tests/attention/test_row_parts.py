@@ -1,0 +1,127 @@
+"""Context parallelism: parts of rows in several processes learn what whole rows learn in one."""
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from foredraft.heads.attention import block_attention, flex, step_attention
+from foredraft.heads.attention.row_parts import RowParts, columns_of
+from foredraft.heads.attention.text_attention import attend_text
+from foredraft.train.checks import check_context_parallel
+from tests.attention.test_flex import check_tables, dense, plainly
+from tests.support import ROOT, nightly_but
+from tests.support.batches import packed
+from tests.support.configs import composed
+from tests.support.head_factory import BLOCK_KINDS, PLAIN_KINDS
+from tests.support.processes import end, torchrun
+
+LENGTH, MARGIN = 320, 3
+SIZE = LENGTH // 4
+
+
+def test_each_process_holds_two_parts_and_margins():
+    both = [[[*range(-2, 6)], [*range(10, 18)]], [[*range(2, 10)], [*range(6, 14)]]]
+    assert columns_of(16, processes=2, margin=2).tolist() == both
+    own = columns_of(24, 3, 1)[..., 1:-1].flatten()
+    assert sorted(own.tolist()) == [*range(24)]
+
+
+def parts_of(starts: Tensor, process: int) -> tuple[RowParts, Tensor]:
+    """Return the parts of rows that one of two processes holds, and its columns (2, width)."""
+    columns = columns_of(LENGTH, 2, MARGIN)[process].clamp(0, LENGTH - 1)
+    of_rows = starts[:, columns].flatten(0, 1)
+    return RowParts(columns.repeat(len(starts), 1), of_rows, MARGIN, LENGTH, cast(Any, None)), columns
+
+
+def cut(x: Tensor, columns: Tensor) -> Tensor:
+    """Cut (batch, heads, length, dim) into the parts (2 * batch, heads, width, dim) of a process."""
+    return x[:, :, columns].transpose(1, 2).flatten(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 7, 150])
+@pytest.mark.parametrize("process", [0, 1])
+def test_the_tables_of_parts_are_those_of_the_definition(process, window):
+    text = packed((100, 200, 20), (320,))
+    parts, columns = parts_of(text.document_starts(), process)
+    mask = flex.text_mask(parts.starts, window, parts)
+    near = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH) < (window or LENGTH)
+    assert torch.equal(dense(mask), (text.mask() & near)[:, columns.flatten()])
+    check_tables(mask, exact=False)
+
+
+@pytest.mark.parametrize("by_flex", [True, False])
+@pytest.mark.parametrize("process", [0, 1])
+def test_parts_attend_as_whole_rows(process, by_flex, monkeypatch):
+    text, slots = packed((100, 200, 20), (320,)), 4
+    monkeypatch.setattr(flex, "attend", plainly)
+    torch.manual_seed(0)
+    q, *others = (torch.randn(2, heads, LENGTH, 16, dtype=torch.float64) for heads in (4, *[2] * 6))
+    pairs = list(zip(others[::2], others[1::2], strict=True))
+    starts = text.document_starts()
+    parts, columns = parts_of(starts, process)
+    inner = slice(MARGIN + 2, MARGIN + SIZE)  # of a part, where no draft of these three steps began before its margin
+
+    def own(x: Tensor) -> Tensor:
+        return cut(x, columns)[:, :, inner]
+
+    whole = [step_attention.at_start(*pair, step, text) for step, pair in enumerate(pairs)]
+    expected = own(step_attention.attend_steps(q, whole, starts))
+    anchors = torch.tensor([[5, 90, 250], [1, 140, 319]])
+    blocks = block_attention.Blocks.of(text._replace(anchors=anchors), slots)
+    own_q, own_keys, own_values = (torch.randn(2, heads, 3 * slots, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    by_blocks = block_attention.attend_blocks(own_q, pairs[0], (own_keys, own_values), blocks, True, 100)
+    of_text = own(attend_text(q, *pairs[0], starts, window=50))
+
+    monkeypatch.setattr(flex, "is_supported", lambda q, keys: by_flex)
+    later = [step_attention.at_start(*(cut(x, columns) for x in pair), step, text) for step, pair in enumerate(pairs)]
+    attended = step_attention.attend_steps(cut(q, columns), [pairs[0], *later[1:]], parts.starts, parts)
+    torch.testing.assert_close(attended[:, :, inner], expected)
+    monkeypatch.setattr(RowParts, "gather", lambda self, keys, values: pairs[0])
+    ours = attend_text(cut(q, columns), *(cut(x, columns) for x in pairs[0]), parts.starts, 50, parts=parts)
+    torch.testing.assert_close(ours[:, :, inner], of_text)
+
+    places = torch.stack([anchors - part[0] for part in columns], dim=1).flatten(0, 1)
+    real = (places >= MARGIN) & (places < MARGIN + SIZE) & (columns[:, :1] > 0).repeat(2, 1)
+    here = text._replace(tokens=torch.zeros(4, columns.shape[1]), anchors=places.masked_fill(~real, -1), parts=parts)
+    in_parts = block_attention.Blocks.of(here, slots)
+    queries, keys, values = (x.repeat_interleave(2, 0) for x in (own_q, own_keys, own_values))
+    found = block_attention.attend_blocks(queries, pairs[0], (keys, values), in_parts, True, 100)
+    chosen = real.repeat_interleave(slots, 1)
+    assert real.any()
+    torch.testing.assert_close(found.transpose(1, 2)[chosen], by_blocks.repeat_interleave(2, 0).transpose(1, 2)[chosen])
+
+
+RUNS = {  # processes, and what they learn
+    2: ["eagle3", "hydra_pp", "dflash", "p_eagle", "eagle3:gemma3_text"],
+    4: [*PLAIN_KINDS, "eagle3:gpt_oss", "eagle3:mistral", "draft_model:gemma3_text"],
+}
+
+
+@pytest.mark.parametrize("processes", nightly_but(RUNS, 2))
+def test_processes_that_share_rows_learn_what_one_does(processes: int, tmp_path: Path):
+    assert {"dflash", "dspark", "p_eagle"} <= {*BLOCK_KINDS} & {*PLAIN_KINDS}
+    probe = str(ROOT / "tests/support/context_probe.py")
+    ended = end(torchrun(probe, "96", *RUNS[processes], cwd=tmp_path, processes=processes))
+    assert ended.code == 0, ended.err[-3000:]
+    found = json.loads(ended.out.splitlines()[-1])
+    assert found.keys() == {*RUNS[processes]}
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["context_parallel=3"], "context_parallel=3 must divide the 4 processes"),
+        (["context_parallel=0"], "context_parallel=0 must divide the 4 processes"),
+        (["context_parallel=2", "strategy=zero2"], "strategy=ddp or fsdp, and this is zero2"),
+        (["context_parallel=4", "max_length=100"], "8 equal parts: max_length=100 must be a multiple of that"),
+    ],
+)
+def test_rows_that_cannot_be_shared(settings, message, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match=message):
+        check_context_parallel(composed("train", "strategy=ddp", *settings))
