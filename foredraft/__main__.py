@@ -18,6 +18,7 @@ PROGRAMS = {
     "serve": ("foredraft.scripts.serve", "serve OpenAI's protocol and a chat page"),
     "learn": ("foredraft.train.learn", "train a server's head on its texts (serve learn=true starts it)"),
     "evaluate": ("foredraft.scripts.evaluate", "measure acceptance length and speed of drafters"),
+    "tune": ("foredraft.scripts.tune", "choose the number of drafts for your traffic, for vLLM, SGLang and llama.cpp"),
     "lossless": ("foredraft.scripts.lossless", "check that drafting does not change the text of your model"),
     "preview": ("foredraft.scripts.preview", "show the training samples, with the learned tokens highlighted"),
     "regenerate": ("foredraft.scripts.regenerate", "replace the answers of a dataset by the target's"),

@@ -7,7 +7,7 @@ each stage of a step, and faults of drafters. The same command resumes an interr
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,28 +106,31 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
     the target's answers to the turns before."""
     if file.exists():
         return [Prompt(*prompt) for prompt in json.loads(file.read_text())]
+    prompts = find_prompts(cfg, target, cfg.lengths)
+    file.write_text(json.dumps(prompts) + "\n")
+    return prompts
+
+
+def find_prompts(cfg: DictConfig, target: Target, lengths: Sequence[int] = ()) -> list[Prompt]:
+    """Return the prompts that cfg.prompts names. lengths: as in conf/evaluate.yaml."""
     tokenizer = target.text_tokenizer
     most = (target.context or 10**9) - cfg.max_new_tokens
-    if most < max([1, *cfg.lengths]):
+    if most < max([1, *lengths]):
         raise ValueError(
             f"max_new_tokens={cfg.max_new_tokens} leaves {most} tokens for a prompt, of the target's context of "
             f"{target.context}"
         )
     if cfg.prompts == "held_out":
-        data, length = load_corpus(cfg.data, target), max(cfg.lengths or [cfg.prompt_tokens])
+        data, length = load_corpus(cfg.data, target), max(lengths or [cfg.prompt_tokens])
         prompts = prompt_sets.held_out(tokenizer, data, cfg.limit or 10**6, length)
-        if cfg.lengths:
-            prompts = prompt_sets.by_length(tokenizer, prompts, cfg.lengths)
-    else:
+        return prompt_sets.by_length(tokenizer, prompts, lengths) if lengths else prompts
 
-        def answer(ids: list[int]) -> list[int]:
-            input_ids = torch.tensor([ids], device=target.device)
-            return generate(target, None, input_ids, max_new_tokens=cfg.max_new_tokens).new_tokens[0]
+    def answer(ids: list[int]) -> list[int]:
+        input_ids = torch.tensor([ids], device=target.device)
+        return generate(target, None, input_ids, max_new_tokens=cfg.max_new_tokens).new_tokens[0]
 
-        questions = prompt_sets.questions(cfg.prompts, cfg.limit or None)
-        prompts = list(prompt_sets.tokenize(questions, tokenizer, most, answer))
-    file.write_text(json.dumps(prompts) + "\n")
-    return prompts
+    questions = prompt_sets.questions(cfg.prompts, cfg.limit or None)
+    return list(prompt_sets.tokenize(questions, tokenizer, most, answer))
 
 
 def load(cfg: DictConfig, target: Target, lines: Lines) -> list[System]:

@@ -41,8 +41,8 @@ VLLM_DFLASH = VLLM.replace("{method}", "dflash")
 # also count the anchor.
 SGLANG_BLOCK = """python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \
 --speculative-draft-model-path {head}"""
-SGLANG = f"""{SGLANG_BLOCK} --speculative-num-steps {{depth}} --speculative-eagle-topk 4 \
---speculative-num-draft-tokens 16"""
+SGLANG_TREE = "--speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
+SGLANG = f"{SGLANG_BLOCK} --speculative-num-steps {{depth}} {SGLANG_TREE}"
 SPECULATORS = "vllm serve {head}"
 TGI = "text-generation-launcher --model-id {head}"
 HYDRA_CODE = "HydraModel.from_pretrained('{head}')"
@@ -76,10 +76,11 @@ class Export(NamedTuple):
     use: str  # the command that loads it, a template for `command`
     note: str = ""  # what the engine does not support
 
-    def command(self, head: DraftHead, target: str, directory: str) -> str:
-        """Return the command for this head, which was written to this directory, and the target of this name."""
+    def command(self, head: DraftHead, target: str, directory: str, drafts: int | None = None) -> str:
+        """Return the command for this head, which was written to this directory, and the target of this name. drafts: per
+        step; None for the head's depth."""
         names = {"method": head.kind, "algorithm": head.kind.upper()}
-        return self.use.format(target=target, head=directory, depth=head.depth, **names)
+        return self.use.format(target=target, head=directory, depth=drafts or head.depth, **names)
 
 
 Exporter = Callable[..., Export]  # of a head and its target
@@ -225,9 +226,10 @@ def exporter_for(name: str, **options: str | None) -> Exporter:
     return partial(FORMATS[name][1], **given)
 
 
-def engines(head: DraftHead, target: Target, name: str) -> list[dict[str, Any]]:
+def engines(head: DraftHead, target: Target, name: str, drafts: int | None = None) -> list[dict[str, Any]]:
     """Return, for the model card, each engine that loads the head, the `format` of export (None for the files that training
-    writes), and the `command`, with {head} still to be filled in. name: of the target, for the commands."""
+    writes), and the `command`, with {head} still to be filled in. name: of the target, for the commands. drafts: as for
+    `Export.command`."""
     trained, supported = formats.default_format(head), []
     for engine, names in ENGINES.items():
         for layout in names:
@@ -236,7 +238,7 @@ def engines(head: DraftHead, target: Target, name: str) -> list[dict[str, Any]]:
             except ValueError:
                 continue
             same = type(export.layout) is type(trained) and vars(export.layout) == vars(trained)
-            command = export.command(head, name, "{head}")
+            command = export.command(head, name, "{head}", drafts)
             supported.append({"engine": engine, "format": None if same else layout, "command": command})
             break
     return supported

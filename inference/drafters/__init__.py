@@ -153,6 +153,7 @@ __all__ = [
     "DraftModel",
     "Drafter",
     "DynamicTree",
+    "HeadTree",
     "Lookahead",
     "NgramDrafter",
     "StaticTree",

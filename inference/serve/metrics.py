@@ -9,6 +9,7 @@ from foredraft.inference.serve.openai.completion import Answer
 from foredraft.inference.serve.worker import Worker
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+LENGTHS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 16)
 
 
 class Metrics:
@@ -24,6 +25,12 @@ class Metrics:
         self.forwards = Counter("forwards", "Target forwards after prompts, per sequence, by head", ["head"], **shared)
         emitted = "Tokens of these forwards; their quotient is the acceptance length"
         self.emitted = Counter("emitted_tokens", emitted, ["head"], **shared)
+        reached = (
+            "Of these forwards, those that accepted a draft at this depth; over all of them the share that reached it"
+        )
+        self.reached = Counter("accepted_at_depth", reached, ["head", "depth"], **shared)
+        lengths = "Acceptance length of an answer"
+        self.lengths = Histogram("acceptance_length", lengths, ["head"], buckets=LENGTHS, **shared)
         self.first = Histogram("first_token_seconds", "Time to the first token", buckets=SECONDS, **shared)
         self.seconds = Histogram("request_seconds", "Time to the end of the answer", buckets=SECONDS, **shared)
         slots = [engine.slots for engine in worker.engines]
@@ -47,6 +54,10 @@ class Metrics:
             head = self.worker.heads.get(job.engine, "")
             self.forwards.labels(head).inc(len(choice.accepted))
             self.emitted.labels(head).inc(choice.emitted)
+            for depth in range(1, max(choice.accepted, default=0) + 1):
+                self.reached.labels(head, depth).inc(sum(count >= depth for count in choice.accepted))
+            if choice.accepted:
+                self.lengths.labels(head).observe(choice.emitted / len(choice.accepted))
         self.seconds.observe(seconds)
         if answer.failure is not None:
             self.failures.labels(answer.failure.status_code).inc()

@@ -251,6 +251,24 @@ def test_how_often_beginnings_were_known_is_told(target):
     assert float(shown["foredraft_prefix_cache_hit_rate"]) == 69 / 140
 
 
+class Asked:  # what a metric reads of a job
+    def __init__(self, engine: Engine):
+        self.engine = engine
+
+
+def test_acceptance_is_told_by_depth_and_by_answer(target):
+    worker = Worker(target, NgramDrafter(), max_num_seqs=1)
+    page, job = Metrics(worker), Asked(worker.engines[0])
+    choice = SimpleNamespace(accepted=[0, 2, 1], emitted=6)
+    answer: Any = SimpleNamespace(prompt_tokens=3, completion_tokens=6, failure=None, first_token=0.1)
+    answer.choices = {job: choice}
+    page.observe(answer, 1.0)
+    shown = dict(line.rsplit(" ", 1) for line in page.page().decode().splitlines() if not line.startswith("#"))
+    depths = {name: float(count) for name, count in shown.items() if "accepted_at_depth_total" in name}
+    assert sorted(depths.values()) == [1, 2]
+    assert [float(count) for name, count in shown.items() if name.startswith("foredraft_acceptance_length_sum")] == [2]
+
+
 @pytest.mark.parametrize(
     "settings",
     [

@@ -1,0 +1,93 @@
+"""Choose the number of drafts per step for your traffic:  foredraft tune target=ORG/NAME drafter=outputs/mine/head
+
+Measures how often each depth of the head's drafts is accepted on your prompts, and how long a step takes here for several
+numbers of requests and drafts. Prints the speed of each, and the settings for vLLM (with its table by number of requests),
+SGLang and llama.cpp, which draft chains. Run it where you will serve: on another machine a step takes another time.
+"""
+
+import json
+from pathlib import Path
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from foredraft.cli import entry
+from foredraft.heads import Target, load_head
+from foredraft.heads.base import DraftHead, ParallelHead
+from foredraft.heads.formats.engines import SGLANG_TREE, engines
+from foredraft.heads.target_model.packing import pack
+from foredraft.inference.drafters import HeadTree, chain_of, drafter_for
+from foredraft.inference.evaluation.measure import run
+from foredraft.inference.evaluation.tuning import Tuning, reached_depths, seconds_by_drafts
+from foredraft.scripts.evaluate import find_prompts
+from foredraft.train.runtime.environment import facts_of_measurement
+
+VLLM_KEY = "num_speculative_tokens"
+
+
+@entry("tune")
+def main(cfg: DictConfig) -> None:
+    for name in ("requests", "drafts"):
+        if not cfg[name] or min(cfg[name]) < 1 or sorted({*cfg[name]}) != list(cfg[name]):
+            raise ValueError(f"{name}={list(cfg[name])}: give ascending numbers from 1 on")
+    if cfg.steps < 1 or cfg.temperature < 0:
+        raise ValueError(f"steps={cfg.steps} must be at least 1, and temperature={cfg.temperature} at least 0")
+    target: Target = instantiate(cfg.target)
+    head = load_head(cfg.drafter.path, target)
+    prompts = [prompt.tokens for prompt in find_prompts(cfg, target)]
+    pack(head)
+    tree = drafter_for(head, target)
+    assert isinstance(tree, HeadTree), "a fixed tree"
+    most = head.limit or (head.depth if isinstance(head, ParallelHead) else max(cfg.drafts))
+    lengths = [length for length in cfg.drafts if length <= most]
+    if not lengths:
+        raise ValueError(f"drafts={list(cfg.drafts)}: the head drafts {most} tokens at most")
+    longest = chain_of(tree, target, lengths[-1])
+    texts = run(target, longest, prompts, cfg.max_new_tokens, "measuring acceptance", temperature=cfg.temperature)
+    tuning = Tuning(reached_depths(texts, lengths[-1]), {})
+    for requests in cfg.requests:
+        given = prompts, requests, cfg.steps, cfg.temperature
+        tuning.seconds[requests] = seconds_by_drafts(target, tree, lengths, *given)
+        print(row(tuning, requests), flush=True)
+    print(f"accepted at depths 1 to {lengths[-1]}: {' '.join(f'{share:.2f}' for share in tuning.reached)}")
+    commands = settings(tuning, cfg.drafter.path, head, target)
+    for engine, command in commands.items():
+        print(f"\n{engine}: {command}")
+    if not commands:
+        print(
+            "\nno number of drafts is faster here than decoding without: train the head for longer, or serve without it"
+        )
+    found = {"schedule": tuning.schedule(), "accepted": tuning.reached, "seconds": tuning.seconds, "commands": commands}
+    about = facts_of_measurement(target) | {"head": cfg.drafter.path, "prompts": cfg.prompts, "n": len(prompts)}
+    Path(cfg.output).write_text(json.dumps(found | {"about": about}, indent=1, default=str) + "\n")
+    print(f"\nwritten: {cfg.output}")
+
+
+def row(tuning: Tuning, requests: int) -> str:
+    """Describe the speeds of one number of requests."""
+    best = tuning.best(requests)
+    speeds = (
+        f"{drafts} drafts {tuning.speedup(requests, drafts):.2f}x" for drafts in tuning.seconds[requests] if drafts
+    )
+    return f"{requests} requests: {', '.join(speeds)}; best {best or 'without'}"
+
+
+def settings(tuning: Tuning, path: str, head: DraftHead, target: Target) -> dict[str, str]:
+    """Return the command of each engine that loads the head from `path`; none if no drafts pay off. vLLM gets a table by
+    number of requests. Others draft as many for all, and get what is best for the fewest requests."""
+    schedule, found = tuning.schedule(), dict[str, str]()
+    drafts = next((drafts for _, _, drafts in schedule if drafts), 0)
+    for one in engines(head, target, target.name, drafts) if drafts else ():
+        command = one["command"].replace("{head}", path if one["format"] is None else "exported")
+        if one["format"] is not None:
+            command = f"foredraft export checkpoint={path} format={one['format']} output_dir=exported\n{command}"
+        most = max(drafts for _, _, drafts in schedule)
+        table = f'"{VLLM_KEY}": {most}, "{VLLM_KEY}_per_batch_size": {json.dumps(schedule)}'
+        command = command.replace(f'"{VLLM_KEY}": {drafts}', table)
+        chain = f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {drafts + 1}"
+        found[one["engine"]] = command.replace(SGLANG_TREE, chain)
+    return found
+
+
+if __name__ == "__main__":
+    main()
