@@ -17,6 +17,7 @@ from foredraft.heads.attention.masks import first_keys, text_mask
 from foredraft.heads.attention.row_parts import RowParts
 
 QUERIES = 1024  # processed at a time with a window: no mask is larger than QUERIES x (QUERIES + window)
+FEWEST, ENTRIES = 64, 1 << 20  # queries of parts of rows that are processed at a time, and entries of their mask
 SINK_PADDING = 8  # added to the head dimension: kernels need multiples of 8
 
 
@@ -59,9 +60,9 @@ def attend_parts(
 ) -> Tensor:
     """Attend from joined parts to whole rows, some queries at a time."""
     first, last = (parts.joined_columns(x) for x in (first_keys(starts, window, parts), parts.columns))
-    out = []
-    for start in range(0, query.shape[2], QUERIES):
-        here = slice(start, start + QUERIES)
+    out, count = [], max(FEWEST, ENTRIES // key.shape[2])
+    for start in range(0, query.shape[2], count):
+        here = slice(start, start + count)
         begin, end = int(first[:, here].min()), int(last[:, here].max()) + 1
         columns = torch.arange(begin, end, device=query.device)
         seen = (columns >= first[:, here, None]) & (columns <= last[:, here, None])
