@@ -198,16 +198,19 @@ TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2"}
     [
         ({}, "ddp", "strategy=ddp works in processes that torchrun starts: torchrun"),
         (TWO_RANKS, "single", "torchrun started 2: set strategy=ddp"),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}, "single", "torchrun started 1: set strategy=ddp"),
         (TWO_RANKS, "zero2", "set trainer.optim=adamw trainer.learning_rate=6e-4, or strategy=fsdp"),
     ],
 )
 def test_an_engine_that_cannot_work_says_why(environment, name, message, monkeypatch):
-    for variable in ("RANK", "WORLD_SIZE"):
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
+    assert strategy.choose("auto", "muon") == "single"
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
     with pytest.raises(ValueError, match=re.escape(message)):
         strategy.choose(name, "muon")
+    assert strategy.choose("auto", "muon") == ("ddp" if environment else "single")
 
 
 def test_a_strategy_that_accelerate_was_told_otherwise_says_so():

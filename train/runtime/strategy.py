@@ -38,7 +38,7 @@ DDP = {"ddp_find_unused_parameters": False, "ddp_broadcast_buffers": False}
 # Saved weights are whole and keep their dtype; smaller weights (norms) are not cut.
 ZERO3 = {"stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persistence_threshold": 10000}
 STRATEGIES = {
-    "auto": Strategy("ddp in several processes (torchrun), else single"),
+    "auto": Strategy("ddp in processes that torchrun starts, else single"),
     "single": Strategy("one process on one device"),
     "ddp": Strategy("one copy of the head per process, gradients averaged (start with torchrun)", DDP),
     "fsdp": Strategy(
@@ -61,11 +61,13 @@ def choose(strategy: str, optim: str) -> str:
     cannot work here."""
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy} is not one of {', '.join(STRATEGIES)}")
+    launched = "LOCAL_RANK" in os.environ or distributed.world_size() > 1  # accelerate opens a process group, also for one
     if strategy == "auto":
-        return "ddp" if distributed.world_size() > 1 else "single"
-    if strategy == "single" and distributed.world_size() > 1:
+        return "ddp" if launched else "single"
+    if strategy == "single" and launched:
         raise ValueError(
-            f"strategy=single is one process, and torchrun started {distributed.world_size()}: set strategy=ddp or auto"
+            f"strategy=single is one process, and torchrun started {distributed.world_size()}: set strategy=ddp or auto, or "
+            "start it without torchrun"
         )
     if strategy != "single" and "RANK" not in os.environ:
         raise ValueError(
