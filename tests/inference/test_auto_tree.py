@@ -18,7 +18,7 @@ from foredraft.inference.drafters import AutoTree, DraftModel, SuffixDrafter, lo
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.dynamic import DynamicTree
 from foredraft.inference.drafters.measurements import CHANCE, ENOUGH, PLAIN, WEIGHT, Case, Costs, Hits, Plan
-from foredraft.inference.drafters.policy import plans_of
+from foredraft.inference.drafters.policy import BEHIND, plans_of
 from foredraft.inference.sampling import Sampling, SamplingParams
 from foredraft.inference.tree import TokenTree, chain
 from tests.support import ROOT
@@ -121,6 +121,14 @@ def test_the_first_tokens_are_never_slower_than_the_baseline(small, right, node,
         written += len(path)
     speed, best = written / drafter.spent, max((1 + min(plan.levels, right)) / cost(plan) for plan in drafter.plans)
     assert speed > (0.975 if best < 1.15 else 1 + 0.6 * (best - 1))  # and most of what can be gained is gained
+
+
+def test_drafts_that_have_cost_too_much_pause_until_plain_steps_made_up_for_it(small):
+    drafter = begun(Timed(Chains(), small, lambda plan: 1.0))
+    drafter.best = drafter.plans[2]
+    for lead, plan in ((0.0, drafter.best), (-BEHIND, drafter.best), (-BEHIND - 0.01, PLAIN)):
+        drafter.lead = lead
+        assert drafter.affordable == plan
 
 
 def test_every_plan_is_a_part_of_the_next_one_and_a_gpu_captures_few_sizes(small):
