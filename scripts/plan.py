@@ -15,6 +15,7 @@ from foredraft.heads.target_model import loading
 from foredraft.heads.target_model.loading import resolve_dtype
 from foredraft.heads.target_model.resolve_path import gguf_of, resolve_path
 from foredraft.heads.target_model.sharding import COLLECTIVE
+from foredraft.train.checks import check_context_parallel
 from foredraft.train.runtime.memory_plan import BITS, memory_per_gpu, strategy_of, study
 
 
@@ -71,7 +72,8 @@ def fitting(cfg: DictConfig) -> tuple[str, float] | None:
     changes = [f"trainer.per_device_train_batch_size=1 trainer.gradient_accumulation_steps={rows}", "strategy=fsdp"]
     changes += ["head.draft_vocab_size=32000"] if cfg.head.get("draft_vocab_size", 0) is None else []
     changes += ["target.sharding=fsdp", "target.quantization=8bit", "target.quantization=4bit"]
-    changes += [f"context_parallel={count}" for count in (2, 4, 8) if cfg.gpus % count == 0 and cfg.gpus > 1]
+    shares = strategy_of(cfg) in ("ddp", "fsdp") and cfg.target.sharding != "tensor"
+    changes += [f"context_parallel={count}" for count in (2, 4, 8) if shares and cfg.gpus % count == 0]
     changes += [f"max_length={cfg.max_length // 2}", f"max_length={cfg.max_length // 4}", "hidden_states=server"]
     for change in changes:
         changed = cast(DictConfig, OmegaConf.merge(cfg, {}))
@@ -85,6 +87,7 @@ def fitting(cfg: DictConfig) -> tuple[str, float] | None:
 
 @entry("plan")
 def main(cfg: DictConfig) -> None:
+    check_context_parallel(cfg, cfg.gpus, strategy_of(cfg))
     found = plan(cfg)
     kind = cfg.head._target_.split(".")[-3]  # foredraft.heads.eagle3.Eagle3Head.for_target
     print(f"{kind} ({found['head_parameters'] / 1e6:.0f}M parameters) for {cfg.target.path}")

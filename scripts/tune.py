@@ -22,7 +22,7 @@ from foredraft.inference.evaluation.tuning import Tuning, reached_depths, second
 from foredraft.scripts.evaluate import find_prompts
 from foredraft.train.runtime.environment import facts_of_measurement
 
-VLLM_KEY = "num_speculative_tokens"
+VLLM, VLLM_KEY = "vLLM", "num_speculative_tokens"
 
 
 @entry("tune")
@@ -32,6 +32,7 @@ def main(cfg: DictConfig) -> None:
             raise ValueError(f"{name}={list(cfg[name])}: give ascending numbers from 1 on")
     if cfg.steps < 1 or cfg.temperature < 0:
         raise ValueError(f"steps={cfg.steps} must be at least 1, and temperature={cfg.temperature} at least 0")
+    Path(cfg.output).parent.mkdir(parents=True, exist_ok=True)  # before anything is measured
     target: Target = instantiate(cfg.target)
     head = load_head(cfg.drafter.path, target)
     prompts = [prompt.tokens for prompt in find_prompts(cfg, target)]
@@ -50,14 +51,17 @@ def main(cfg: DictConfig) -> None:
         tuning.seconds[requests] = seconds_by_drafts(target, tree, lengths, *given)
         print(row(tuning, requests), flush=True)
     print(f"accepted at depths 1 to {lengths[-1]}: {' '.join(f'{share:.2f}' for share in tuning.reached)}")
-    commands = settings(tuning, cfg.drafter.path, head, target)
+    schedule = tuning.schedule()
+    first, last, drafts = next((span for span in schedule if span[2]), schedule[0])
+    commands = settings(schedule, drafts, cfg.drafter.path, head, target)
     for engine, command in commands.items():
-        print(f"\n{engine}: {command}")
-    if not commands:
+        which = "" if engine == VLLM else f", {drafts} drafts, which is best for {first} to {last} requests"
+        print(f"\n{engine}{which}:\n{command}")
+    if not drafts:
         print(
             "\nno number of drafts is faster here than decoding without: train the head for longer, or serve without it"
         )
-    found = {"schedule": tuning.schedule(), "accepted": tuning.reached, "seconds": tuning.seconds, "commands": commands}
+    found = {"schedule": schedule, "accepted": tuning.reached, "seconds": tuning.seconds, "commands": commands}
     about = facts_of_measurement(target) | {"head": cfg.drafter.path, "prompts": cfg.prompts, "n": len(prompts)}
     Path(cfg.output).write_text(json.dumps(found | {"about": about}, indent=1, default=str) + "\n")
     print(f"\nwritten: {cfg.output}")
@@ -72,20 +76,27 @@ def row(tuning: Tuning, requests: int) -> str:
     return f"{requests} requests: {', '.join(speeds)}; best {best or 'without'}"
 
 
-def settings(tuning: Tuning, path: str, head: DraftHead, target: Target) -> dict[str, str]:
-    """Return the command of each engine that loads the head from `path`; none if no drafts pay off. vLLM gets a table by
-    number of requests. Others draft as many for all, and get what is best for the fewest requests."""
-    schedule, found = tuning.schedule(), dict[str, str]()
-    drafts = next((drafts for _, _, drafts in schedule if drafts), 0)
-    for one in engines(head, target, target.name, drafts) if drafts else ():
-        command = one["command"].replace("{head}", path if one["format"] is None else "exported")
-        if one["format"] is not None:
-            command = f"foredraft export checkpoint={path} format={one['format']} output_dir=exported\n{command}"
-        most = max(drafts for _, _, drafts in schedule)
+def settings(schedule: list[list[int]], drafts: int, path: str, head: DraftHead, target: Target) -> dict[str, str]:
+    """Return the command of each engine that loads the head from `path` and lets a user choose the number of drafts; none if
+    no drafts pay off. vLLM gets the schedule, others `drafts` for any number of requests."""
+    most, found = max(drafts for _, _, drafts in schedule), dict[str, str]()
+    if not drafts:
+        return found
+    both = (engines(head, target, target.name, count) for count in (drafts, drafts + 1))
+    for one, other in zip(*both, strict=True):
+        engine, command = one["engine"], one["command"]
+        if command == other["command"]:  # it drafts whole blocks
+            continue
+        if one["format"] is None:
+            command = command.replace("{head}", path)
+        else:
+            folder = f"exported-{one['format']}"
+            command = command.replace("{head}", folder)
+            command = f"foredraft export checkpoint={path} format={one['format']} output_dir={folder}\n{command}"
         table = f'"{VLLM_KEY}": {most}, "{VLLM_KEY}_per_batch_size": {json.dumps(schedule)}'
         command = command.replace(f'"{VLLM_KEY}": {drafts}', table)
         chain = f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {drafts + 1}"
-        found[one["engine"]] = command.replace(SGLANG_TREE, chain)
+        found[engine] = command.replace(SGLANG_TREE, chain)
     return found
 
 

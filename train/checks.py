@@ -13,6 +13,7 @@ from foredraft.heads import hub
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.images import reads_images
 from foredraft.train import losses, parity_gate
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts
@@ -40,7 +41,7 @@ def check_config(cfg: DictConfig) -> None:
     if rank is not None and cfg.strategy not in ("single", "ddp"):
         raise ValueError(f"lora_r={rank} works with strategy=single or ddp, and this is {cfg.strategy}")
     losses.build(cfg.loss, cfg.loss_args)
-    check_context_parallel(cfg)
+    check_context_parallel(cfg, distributed.world_size(), cfg.strategy)
     if not cfg.fresh_text:
         return
     if not cfg.self_generated_tokens:
@@ -54,16 +55,16 @@ def check_config(cfg: DictConfig) -> None:
         )
 
 
-def check_context_parallel(cfg: DictConfig) -> None:
-    """Raise ValueError unless the processes of the run can share rows as cfg.context_parallel says."""
-    count, processes = cfg.context_parallel, distributed.world_size()
+def check_context_parallel(cfg: DictConfig, processes: int, strategy: str) -> None:
+    """Raise ValueError unless these processes can share rows as cfg.context_parallel says."""
+    count = cfg.context_parallel
     if count == 1:
         return
     setting = f"context_parallel={count}"
-    if count < 1 or processes % count:
+    if not isinstance(count, int) or count < 1 or processes % count:
         raise ValueError(f"{setting} must divide the {processes} processes of the run (torchrun --nproc-per-node)")
-    if cfg.strategy not in ("ddp", "fsdp"):
-        raise ValueError(f"{setting} works with strategy=ddp or fsdp, and this is {cfg.strategy}")
+    if strategy not in ("ddp", "fsdp"):
+        raise ValueError(f"{setting} works with strategy=ddp or fsdp, and this is {strategy}")
     if cfg.max_length % (2 * count):
         raise ValueError(
             f"{setting} cuts rows into {2 * count} equal parts: max_length={cfg.max_length} must be a multiple of that"
@@ -74,6 +75,7 @@ def check_target(cfg: DictConfig, target: Target) -> None:
     """Raise ValueError for settings that do not suit the target."""
     target.capabilities.check_draftable()
     reads_rows = target.capabilities.packed_rows and target.sharding != "tensor"
+    reads_rows &= target.sharding != "fsdp" or not reads_images(target.model.config)
     if cfg.context_parallel > 1 and cfg.hidden_states._target_ == ONLINE and not reads_rows:
         raise ValueError(
             f"context_parallel={cfg.context_parallel}: {target.name} with target.sharding={target.sharding} cannot read "

@@ -152,7 +152,8 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     learned = sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
     some = "" if cfg.lora_r is None else f", of which {learned:,} learn,"
     print(f"{head.kind}: {parameters:,} parameters{some} for {target.name}\n{data_card.summary(data.card)}", flush=True)
-    measured_rows = held_out.rows(measured_on, cfg.max_length, cfg.data_seed, target.context)
+    shared = cfg.max_length // cfg.context_parallel  # each row is measured by one process alone
+    measured_rows = held_out.rows(measured_on, shared, cfg.data_seed, target.context)
     return Prepared(target, head, data, packed, later, measured_rows, args, directory, checkpoint)
 
 
@@ -264,7 +265,8 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
     named = explain_out_of_memory(
         cfg.trainer.per_device_train_batch_size,
         cfg.max_length,
-        f"target={target.name} head={run.head.kind} strategy={cfg.strategy} gpus={distributed.world_size()}",
+        f"target={target.name} head={run.head.kind} strategy={cfg.strategy} gpus={distributed.world_size()}"
+        + (f" context_parallel={cfg.context_parallel}" if cfg.context_parallel > 1 else ""),
     )
     try:
         with named:

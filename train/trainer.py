@@ -214,12 +214,13 @@ class HeadTrainer(Trainer):
         return batches, distributed.all_reduce(counts).to(self.args.device, non_blocking=True)
 
     def spread(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch on this process's device, or what it has of the batches of all that share rows."""
-        whole = [batch] if self.context is None else self.context.exchange(batch, self.distillation.head.depth)
-        for part in whole if self.context is not None and "anchors" not in batch else ():
+        """Return a batch on this process's device, or on the host its parts of the batches of all that share rows."""
+        if self.context is None:
+            return send_to_device(batch, self.args.device, non_blocking=True)
+        parts = self.context.exchange(batch, self.distillation.head.depth)
+        for part in parts if "anchors" not in batch else ():
             part["label_positions"] = self.distillation.label_positions_of(PackedBatch.of(part))
-        sent = [send_to_device(part, self.args.device, non_blocking=True) for part in whole]
-        return sent[0] if self.context is None else {"parts": sent}
+        return {"parts": parts}
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Learn the rows of all processes that share them, one after the other; the last one averages gradients."""

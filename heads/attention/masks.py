@@ -54,7 +54,8 @@ class PackedMask(Tensor):
         self.starts, self.window, self.parts = starts, window, parts
 
     def dense(self) -> Tensor:
-        assert self.parts is None, "the keys of a part of a row are in other processes"
+        if self.parts is not None:
+            raise ValueError("the target's attention cannot read parts of rows: set context_parallel=1")
         return additive_mask(text_mask(self.starts, slice(0, self.starts.shape[1]), self.window), self.dtype)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -7,6 +7,7 @@ engine. The seconds of a step are those of foredraft's engine on this machine. W
 drafts takes.
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from itertools import pairwise
@@ -23,6 +24,7 @@ from foredraft.inference.generation import Generation
 from foredraft.inference.request import Request
 from foredraft.inference.sampling import SamplingParams
 
+PREFILLED = 256  # tokens of a prompt per step, at least
 WARM_UP = 3  # steps of each kind that are not timed: the first one of a shape may include what is made once for it
 NEAR = 0.99  # of two lengths with nearly the same speed, the shorter one counts
 TURNS = 3  # times that each length is timed, all in turn, because other programs may share the machine
@@ -87,16 +89,28 @@ def seconds_per_step(
     target: Target, drafter: Drafter | None, prompts: Sequence[list[int]], requests: int, steps: int, temperature: float
 ) -> float:
     """Return the median seconds of a step that decodes this number of requests together, with the prompts in turn."""
-    engine = Engine(target, drafter, max_num_seqs=requests)
-    new_tokens = (steps + WARM_UP + 1) * (1 if drafter is None else drafter.nodes)
-    for number in range(requests):
-        params = SamplingParams(temperature)
-        engine.add(Request(prompts[number % len(prompts)], params, max_new_tokens=new_tokens, seed=number))
-    times: list[float] = []
-    while len(times) < steps + WARM_UP and engine.has_work:
-        start = time.perf_counter()
-        outputs = engine.step()  # it ends with a copy to the host, which waits for the device
-        if len(outputs) == requests and outputs[0].accepted is not None:  # not a prefill, and not some of them alone
-            times.append(time.perf_counter() - start)
-    engine.close()
-    return median(times[WARM_UP:] or times)
+    chosen = [prompts[number % len(prompts)] for number in range(requests)]
+    nodes = 1 if drafter is None else drafter.nodes
+    joining = sum(2 + 2 * len(prompt) // PREFILLED for prompt in chosen)  # steps until the last one decodes, at most
+    new_tokens = (joining + steps + WARM_UP) * nodes
+    room = (target.context or sys.maxsize) - new_tokens
+    if room < 1:
+        raise ValueError(
+            f"requests={requests} of {max(map(len, chosen))} tokens and steps={steps} need {new_tokens} new tokens, more "
+            f"than the {target.context} that {target.name} reads: fewer requests, shorter prompts or fewer steps"
+        )
+    engine, times = Engine(target, drafter, max_num_seqs=requests), list[float]()
+    for number, prompt in enumerate(chosen):
+        engine.add(Request(prompt[-room:], SamplingParams(temperature), max_new_tokens=new_tokens, seed=number))
+    try:
+        while len(times) < steps + WARM_UP and engine.has_work:
+            start = time.perf_counter()
+            outputs = engine.step()  # it ends with a copy to the host, which waits for the device
+            if (
+                len(outputs) == requests and outputs[0].accepted is not None
+            ):  # not a prefill, and not some of them alone
+                times.append(time.perf_counter() - start)
+    finally:
+        engine.close()
+    assert len(times) == steps + WARM_UP, "the budget of new tokens covers all steps until the last request decodes"
+    return median(times[WARM_UP:])

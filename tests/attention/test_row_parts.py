@@ -1,6 +1,7 @@
 """Context parallelism: parts of rows in several processes learn what whole rows learn in one."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +13,8 @@ from foredraft.heads.attention import block_attention, flex, step_attention
 from foredraft.heads.attention.row_parts import RowParts, columns_of
 from foredraft.heads.attention.text_attention import attend_text
 from foredraft.train.checks import check_context_parallel
+from foredraft.train.hidden_states.storage import store
+from foredraft.train.runtime.context_parallel import received, rounded_up, sendable
 from tests.attention.test_flex import check_tables, dense, plainly
 from tests.support import ROOT, nightly_but
 from tests.support.batches import packed
@@ -95,21 +98,36 @@ def test_parts_attend_as_whole_rows(process, by_flex, monkeypatch):
     torch.testing.assert_close(found.transpose(1, 2)[chosen], by_blocks.repeat_interleave(2, 0).transpose(1, 2)[chosen])
 
 
-RUNS = {  # processes, and what they learn
-    2: ["eagle3", "hydra_pp", "dflash", "p_eagle", "eagle3:gemma3_text"],
-    4: [*PLAIN_KINDS, "eagle3:gpt_oss", "eagle3:mistral", "draft_model:gemma3_text"],
+RUNS = {  # processes, how many share a row, and what they learn
+    (2, 2): ["eagle3", "hydra_pp", "dflash", "p_eagle", "eagle3:gemma3_text"],
+    (4, 2): ["eagle3", "dflash"],
+    (4, 4): [*PLAIN_KINDS, "eagle3:gpt_oss", "eagle3:mistral", "draft_model:gemma3_text"],
 }
 
 
-@pytest.mark.parametrize("processes", nightly_but(RUNS, 2))
-def test_processes_that_share_rows_learn_what_one_does(processes: int, tmp_path: Path):
+@pytest.mark.parametrize(("processes", "share"), nightly_but(RUNS, (2, 2)))
+def test_processes_that_share_rows_learn_what_one_does(processes: int, share: int, tmp_path: Path):
     assert {"dflash", "dspark", "p_eagle"} <= {*BLOCK_KINDS} & {*PLAIN_KINDS}
-    probe = str(ROOT / "tests/support/context_probe.py")
-    ended = end(torchrun(probe, "96", *RUNS[processes], cwd=tmp_path, processes=processes))
+    probe, kinds = str(ROOT / "tests/support/context_probe.py"), RUNS[processes, share]
+    ended = end(torchrun(probe, "96", str(share), *kinds, cwd=tmp_path, processes=processes))
     assert ended.code == 0, ended.err[-3000:]
     found = json.loads(ended.out.splitlines()[-1])
-    assert found.keys() == {*RUNS[processes]}
+    assert found.keys() == {*kinds}
     assert max(found.values()) < 1e-5, found
+
+
+def test_stored_features_of_any_dtype_travel():
+    part = {"tokens": torch.arange(4), "anchors": None}
+    part |= store("features", torch.randn(1, 4, 8), "float8", 2) | store("last", torch.randn(1, 4, 4), "bfloat16", 1)
+    again = received(pickle.loads(pickle.dumps(sendable(part))))
+    assert again.keys() == part.keys() and again["features"].dtype == torch.float8_e4m3fn
+    assert torch.equal(again["features"].float(), part["features"].float()) and torch.equal(again["last"], part["last"])
+
+
+def test_few_numbers_of_anchors_are_compiled():
+    sizes = [rounded_up(count) for count in range(8193)]
+    assert all(count <= size <= max(32, 1.25 * count) + 32 for count, size in enumerate(sizes))
+    assert len({*sizes}) < 40
 
 
 @pytest.mark.parametrize(
@@ -117,11 +135,12 @@ def test_processes_that_share_rows_learn_what_one_does(processes: int, tmp_path:
     [
         (["context_parallel=3"], "context_parallel=3 must divide the 4 processes"),
         (["context_parallel=0"], "context_parallel=0 must divide the 4 processes"),
+        (["context_parallel=null"], "context_parallel=None must divide the 4 processes"),
         (["context_parallel=2", "strategy=zero2"], "strategy=ddp or fsdp, and this is zero2"),
         (["context_parallel=4", "max_length=100"], "8 equal parts: max_length=100 must be a multiple of that"),
     ],
 )
-def test_rows_that_cannot_be_shared(settings, message, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
+def test_rows_that_cannot_be_shared(settings, message):
     with pytest.raises(ValueError, match=message):
-        check_context_parallel(composed("train", "strategy=ddp", *settings))
+        cfg = composed("train", "strategy=ddp", *settings)
+        check_context_parallel(cfg, 4, cfg.strategy)

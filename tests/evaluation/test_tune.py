@@ -77,15 +77,31 @@ def test_a_head_is_tuned_for_the_engines_that_load_it(run, target, tmp_path, mon
 
 
 def test_every_engine_gets_its_own_settings(deep):
-    commands = tune.settings(KNOWN, "mine/head", make_head("eagle3", deep), deep)
+    commands = tune.settings(KNOWN.schedule(), 2, "mine/head", make_head("eagle3", deep), deep)
     table = (
         '"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": [[1, 3, 2], [4, 31, 1], [32, 1024, 0]]'
     )
     assert table in commands["vLLM"] and "mine/head" in commands["vLLM"]
     flags = "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3"
     assert commands["SGLang"].endswith(flags)
-    assert commands["llama.cpp"].startswith("foredraft export checkpoint=mine/head format=gguf output_dir=exported\n")
-    assert commands["llama.cpp"].endswith("-md exported/head.gguf --spec-type draft-eagle3 --spec-draft-n-max 2")
+    assert commands["llama.cpp"].startswith(
+        "foredraft export checkpoint=mine/head format=gguf output_dir=exported-gguf\n"
+    )
+    assert commands["llama.cpp"].endswith("-md exported-gguf/head.gguf --spec-type draft-eagle3 --spec-draft-n-max 2")
+
+
+def test_blocks_are_drafted_whole_where_an_engine_has_no_number_for_them(deep):
+    commands = tune.settings([[1, 2, 0], [3, 1024, 2]], 2, "mine/head", make_head("dflash", deep), deep)
+    assert "SGLang" not in commands and "[[1, 2, 0], [3, 1024, 2]]" in commands["vLLM"]
+
+
+def test_many_requests_of_long_prompts_are_timed_together(target):
+    prompts = [torch.randint(1, 300, (100 + number,)).tolist() for number in range(3)]
+    assert tuning.seconds_per_step(target, None, prompts, 20, 3, 0.0) > 0
+    with pytest.raises(
+        ValueError, match=r"requests=200 of 102 tokens and steps=3 need \d+ new tokens, more than the 256"
+    ):
+        tuning.seconds_per_step(target, None, prompts, 200, 3, 0.0)
 
 
 def test_steps_are_timed_and_acceptance_is_that_of_the_chain(run, target, tmp_path):

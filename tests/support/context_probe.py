@@ -1,6 +1,8 @@
 """Learn rows in the parts of several processes, and whole in each of them; print how far losses and gradients are apart.
 
-    torchrun --nproc-per-node 2 tests/support/context_probe.py LENGTH KIND[:FAMILY] ...
+    torchrun --nproc-per-node 4 tests/support/context_probe.py LENGTH PROCESSES KIND[:FAMILY] ...
+
+PROCESSES share a row.
 
 KIND is of tests/support/head_factory.py, FAMILY of tests/support/architectures.py; without it the target is the tiny Llama.
 """
@@ -82,8 +84,8 @@ def compare(length: int, name: str, context: ContextParallel) -> float:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    context = ContextParallel(distributed.world_size())
-    found = {name: compare(int(sys.argv[1]), name, context) for name in sys.argv[2:]}
+    context = ContextParallel(int(sys.argv[2]))
+    found = {name: compare(int(sys.argv[1]), name, context) for name in sys.argv[3:]}
     if distributed.rank() == 0:
         print(json.dumps(found))
     dist.destroy_process_group()

@@ -40,6 +40,8 @@ def forward_target(target: Target, text: PackedBatch, layers: list[int]) -> tupl
         if target.capabilities.packed_rows and not pictured:
             mask = target.masks.packed(text.document_starts(), target.dtype, text.parts)
             reading = target.forward(text.tokens, text.positions, mask, None, wanted, 1)
+        elif text.parts is not None:
+            raise ValueError(f"{target.name} cannot read parts of rows: set context_parallel=1")
         elif target.sharding == "fsdp" or images is not None or several_documents(text):  # under fsdp all must
             reading = forward_documents(target, text.tokens, text.documents, wanted, images)
         else:

@@ -8,8 +8,10 @@ A step learns the same rows with the same loss, and a process holds 1 / N of a r
 lies where, and how attention sees all of it: heads/attention/row_parts.py.
 """
 
+import datetime
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,7 +19,8 @@ from foredraft.heads.attention.row_parts import columns_of
 from foredraft.heads.base import PackedBatch
 from foredraft.train.runtime import distributed
 
-ANCHORS = 32  # numbers of anchors are multiples of this, because each number has its own compiled kernel
+ANCHORS = 32  # at least, of a part
+TIMEOUT = datetime.timedelta(minutes=30)  # accelerate's own, for what accelerators exchange
 REACH = 2  # columns beyond its depth that a draft reads: the bonus token and the teacher of its last label position
 
 
@@ -26,26 +29,23 @@ class ContextParallel:
 
     def __init__(self, count: int):
         ranks = [range(first, first + count) for first in range(0, distributed.world_size(), count)]
-        groups = [
-            (dist.new_group(list(some)), dist.new_group(list(some), backend="gloo", timeout=distributed.TIMEOUT))
-            for some in ranks
-        ]
-        self.count, self.place = count, distributed.rank() % count
-        self.ranks = ranks[distributed.rank() // count]
-        self.device_group, self.host_group = groups[distributed.rank() // count]
+        hosts: dict[str, Any] = {"backend": "gloo", "timeout": distributed.TIMEOUT}
+        groups = [(dist.new_group([*some], timeout=TIMEOUT), dist.new_group([*some], **hosts)) for some in ranks]
+        self.count, mine = count, distributed.rank() // count
+        self.ranks, (self.device_group, self.host_group) = ranks[mine], groups[mine]
 
     def exchange(self, batch: dict[str, Any], depth: int) -> list[dict[str, Any]]:
         """Return this process's parts of the batches of all processes of its group, in the order of the processes. batch: on
         the host, with the anchors of its whole rows. depth: of the head."""
         margin, length = depth + REACH, batch["tokens"].shape[1]
-        cut = [cut_rows(batch, columns, margin) for columns in columns_of(length, self.count, margin)]
+        cut = [sendable(cut_rows(batch, columns, margin)) for columns in columns_of(length, self.count, margin)]
         found: list[dict[str, Any]] = []
         for source in self.ranks:
             box: list[Any] = [None]
             mine = source == distributed.rank()
             dist.scatter_object_list(box, cut if mine else None, src=source, group=self.host_group)
             box[0]["parts"] |= {"margin": margin, "length": length, "group": self.device_group}
-            found.append(box[0])
+            found.append(received(box[0]))
         return found
 
 
@@ -76,5 +76,21 @@ def cut_anchors(anchors: Tensor, columns: Tensor, margin: int) -> Tensor:
     """Return (2 * batch, n) of anchors (batch, more): those that start in a part, in its own columns."""
     begins = (anchors[:, None] - columns[:, :1]).flatten(0, 1)
     own = (anchors >= 0).repeat_interleave(2, 0) & (begins >= margin) & (begins < columns.shape[1] - margin)
-    count = max(1, -(-int(own.sum(1).max()) // ANCHORS)) * ANCHORS
-    return begins.masked_fill(~own, -1).sort(1).values[:, -count:]
+    return begins.masked_fill(~own, -1).sort(1).values[:, -rounded_up(int(own.sum(1).max())) :]
+
+
+def rounded_up(count: int) -> int:
+    """Return one of four numbers of anchors for each power of two: each number has its own compiled kernels."""
+    step = max(ANCHORS, 1 << max(0, count.bit_length() - 3))
+    return max(1, -(-count // step)) * step
+
+
+def sendable(part: dict[str, Any]) -> dict[str, Any]:
+    """Replace float8 tensors (hidden_states.dtype=float8), which cannot be pickled, by their bytes."""
+    float8 = [name for name, x in part.items() if isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn]
+    return part | {name: part[name].view(torch.uint8) for name in float8} | {"float8": float8}
+
+
+def received(part: dict[str, Any]) -> dict[str, Any]:
+    """Undo `sendable`."""
+    return part | {name: part[name].view(torch.float8_e4m3fn) for name in part.pop("float8")}

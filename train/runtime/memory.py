@@ -14,6 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
+from foredraft.train.runtime import distributed
+
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # mallopt's names, from malloc.h
 
 
@@ -44,7 +46,8 @@ def explain_out_of_memory(rows: int, length: int, plan: str) -> Iterator[None]:
             raise
         remedy = "take strategy=fsdp over more devices, or hidden_states=offline"
         if length > 1024:
-            remedy = f"lower max_length={length}, set context_parallel=2 (processes share rows), or {remedy}"
+            share = "share rows by a larger context_parallel, " if distributed.world_size() > 1 else ""
+            remedy = f"lower max_length={length}, {share}or {remedy}"
         if rows > 1:
             remedy = "halve the first and double trainer.gradient_accumulation_steps, which trains the same"
         raise ValueError(

@@ -123,7 +123,11 @@ def head_work(cfg: DictConfig, head: DraftHead, target: Target, vocabulary: set[
         layers = max(1, head.cache_layers)
         kept += work * layers * 3 * 4 * width
         flops += 6 * work * layers * length * width
-    kept /= cfg.context_parallel
+    if cfg.context_parallel > 1:
+        kept /= cfg.context_parallel
+        if head.config is not None:  # keys and values of whole rows
+            of_layer = 2 * head.config.num_key_value_heads * head.config.head_dim
+            kept += tokens * head.cache_layers * of_layer * size
     drafted = target.vocab_size if head.draft_ids is None else len(head.d2t)
     compared = drafts if isinstance(head, BlockHead) else tokens  # at a time, and label positions with a teacher
     chunk = min(rows_at_a_time(target.vocab_size, "cuda"), compared)
@@ -203,7 +207,9 @@ def memory_per_gpu(cfg: DictConfig, head: Head, body: Body, target: Target) -> d
         "reserve": (RESERVE * GIB, "driver, NCCL, gaps"),
     }
     if cfg.gpus > 1:
-        for name in (name for name in cut if cut[name]):
+        # Processes that share rows sum gradients over all of them before they are cut.
+        whole_gradients = ["gradients"] * (cfg.context_parallel > 1)
+        for name in (name for name in cut if cut[name] and name not in whole_gradients):
             counted[name] = counted[name][0] / cfg.gpus, f"{counted[name][1]}, one of {cfg.gpus} shards"
         if cut["head weights"]:
             counted["gathered weights"] = head.weights, "whole during a batch"

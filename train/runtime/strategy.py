@@ -61,7 +61,9 @@ def choose(strategy: str, optim: str) -> str:
     cannot work here."""
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy} is not one of {', '.join(STRATEGIES)}")
-    launched = "LOCAL_RANK" in os.environ or distributed.world_size() > 1  # accelerate opens a process group, also for one
+    launched = (
+        "LOCAL_RANK" in os.environ or distributed.world_size() > 1
+    )  # accelerate opens a process group, also for one
     if strategy == "auto":
         return "ddp" if launched else "single"
     if strategy == "single" and launched:
