@@ -137,7 +137,7 @@ class HeadTrainer(Trainer):
     loss_is_scaled_for_ga = True
     hits: Tensor | float  # since the last log entry: (depth,) hits, (depth,) drafts, tokens
     counts: Tensor | float
-    tokens: int
+    tokens: Tensor | int
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class HeadTrainer(Trainer):
         counts = torch.zeros(len(depths), dtype=torch.int64)
         for number, batch in enumerate(batches):
             text = PackedBatch.of(batch)
-            self.tokens += int((text.documents >= 0).sum())
+            self.tokens = self.tokens + (text.documents >= 0).sum()
             prepared = self.distillation.prepare(text, self.state.global_step)
             text = text._replace(anchors=prepared.get("anchors"))
             counts += torch.stack([draft_loss_mask(text, depth).sum() for depth in depths])
