@@ -94,6 +94,8 @@ def make_text_mask(firsts: Tensor) -> BlockMask:
 
 
 def make_part_mask(firsts: Tensor, lasts: Tensor, length: int) -> BlockMask:
+    """Return the mask of queries whose own columns are `lasts`, not their places, so that the kernel reads them."""
+
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= firsts[row, query]) & (key <= lasts[row, query])
 

@@ -28,7 +28,7 @@ PREFILLED = 256  # tokens of a prompt per step, at least
 WARM_UP = 3  # steps of each kind that are not timed: the first one of a shape may include what is made once for it
 NEAR = 0.99  # of two lengths with nearly the same speed, the shorter one counts
 TURNS = 3  # times that each length is timed, all in turn, because other programs may share the machine
-MOST = 1024  # requests, the end of the last range
+MOST = 1024  # requests, the end of the last range, unless more were measured
 
 
 class Tuning(NamedTuple):
@@ -51,7 +51,7 @@ class Tuning(NamedTuple):
         """Return [first, last, drafts] for ranges of numbers of requests, as vLLM reads them. What was measured for a number
         of requests holds up to the next one, and beyond the last."""
         found: list[list[int]] = []
-        for requests, after in pairwise([*sorted(self.seconds), MOST + 1]):
+        for requests, after in pairwise([*sorted(self.seconds), max(MOST, *self.seconds) + 1]):
             drafts, first = self.best(requests), found[-1][1] + 1 if found else 1
             if found and found[-1][2] == drafts:
                 found[-1][1] = after - 1
@@ -106,9 +106,7 @@ def seconds_per_step(
         while len(times) < steps + WARM_UP and engine.has_work:
             start = time.perf_counter()
             outputs = engine.step()  # it ends with a copy to the host, which waits for the device
-            if (
-                len(outputs) == requests and outputs[0].accepted is not None
-            ):  # not a prefill, and not some of them alone
+            if len(outputs) == requests and outputs[0].accepted is not None:  # all decode, and none is prefilled
                 times.append(time.perf_counter() - start)
     finally:
         engine.close()

@@ -25,9 +25,7 @@ class Metrics:
         self.forwards = Counter("forwards", "Target forwards after prompts, per sequence, by head", ["head"], **shared)
         emitted = "Tokens of these forwards; their quotient is the acceptance length"
         self.emitted = Counter("emitted_tokens", emitted, ["head"], **shared)
-        reached = (
-            "Of these forwards, those that accepted a draft at this depth; over all of them the share that reached it"
-        )
+        reached = "Of these forwards, those that accepted a draft at this depth"
         self.reached = Counter("accepted_at_depth", reached, ["head", "depth"], **shared)
         lengths = "Acceptance length of an answer"
         self.lengths = Histogram("acceptance_length", lengths, ["head"], buckets=LENGTHS, **shared)

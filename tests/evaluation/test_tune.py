@@ -34,6 +34,10 @@ def test_the_best_number_of_drafts_by_number_of_requests():
     assert KNOWN.schedule() == [[1, 3, 2], [4, 31, 1], [32, 1024, 0]]
 
 
+def test_ranges_end_with_the_largest_number_that_was_measured():
+    assert Tuning([1.0], {2000: {0: 1.0, 1: 1.0}, 3000: {0: 1.0, 1: 9.0}}).schedule() == [[1, 2999, 1], [3000, 3000, 0]]
+
+
 def test_of_nearly_equal_speeds_the_fewest_drafts_count():
     assert Tuning([0.5, 0.005], {1: {0: 1.0, 1: 1.0, 2: 1.0}}).best(1) == 1
 
