@@ -133,7 +133,7 @@ def test_trees_of_two_and_three_levels_are_verified_by_one_graph(target, taped):
     assert {depth for kind, *_, depth in keys if kind == "verify"} - {0} == {3}
 
 
-@pytest.mark.parametrize("name", ["greedy", "top-p", "penalty"])
+@pytest.mark.parametrize("name", nightly_but(["greedy", "top-p", "penalty"], "greedy", "penalty"))
 def test_the_text_is_the_same(target, name, monkeypatch, taped):
     """Try every drafter with top-p, and one of each cache with the other settings."""
     settings = SETTINGS[name] | LIMITS

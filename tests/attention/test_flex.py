@@ -8,6 +8,7 @@ from foredraft.heads.attention import block_attention, flex, step_attention
 from foredraft.heads.attention.flex import NO_KEY
 from foredraft.heads.attention.masks import PackedMask
 from foredraft.heads.attention.text_attention import attend_text
+from tests.support import nightly_but
 from tests.support.batches import packed
 
 # (lengths of the documents) of each row
@@ -91,11 +92,10 @@ def by_kernel(q, keys, values, mask, scale=None):
     return out, plainly(q, keys, values, mask, scale)[1]
 
 
-@pytest.mark.parametrize(
-    ("window", "sinks"), [(7, torch.tensor([-1.0, 0.5, 2.0, 0.0])), pytest.param(None, None, marks=pytest.mark.nightly)]
-)
-def test_packed_rows_of_a_target_attend_by_it_as_without(window, sinks, monkeypatch):
-    monkeypatch.setattr(flex, "attend", by_kernel)
+@pytest.mark.parametrize(("window", "sinks"), [(7, torch.tensor([-1.0, 0.5, 2.0, 0.0])), (None, None)])
+@pytest.mark.parametrize("attend", nightly_but([by_kernel, plainly], plainly))
+def test_packed_rows_of_a_target_attend_by_it_as_without(attend, window, sinks, monkeypatch):
+    monkeypatch.setattr(flex, "attend", attend)
     q, keys, values = (torch.randn(2, heads, 320, 16) for heads in (4, 2, 2))
     starts, found = packed(*ROWS["tiles"]).document_starts(), []
     for by_flex in (True, False):

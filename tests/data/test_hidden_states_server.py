@@ -114,11 +114,11 @@ def test_losses_are_those_of_features_online(
 
 
 def test_deaths_on_both_sides_change_nothing(given: list[str], alone: Path, tiny_path: Path, tmp_path: Path):
-    """Kill the engine eight times, by the request, and the trainer up to four times, anywhere."""
+    """Kill the engine four times, by the request, and the trainer up to twice, anywhere."""
     seed, states = os.environ.get("FOREDRAFT_KILL_SEED", "0"), tmp_path / "states"
-    mortal, url = started("-m", "tests.support.mortal_engine", str(tiny_path), str(states), seed, "8")
+    mortal, url = started("-m", "tests.support.mortal_engine", str(tiny_path), str(states), seed, "4")
     try:
-        done = script("tests/support/kill_probe.py", seed, "4", *given, *served(url), "output_dir=out", cwd=tmp_path)
+        done = script("tests/support/kill_probe.py", seed, "2", *given, *served(url), "output_dir=out", cwd=tmp_path)
     finally:
         mortal.terminate()
     ends = json.loads(done.out.splitlines()[-1])

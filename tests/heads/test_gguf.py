@@ -9,6 +9,7 @@ files.
 
 import json
 
+import gguf
 import pytest
 import torch
 
@@ -26,7 +27,6 @@ from tests.support import nightly_but
 from tests.support.gguf_heads import EMBEDDED, GOLDEN, OUTTYPES, SMALL, contents, gguf_head, write_qwen, write_target
 from tests.support.head_factory import edit, make_head, same
 
-gguf = pytest.importorskip("gguf")
 FILES = json.loads(GOLDEN.read_text())
 HEADS = (*SMALL, "mtp")
 BY_DAY = {(name, "f32") for name in HEADS} | {(name, kind) for name in ("eagle3 pruned", "mtp") for kind in OUTTYPES}

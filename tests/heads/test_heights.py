@@ -69,8 +69,6 @@ EXPORTS += [("speculators", "eagle3"), ("llamacpp", "eagle3"), ("llamacpp", "dfl
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize(("engine", "kind"), EXPORTS)
 def test_exports_have_a_row_for_each_token_of_the_vocabulary(engine: str, kind: str, end: str, fresh, tmp_path) -> None:
-    if engine == "llamacpp":
-        pytest.importorskip("gguf")
     fresh.tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})  # more than the vocabulary
     target = taller(fresh, end)
     head = make_head(kind, target, **{"bias": False} if (engine, kind) == ("vllm", "eagle") else {})
@@ -123,7 +121,6 @@ def test_a_shorter_draft_model_is_tuned_on_texts_with_all_tokens(longer: Target,
 
 
 def test_a_grammar_is_followed_with_a_tokenizer_of_more_tokens_than_the_target_has(embedded: Target) -> None:
-    pytest.importorskip("llguidance")
     tokenizer = copy.deepcopy(embedded.text_tokenizer)
     more = 64 + embedded.vocab_size - len(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": [f"<image {number}>" for number in range(more)]})

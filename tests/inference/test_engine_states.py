@@ -80,7 +80,7 @@ class Steps(RuleBasedStateMachine):
         assert not self.wanted and not self.engine.has_work
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(150, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [10, pytest.param(60, marks=pytest.mark.nightly)])
 def test_every_text_is_that_of_decoding_alone(target: Target, examples: int) -> None:
     kinds = requests(target)
     alone = [tuple(part[0] for part in run(Engine(target), [kind])) for kind in kinds]

@@ -25,7 +25,8 @@ from tests.support.head_factory import make_head
 SUPPORT = {"trees": "Trees", "chains": "Chains", "decoded plainly": "No drafts"}
 COMMANDS = list(dict.fromkeys(command for document in DOCUMENTS for command in typed_commands(document)))
 PYTHON = [document for document in DOCUMENTS if blocks(document, "python")]
-RUN = [block for document in DOCUMENTS for block in blocks(document) if block.runs]
+MARKED = [block for document in DOCUMENTS for block in blocks(document) if block.runs]
+RUN = [pytest.param(one, marks=[pytest.mark.nightly] * ("target=test_model" in one.text)) for one in MARKED]
 
 
 def title(document: Path) -> str:

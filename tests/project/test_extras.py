@@ -54,20 +54,16 @@ def gguf(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-BY_DAY = [
+BY_DAY = [("chat,gguf", "chat target=GGUF drafter=ngram max_new_tokens=4")]
+BY_NIGHT = [
     ("cli", "generate target=TINY drafter=HEAD+suffix prompt=one max_new_tokens=4"),
     ("cli", "evaluate target=TINY drafter=[ngram] prompts=PROMPTS limit=1 repeats=1 max_new_tokens=8 output_dir=out"),
-    ("chat,gguf", "chat target=GGUF drafter=ngram max_new_tokens=4"),
-]
-BY_NIGHT = [
-    ("cli", "generate target=TINY drafter=ngram+suffix prompt=one max_new_tokens=4"),
     ("cli", "plan target=TINY head=eagle3 strategy=single tokens=1000"),
     (
         "cli",
         "lossless target=TINY drafter=HEAD data=text data.path=TEXTS num_prompts=1 prompt_tokens=8 max_new_tokens=8",
     ),
     ("cli", "export target=TINY checkpoint=HEAD format=vllm output_dir=out"),
-    ("cli", "parity target=TINY checkpoint=HEAD"),
 ]
 
 

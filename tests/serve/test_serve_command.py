@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors import safe_open
@@ -64,7 +65,6 @@ def test_vllm_gets_the_target_and_the_exported_head(tiny_path, target, tmp_path,
 
 
 def test_llamacpp_gets_the_targets_file_and_the_exported_head(tmp_path, handed_over):
-    gguf = pytest.importorskip("gguf")
     embedded = Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
     save_head(make_head("eagle3", embedded), tmp_path / "head", embedded)
     file = write_target(tmp_path / "target.gguf", embedded.vocab_size)

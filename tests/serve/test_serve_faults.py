@@ -140,6 +140,7 @@ def read_all_until_done(connection: socket.socket) -> bytes:
     return got
 
 
+@pytest.mark.nightly
 def test_nothing_that_the_schema_allows_or_forbids_breaks_the_server(server, client, short, tmp_path):
     """Send a bounded number of schemathesis's requests; `-n 500` against a separate server is the long run."""
     checks = ["--checks", "not_a_server_error", "--phases", "examples,coverage,fuzzing", "-n", "10", "--max-time", "8"]

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from axe_playwright_python import sync_playwright as axe
+from playwright import sync_api
 
 from tests.support import ROOT
 from tests.support.serving import Served, on_cpu, served
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'foredraft[serve-test]'")
-axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python")
 pytestmark = pytest.mark.browser
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 OBSERVER = """() => { window.changes = 0

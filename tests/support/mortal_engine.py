@@ -80,8 +80,9 @@ def main(path: str, folder: str, seed: str, deaths: str) -> None:
     target, draw = Target.from_pretrained(path, dtype="float32", device="cpu"), random.Random(int(seed))
     port = reserved_port()
     print(f"http://127.0.0.1:{port}/v1", flush=True)
+    order = draw.sample(DEATHS, len(DEATHS))  # three deaths are one of each
     for life in range(int(deaths) + 1):
-        Mortal.draw, Mortal.death = random.Random(draw.random()), draw.choice(DEATHS)
+        Mortal.draw, Mortal.death = random.Random(draw.random()), order[life % len(order)]
         Mortal.left = draw.randint(1, 12) if life < int(deaths) else -1
         pid = os.fork()
         if pid == 0:

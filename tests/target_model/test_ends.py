@@ -8,6 +8,7 @@ import torch
 from foredraft.heads import Target
 from foredraft.heads.target_model import ends
 from foredraft.train.hidden_states.probe import final_norm
+from tests.support import nightly_but
 from tests.support.architectures import FAMILIES, VOCAB, pair
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, losses
 from tests.support.small_targets import without_layers
@@ -55,7 +56,7 @@ def test_a_file_of_the_ends_that_is_missing_is_named(target: Target, tmp_path: P
         Target.from_pretrained(path, embeddings_only=True)
 
 
-@pytest.mark.parametrize("head", ["eagle3", "hydra"])
+@pytest.mark.parametrize("head", nightly_but(["eagle3", "hydra"], "eagle3"))
 def test_a_run_on_stored_states_needs_no_layers(
     head: str, target: Target, tiny_path: Path, folder: Path, here, tmp_path
 ):

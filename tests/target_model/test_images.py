@@ -21,8 +21,6 @@ from tests.support import nightly_but
 from tests.support.processes import SMALL_EAGLE3, Ended, complaint, losses
 from tests.support.vision import address, configs, png, save_target
 
-pytest.importorskip("PIL", reason="foredraft[vision]")
-
 
 def conversation(number: int, pictures: int = 0, every: bool = False) -> list[dict]:
     """Return a conversation with two images, one or none, of several sizes. pictures: which ones. every: none has none."""

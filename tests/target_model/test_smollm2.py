@@ -50,7 +50,6 @@ def strings(count: int, plain: bool = False) -> list[str]:
 
 
 def ids_of_llama_cpp(file, texts) -> list[list[int]]:
-    pytest.importorskip("xllamacpp", reason="xllamacpp is not installed")
     command = [sys.executable, "-m", "tests.support.llama_cpp", str(file)]
     done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

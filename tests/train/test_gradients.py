@@ -72,7 +72,7 @@ def test_logits_of_one_depth_and_part_are_all_that_lives(target: Target):
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "hydra_pp", "dflash", "dspark", "p_eagle", "xpress"])
 def test_memory_of_a_step_grows_with_the_length_of_a_row(target: Target, kind: str):
     head, peaks = make_head(kind, target), []
-    for length in (512, 4096):
+    for length in (256, 2048):
         made, text = criterion(kind, head, target), batch(length)
         text = text._replace(anchors=made.choose_anchors(text, 0))
         aux_hidden_states, last = made.forward_target(text)

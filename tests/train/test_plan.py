@@ -21,7 +21,7 @@ from tests.support.configs import composed
 from tests.support.live_bytes import LiveBytes
 from tests.support.tiny import tiny_config
 
-ROWS, LENGTH = 2, 192
+ROWS, LENGTH = 2, 128
 SIZE = ["trainer.bf16=false", f"trainer.per_device_train_batch_size={ROWS}", f"max_length={LENGTH}"]
 
 
@@ -47,7 +47,7 @@ def test_planned_bytes_and_flop_are_those_of_a_real_step(kind: str, bf16: bool, 
     given = [
         f"target={file}",
         "target.dtype=float32",
-        "max_length=256",
+        f"max_length={LENGTH}",
         f"trainer.bf16={str(bf16).lower()}",
         "trainer.optim=adamw",
     ]
@@ -62,10 +62,10 @@ def test_planned_bytes_and_flop_are_those_of_a_real_step(kind: str, bf16: bool, 
     for parameter in learned:
         parameter.grad = torch.zeros_like(parameter)
     text = PackedBatch(
-        torch.randint(target.vocab_size, (1, 256)),
-        torch.ones(1, 256).bool(),
-        torch.zeros(1, 256).long(),
-        torch.arange(256)[None],
+        torch.randint(target.vocab_size, (1, LENGTH)),
+        torch.ones(1, LENGTH).bool(),
+        torch.zeros(1, LENGTH).long(),
+        torch.arange(LENGTH)[None],
     )
     prepared = distillation.prepare(text, 0)
     before = [*distillation.parameters(), *distillation.buffers(), *target.model.parameters(), *text[:4]]
@@ -77,7 +77,7 @@ def test_planned_bytes_and_flop_are_those_of_a_real_step(kind: str, bf16: bool, 
     state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor))
     planned = plan.plan(cfg)
     if not bf16:  # which has the same, and many CPUs only emulate its products
-        assert 256 * sum(planned["flops_per_token"]) == pytest.approx(counter.get_total_flops(), rel=0.06)
+        assert LENGTH * sum(planned["flops_per_token"]) == pytest.approx(counter.get_total_flops(), rel=0.06)
     lines = {name: size * memory_plan.GIB for name, (size, _) in planned["gib"].items()}
     held = [*head.parameters(), *head.buffers()]
     exact = {

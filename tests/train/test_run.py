@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from huggingface_hub import constants
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer, LlamaForCausalLM
 
@@ -369,9 +370,10 @@ def test_a_path_without_a_target_is_not_looked_for_on_the_network(here, folder: 
     assert not asked
 
 
-def test_a_target_that_is_not_in_the_cache_offline(folder: Path, tmp_path: Path):
-    arguments = [*SMALL, f"data.path={folder}", "target.path=nobody/no-such-target"]
-    ended = end(program(*arguments, cwd=tmp_path, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path)))
+def test_a_target_that_is_not_in_the_cache_offline(here, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # read from the environment when it is imported
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    ended = here(*SMALL, f"data.path={folder}", "target.path=nobody/no-such-target")
     assert "nobody/no-such-target" in complaint(ended)
 
 
