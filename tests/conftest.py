@@ -2,8 +2,9 @@
 
 import gc
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +38,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out folders whose marker is not asked for: they take seconds to import."""
     unwanted = collection_path.parent == ROOT / "tests" and f"not {collection_path.name}" in config.option.markexpr
     return unwanted or None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Let a skipped test fail whose reason FOREDRAFT_EXPECTED_SKIPS, a regular expression, does not match: CI has what tests
+    need."""
+    report = yield
+    expected = os.environ.get("FOREDRAFT_EXPECTED_SKIPS")
+    if expected is not None and report.skipped and not re.search(expected, str(report.longrepr)):
+        report.outcome = "failed"
+    return report
 
 
 def pytest_collection_finish() -> None:

@@ -55,9 +55,7 @@ CASES += [(name, "greedy") for name in ("plain", "eagle3", "dflash")]
 BY_DAY = [
     ("plain", "greedy"),
     ("eagle3", "sampled"),
-    ("medusa", "sampled"),
     ("dflash", "sampled"),
-    ("ngram", "sampled"),
 ]
 
 

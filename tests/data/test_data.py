@@ -32,6 +32,7 @@ def test_a_module_stays_in_its_part_when_python_moves_its_files():
         assert stdlib.part(Path(old)) == stdlib.part(Path(new))
 
 
+@pytest.mark.nightly
 def test_held_out_files_hardly_repeat_what_was_trained_on():
     seen = {line.strip() for _, text in stdlib.documents("train") for line in text.splitlines()}
     for part in ("validation", "test"):

@@ -113,6 +113,7 @@ def test_losses_are_those_of_features_online(
     assert not list(folder.iterdir())
 
 
+@pytest.mark.nightly
 def test_deaths_on_both_sides_change_nothing(given: list[str], alone: Path, tiny_path: Path, tmp_path: Path):
     """Kill the engine four times, by the request, and the trainer up to twice, anywhere."""
     seed, states = os.environ.get("FOREDRAFT_KILL_SEED", "0"), tmp_path / "states"

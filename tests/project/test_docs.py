@@ -18,7 +18,7 @@ from foredraft.heads import Target, save_head
 from tests.conformance.checks import support
 from tests.conformance.families import families
 from tests.conformance.targets import small_family
-from tests.support import ROOT
+from tests.support import ROOT, nightly_but
 from tests.support.documents import DOCUMENTS, FOREIGN, Block, blocks, command_lines, program, typed_commands
 from tests.support.head_factory import make_head
 
@@ -33,7 +33,7 @@ def title(document: Path) -> str:
     return str(document.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", nightly_but(COMMANDS, *typed_commands(ROOT / "README.md")))
 def test_a_command_is_one_that_the_program_takes(command: str, call) -> None:
     bare = re.sub(r"'[^']*'|\"[^\"]*\"|#.*", "", command)
     assert not re.search(r"[\[\]*?{}]", bare), f"a shell would expand this: {bare}"

@@ -44,7 +44,7 @@ def test_the_loop_trains_and_decodes(tiny_path: Path, tmp_path: Path) -> None:
     assert load_head(tmp_path / "head", target).depth == 3
 
 
-@pytest.mark.nightly  # by day the documents' commands are composed, and loop.py trains
+@pytest.mark.nightly  # by day loop.py trains
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", forking_python())
@@ -105,6 +105,7 @@ def test_the_documented_head_is_aligned_lossless_and_loads_again(
         assert drafted.new_tokens == alone.new_tokens
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("command", TYPED)
 def test_a_command_of_an_example_composes(command: str, call: Callable) -> None:
     module, arguments = program(shlex.split(command, comments=True))

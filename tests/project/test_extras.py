@@ -12,9 +12,11 @@ from packaging.requirements import Requirement
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from foredraft.heads import save_head
-from tests.support import ROOT, nightly_but, typed
+from tests.support import ROOT, typed
 from tests.support.gguf_targets import write_gguf
 from tests.support.head_factory import make_head
+
+pytestmark = pytest.mark.nightly
 
 STARTED = "import sys; sys.path[:0] = sys.argv[1:3]; del sys.argv[1:3]; from foredraft.__main__ import main; main()"
 
@@ -54,8 +56,8 @@ def gguf(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-BY_DAY = [("chat,gguf", "chat target=GGUF drafter=ngram max_new_tokens=4")]
-BY_NIGHT = [
+COMMANDS = [
+    ("chat,gguf", "chat target=GGUF drafter=ngram max_new_tokens=4"),
     ("cli", "generate target=TINY drafter=HEAD+suffix prompt=one max_new_tokens=4"),
     ("cli", "evaluate target=TINY drafter=[ngram] prompts=PROMPTS limit=1 repeats=1 max_new_tokens=8 output_dir=out"),
     ("cli", "plan target=TINY head=eagle3 strategy=single tokens=1000"),
@@ -67,7 +69,7 @@ BY_NIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("extras", "command"), nightly_but([*BY_DAY, *BY_NIGHT], *BY_DAY))
+@pytest.mark.parametrize(("extras", "command"), COMMANDS)
 def test_an_extra_is_enough_for_its_programs(extras, command, tiny_path, target, folder, gguf, tmp_path, monkeypatch):
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     paths = {"TINY": tiny_path, "GGUF": gguf, "TEXTS": folder}

@@ -14,6 +14,8 @@ from foredraft import __version__
 from foredraft.__main__ import PROGRAMS
 from tests.support import typed
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).resolve().parents[2]
 CPU = ["target=test_model", "target.device=cpu", "target.dtype=float32"]
 THREE_STEPS = typed("""
@@ -121,11 +123,6 @@ def test_every_module_config_template_and_target_is_in_it(wheel: Path):
     assert not [name for name in there if "/bench/" in name]
 
 
-def test_the_test_model_has_the_plain_chat_template():
-    plain = ROOT / "train" / "data" / "plain_chat.jinja"
-    assert (ROOT / "scripts" / "test_model" / "chat_template.jinja").read_bytes() == plain.read_bytes()
-
-
 def test_what_needs_no_target(foredraft: Program):
     shown, version, reported = foredraft("--help"), foredraft("--version"), foredraft("env")
     assert (shown.returncode, reported.returncode) == (0, 0), reported
@@ -139,13 +136,11 @@ def test_an_unknown_command_is_one_sentence(foredraft: Program):
     assert ended.stderr.startswith("error: trian is not a command of foredraft; did you mean train?")
 
 
-@pytest.mark.nightly
 def test_a_training(foredraft: Program, trained: subprocess.CompletedProcess[str]):
     assert trained.returncode == 0, trained.stderr
     assert "step 3/3" in trained.stdout
 
 
-@pytest.mark.nightly
 def test_generate(foredraft: Program, trained: subprocess.CompletedProcess[str]):
     streamed = foredraft("generate", *CPU, "drafter=out/head", "prompt=def f(x='a', y=${b}):", "max_new_tokens=12")
     assert streamed.returncode == 0 and streamed.stdout.strip(), streamed

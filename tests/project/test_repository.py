@@ -68,10 +68,10 @@ def test_workflows_do_not_download_cuda_in_forks():
         assert workflow(name)["env"]["PIP_EXTRA_INDEX_URL"].endswith("|| 'https://download.pytorch.org/whl/cpu' }}")
 
 
-def test_the_serving_job_makes_every_environment_that_its_tests_need():
-    (job,) = (
-        one for one in workflow("nightly")["jobs"]["nightly"]["strategy"]["matrix"]["command"] if "serving" in one
-    )
+def test_serving_jobs_run_all_tests_of_engines_and_clients_with_every_environment_that_these_need():
+    commands = workflow("nightly")["jobs"]["nightly"]["strategy"]["matrix"]["command"]
+    job = " ".join(one for one in commands if "serving" in one)
+    assert all(str(file.relative_to(ROOT)) in job for file in (ROOT / "tests" / "serving").glob("test_*.py"))
     markers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["markers"]
     (needed,) = (re.search(r"scripts/\{(.+)\}_env\.sh", marker) for marker in markers if marker.startswith("serving"))
     assert needed is not None and all(f"scripts/{name}_env.sh" in job for name in needed[1].split(","))
@@ -110,3 +110,8 @@ def test_the_changelog_has_the_version_or_says_that_it_is_unreleased():
         "Security",
     }
     assert all(f"\n[{version}]: https://" in text for version in versions)
+
+
+def test_the_test_model_has_the_plain_chat_template():
+    plain = ROOT / "train" / "data" / "plain_chat.jinja"
+    assert (ROOT / "scripts" / "test_model" / "chat_template.jinja").read_bytes() == plain.read_bytes()

@@ -16,15 +16,17 @@ from foredraft.train.judge import decode
 from foredraft.train.learn import acceptance
 from foredraft.train.losses import build
 from foredraft.train.trainer import HeadTrainer, arguments
-from tests.support import ROOT, names, nightly_but, typed
+from tests.support import ROOT, names, typed
 from tests.support.configs import composed
 
-STEPS, ROWS, GIVEN, LENGTH, TRAINED, PROMPTS, NEW = 30, 4, 16, 64, 120, 24, 24
+pytestmark = pytest.mark.nightly
+
+STEPS, ROWS, GIVEN, LENGTH, TRAINED, PROMPTS, NEW = 20, 4, 16, 64, 80, 24, 16
 # Measured values (on two cores of an x86 CPU, torch 2.13) minus three standard errors over the prompts.
 FLOORS = {
-    **{"dflash": 1.396, "dflash2": 1.354, "domino": 1.397, "draft_model": 1.446, "dspark": 1.427, "eagle": 1.489},
-    **{"eagle3": 1.470, "eagle3_1": 1.488, "hydra": 1.442, "hydra_pp": 1.564, "jetspec": 1.416, "medusa": 1.444},
-    **{"mtp": 1.731, "p_eagle": 1.484, "xpress": 1.207},
+    **{"dflash": 1.375, "dflash2": 1.303, "domino": 1.438, "draft_model": 1.385, "dspark": 1.353, "eagle": 1.279},
+    **{"eagle3": 1.373, "eagle3_1": 1.349, "hydra": 1.313, "hydra_pp": 1.426, "jetspec": 1.343, "medusa": 1.336},
+    **{"mtp": 1.545, "p_eagle": 1.469, "xpress": 1.191},
 }
 
 
@@ -36,7 +38,7 @@ def texts() -> list[list[int]]:
     return [part[:LENGTH].tolist() for part in parts if len(part) >= LENGTH][: TRAINED + PROMPTS]
 
 
-@pytest.mark.parametrize("kind", nightly_but(names("head"), "medusa"))
+@pytest.mark.parametrize("kind", names("head"))
 def test_a_head_drafts_after_few_steps(kind: str, embedded: Target, texts: list[list[int]], tmp_path: Path) -> None:
     set_seed(0)
     changes = f"trainer.max_steps={STEPS} trainer.logging_steps={STEPS} trainer.per_device_train_batch_size={ROWS}"

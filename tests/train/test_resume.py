@@ -190,6 +190,7 @@ def test_a_scheduler_that_signals_all_processes_twice_loses_nothing(given: list[
 # Sweeps, other heads, other processes
 
 
+@pytest.mark.nightly
 def test_a_sweep_that_is_repeated_passes_over_what_is_done(given: list[str], reference: Path, here, tmp_path):
     shutil.copytree(reference, tmp_path / "out/trainer.optim-adamw")
     config = tmp_path / "out/trainer.optim-adamw/config.yaml"
@@ -234,7 +235,7 @@ def test_a_run_goes_on_in_other_processes_with_other_loggers_and_for_longer(caps
     assert run_state.differences(BEFORE, now)  # for a sweep, which trains again, it is another run
 
 
-@pytest.mark.parametrize("name", nightly_but(["ddp", "fsdp"], "ddp"))
+@pytest.mark.parametrize("name", nightly_but(["ddp", "fsdp"]))
 def test_two_processes_stop_together_and_one_may_go_on(name: str, given: list[str], reference: Path, tmp_path: Path):
     """Send SIGTERM to torchrun, as a scheduler does; then continue the same run in one process, if the engine allows
     that."""

@@ -225,6 +225,7 @@ def test_a_resumed_runs_time_counts_all_its_parts(stopped: Stopped, resumed):
     assert metrics(resumed[0])["train_seconds"] >= round(both[-1], 1)
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_stopped_while_measuring_only_measures(whole, eagle: list[str], here, tmp_path: Path):
     reference = whole[0]
     shutil.copytree(reference / "checkpoints", tmp_path / "out" / "checkpoints")

@@ -152,7 +152,5 @@ def test_what_is_refused_in_one_sentence(given: list[str], here, change: list[st
     assert re.search(words, complaint(ended._replace(out="")))
 
 
-def test_a_budget_without_auto_is_no_key(given: list[str], tmp_path: Path):
-    """Run a process, as a user types it."""
-    wrong = end(program("head=medusa", "budget=2h", cwd=tmp_path))
-    assert "budget is not known" in complaint(wrong)
+def test_a_budget_without_auto_is_no_key(here):
+    assert "budget is not known" in complaint(here("head=medusa", "budget=2h"))

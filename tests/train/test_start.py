@@ -94,6 +94,7 @@ def test_the_c_library_keeps_what_is_freed_on_a_cpu_only(monkeypatch):
     assert len(called) == 2
 
 
+@pytest.mark.nightly
 def test_a_terminal_gets_a_bar_and_a_file_gets_lines(tiny_path: Path, folder: Path, tmp_path: Path):
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))

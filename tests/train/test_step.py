@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foredraft.heads import Target
 from foredraft.heads.base import PackedBatch
 from foredraft.train.module import DistillationModel
+from tests.support import nightly_but
 from tests.support.batches import batch
 from tests.support.head_factory import criterion, make_head
 from tests.support.processes import SMALL, complaint
@@ -29,7 +30,7 @@ def learned(made: DistillationModel, text: PackedBatch) -> list[Tensor]:
     return [outcome.loss.detach(), outcome.hits, *(p.grad for p in made.head.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "medusa", "dflash"])
+@pytest.mark.parametrize("kind", nightly_but(["eagle3", "medusa", "dflash"], "eagle3"))
 def test_a_compiled_head_learns_the_same(fresh: Target, kind: str):
     made, text, graphs = criterion(kind, make_head(kind, fresh), fresh), batch(40, 25), []
 
@@ -49,6 +50,7 @@ def test_a_compiled_head_learns_the_same(fresh: Target, kind: str):
     assert len(graphs) == count
 
 
+@pytest.mark.nightly
 def test_a_compiled_run_is_resumed_and_saved(target: Target, tmp_path: Path):
     settings: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "seed": 0}
     found = {}

@@ -37,7 +37,7 @@ def chat(chat_path):
     return Target.from_pretrained(chat_path, dtype="float32", device="cpu")
 
 
-def written(target, file, tokens, batch=4, settings=SETTINGS):
+def written(target, file, tokens, batch=12, settings=SETTINGS):
     magpie.write(target, ChatFormat(target.text_tokenizer), settings, file, tokens, batch)
     return read(file)
 
@@ -70,11 +70,11 @@ def test_rows_are_conversations_as_the_template_has_them(chat, own):
 
 
 def test_a_row_depends_on_its_number_alone_and_a_killed_writer_continues(chat, tmp_path):
-    whole = {row["number"]: row for row in written(chat, tmp_path / "whole.jsonl", 250, batch=4)}
+    whole = {row["number"]: row for row in written(chat, tmp_path / "whole.jsonl", 250, batch=12)}
     file = tmp_path / "killed.jsonl"
-    written(chat, file, 100, batch=3)
+    written(chat, file, 100, batch=5)
     file.write_bytes(file.read_bytes()[:-20])  # within the last line
-    again = {row["number"]: row for row in written(chat, file, 250, batch=2)}
+    again = {row["number"]: row for row in written(chat, file, 250, batch=7)}
     assert len(again) == len(file.read_text().splitlines())  # no number twice
     both = set(whole) & set(again)
     likes = {number for rows in (whole, again) for number, row in rows.items() if "earlier" in row.get("dropped", "")}
@@ -87,7 +87,7 @@ def test_a_row_depends_on_its_number_alone_and_a_killed_writer_continues(chat, t
 def test_what_is_left_is_estimated_before_the_first_row_is_done(chat, tmp_path, monkeypatch, capsys):
     for name in ("FIRST", "EVERY"):
         monkeypatch.setattr(progress, name, -1)
-    written(chat, tmp_path / "rows.jsonl", 200)
+    written(chat, tmp_path / "rows.jsonl", 200, batch=4)
     said = capsys.readouterr().err
     lines = [line for line in said.splitlines() if line.startswith("self-written text: ")]
     assert lines[0].startswith("self-written text: 0 of 200 ") and " left; " not in lines[0]  # only questions
@@ -99,7 +99,8 @@ def test_greedy_answers_are_the_targets_own_and_those_that_repeat_themselves_are
     """Use a bigram model, whose greedy text does nothing else."""
     monkeypatch.setattr(magpie, "MAX_REJECTED", 12)
     with pytest.raises(ValueError, match="answer that repeats itself"):
-        written(chat, tmp_path / "rows.jsonl", 500, settings=MagpieSettings(max_question=120, max_answer=50, greedy=1))
+        settings = MagpieSettings(max_question=120, max_answer=50, greedy=1)
+        written(chat, tmp_path / "rows.jsonl", 500, batch=4, settings=settings)
     row = next(row for row in read(tmp_path / "rows.jsonl") if row["dropped"] == "answer that repeats itself")
     for place in range(len(row["tokens"]) - 40, len(row["tokens"])):  # the best successor of each token
         best = chat.model(torch.tensor([[row["tokens"][place - 1]]])).logits.argmax()
@@ -303,6 +304,7 @@ def test_settings_that_cannot_be(chat):
     assert set(MagpieSettings.__dataclass_fields__) <= names
 
 
+@pytest.mark.nightly
 def test_a_head_learns_from_nothing_but_its_target(here, chat_path, tmp_path, monkeypatch):
     monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
     arguments = [part for part in SMALL if not part.startswith("data=")]
