@@ -6,13 +6,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 
-from tests.support.serving import on_cpu, served
+from tests.support.serving import on_cpu, served, wait_until
 
 KEY = "sk-a-secret-of-this-test"
 SETTINGS = ["max_num_seqs=2", "max_waiting=2", "max_body=100000", "cache_gib=0.0008", "log_accepted=accepted.jsonl"]
@@ -27,11 +26,6 @@ def short(client: openai.OpenAI) -> str:
 
 def bearer(key: str = KEY) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
-
-
-def until(condition) -> None:
-    while not condition():
-        time.sleep(0.05)
 
 
 BAD = {
@@ -75,7 +69,7 @@ def test_a_large_body_is_refused_before_it_is_read(server):
             + b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n20000\r\n"
             + b"a" * 0x20000  # of a body that says not how long it will be
         )
-        until(lambda: server.metric(*refused) == before + 2)
+        wait_until(lambda: server.metric(*refused) == before + 2)
 
 
 def test_headers_have_a_limit(server, client, short):
@@ -103,9 +97,9 @@ def test_there_are_no_files_to_reach(server, path):
 def test_a_client_that_goes_frees_its_row(server, client, short, stream):
     before = len(server.logged())
     connection = server.raw(json.dumps(LONG | {"stream": stream}).encode(), "/v1/completions", **bearer())
-    until(lambda: server.metric("foredraft_running_requests") == 1)
+    wait_until(lambda: server.metric("foredraft_running_requests") == 1)
     connection.close()
-    until(lambda: server.metric("foredraft_open_requests") == 0)
+    wait_until(lambda: server.metric("foredraft_open_requests") == 0)
     assert client.completions.create(**SHORT).choices[0].text == short
     (gone, _) = [line for line in server.logged()[before:] if line["message"] == "request"]
     assert gone["finish_reasons"] == ["cancelled"] and gone["completion_tokens"] < 200
@@ -113,20 +107,20 @@ def test_a_client_that_goes_frees_its_row(server, client, short, stream):
 
 def test_a_full_queue_says_when_to_come_again(server, client, short):
     held = [server.raw(json.dumps(LONG | {"stream": True}).encode(), "/v1/completions", **bearer()) for _ in range(4)]
-    until(lambda: server.metric("foredraft_open_requests") == 4)
+    wait_until(lambda: server.metric("foredraft_open_requests") == 4)
     with pytest.raises(openai.RateLimitError) as caught:
         client.completions.create(**SHORT)
     assert int(caught.value.response.headers["retry-after"]) >= 1
     for connection in held:
         connection.close()
-    until(lambda: server.metric("foredraft_open_requests") == 0)
+    wait_until(lambda: server.metric("foredraft_open_requests") == 0)
     assert client.completions.create(**SHORT).choices[0].text == short
 
 
 def test_a_reader_that_stops_reading_holds_up_nobody(server, client, short):
     idle = server.raw(json.dumps(LONG | {"stream": True, "trace": True}).encode(), "/v1/completions", **bearer())
     assert client.completions.create(**SHORT).choices[0].text == short
-    until(lambda: server.metric("foredraft_open_requests") == 0)
+    wait_until(lambda: server.metric("foredraft_open_requests") == 0)
     assert read_all_until_done(idle).count(b"data: ") > 50
 
 
@@ -181,15 +175,15 @@ def test_a_broken_engine_ends_the_process(model, tmp_path):
         assert running.process.wait(timeout=60) == 1
 
 
-def test_sigterm_lets_running_requests_end(server, client):
-    """End the server in the last test here."""
-    answers: list[str] = []
-    ask = threading.Thread(
-        target=lambda: answers.append(client.completions.create(model="tiny", **LONG).choices[0].finish_reason)
-    )
-    ask.start()
-    until(lambda: server.metric("foredraft_running_requests") == 1)
-    server.process.send_signal(signal.SIGTERM)
-    ask.join(timeout=120)
-    assert answers in (["length"], ["stop"]) and server.process.wait(timeout=60) in (0, -signal.SIGTERM)
-    assert KEY not in server.log.read_text()
+def test_sigterm_lets_running_requests_end(model, tmp_path):
+    with served(tmp_path, *on_cpu(model), "log_accepted=accepted.jsonl", FOREDRAFT_API_KEY=KEY) as running:
+        client, answers = running.client(KEY), list[str]()
+        ask = threading.Thread(
+            target=lambda: answers.append(client.completions.create(model="tiny", **LONG).choices[0].finish_reason)
+        )
+        ask.start()
+        wait_until(lambda: running.metric("foredraft_running_requests") == 1)
+        running.process.send_signal(signal.SIGTERM)
+        ask.join(timeout=120)
+        assert (answers, running.process.wait(timeout=60)) == (["length"], -signal.SIGTERM)
+        assert KEY not in running.log.read_text()

@@ -7,7 +7,7 @@ step = Engine.step
 
 
 def faulty(engine: Engine):
-    first = {sequence.text[0] for sequence in engine.running()}
+    first = {sequence.text[0] for sequence in (*engine.waiting, *engine.running())}  # before a text may have ended
     if 1 in first:
         raise RuntimeError("a bug")
     if 2 in first:

@@ -1,7 +1,6 @@
 """Chat templates: those of real models (chat_templates/), two written short, and tokenizers that know their tokens."""
 
 import json
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,7 +46,7 @@ class Model(NamedTuple):
 
 
 # Conversations, and what each family of models writes in them: found by hand, from its documentation.
-WRITTEN = json.loads((TEMPLATES / "written.json").read_text().replace("TODAY", str(date.today())))
+WRITTEN = json.loads((TEMPLATES / "written.json").read_text())
 CONVERSATIONS: dict[str, list[dict]] = WRITTEN["conversations"]
 TOOL: dict = WRITTEN["tool"]
 MODELS = {name: Model(**facts) for name, facts in WRITTEN["models"].items()}
