@@ -86,7 +86,7 @@ def baselines(llama) -> dict[float, BitRecorder]:
     return {temperature: decode(llama, None, temperature, 1) for temperature in (0.0, 1.0)}
 
 
-@pytest.mark.parametrize(("temperature", "batch"), [(0.0, 1), (1.0, 3)])
+@pytest.mark.parametrize(("temperature", "batch"), [pytest.param(0.0, 1, marks=pytest.mark.nightly), (1.0, 3)])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafts_change_no_bit(llama, baselines, name, temperature, batch):
     """Check it for a single sequence, and in a batch that others join and leave."""

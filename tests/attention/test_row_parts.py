@@ -105,7 +105,7 @@ RUNS = {  # processes, how many share a row, and what they learn
 }
 
 
-@pytest.mark.parametrize(("processes", "share"), nightly_but(RUNS, (2, 2)))
+@pytest.mark.parametrize(("processes", "share"), nightly_but(RUNS))
 def test_processes_that_share_rows_learn_what_one_does(processes: int, share: int, tmp_path: Path):
     assert {"dflash", "dspark", "p_eagle"} <= {*BLOCK_KINDS} & {*PLAIN_KINDS}
     probe, kinds = str(ROOT / "tests/support/context_probe.py"), RUNS[processes, share]

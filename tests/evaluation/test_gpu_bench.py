@@ -17,6 +17,7 @@ def gpu(*arguments: str, cwd: Path, **environment: str) -> str:
     return ended.out
 
 
+@pytest.mark.nightly
 def test_without_a_gpu_it_says_so(tmp_path: Path):
     assert gpu(cwd=tmp_path, CUDA_VISIBLE_DEVICES="").startswith("no GPU here")
 

@@ -106,6 +106,7 @@ def test_a_step_begins_where_the_one_before_it_ended():
     assert held_out.steps(hits, counted) == [3, 2]
 
 
+@pytest.mark.nightly
 def test_a_run_logs_it_and_says_that_it_repeats_its_text(here, tiny_path: Path, folder: Path, tmp_path: Path):
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
     fast = ["trainer.max_steps=12", "eval.steps=6", "eval.check_float32=false", "eval.timed_prompts=1"]
@@ -134,6 +135,7 @@ def test_a_run_logs_it_and_says_that_it_repeats_its_text(here, tiny_path: Path, 
     assert "Held-out accuracy per depth" in report
 
 
+@pytest.mark.nightly
 def test_self_generated_text_is_measured_on_text_of_the_same_kind(here, tiny_path: Path, folder: Path, tmp_path: Path):
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
     fast = ["trainer.max_steps=8", "eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]

@@ -28,7 +28,7 @@ from tests.support.tiny import VOCAB, tiny_config
 MORE = 8
 PROMPT = torch.arange(3, 23)[None]
 KINDS = [name for name in names("head") if name != "draft_model"]  # which has its own test
-BY_DAY = [("embedding", kind) for kind in KINDS] + [("lm_head", "medusa"), ("lm_head", "eagle3"), ("lm_head", "dspark")]
+BY_DAY = [(end, kind) for end in ("embedding", "lm_head") for kind in ("medusa", "eagle3", "dspark")]
 ENDS = ("embedding", "lm_head")
 
 

@@ -95,6 +95,7 @@ def test_push_as_it_is_typed(script, trained, server, monkeypatch):
     assert ended.code == 2 and "hf auth login" in ended.err and "secret" not in ended.out + ended.err
 
 
+@pytest.mark.nightly
 def test_a_training_pushes_what_it_ends_with(tiny_path: Path, folder: Path, tmp_path: Path, here, server):
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "head=medusa", "eval.check_float32=false"]
     given += ["trainer.max_steps=2", "eval.steps=0", "push_to_hub=org/mine", "push_private=false"]

@@ -132,7 +132,11 @@ def deep(levels: int) -> dict:
         ({"$ref": "file:///etc/passwd"}, "compiled"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"type": "string", "minLength": 5, "maxLength": 3}, "compiled"),
-        ({"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(40)]}, "more than 5 seconds"),
+        pytest.param(
+            {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(40)]},
+            "more than 5 seconds",
+            marks=pytest.mark.nightly,
+        ),
         ({"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}} for j in range(5)]} for i in range(12)]}, "too large"),
     ],
 )

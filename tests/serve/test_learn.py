@@ -271,6 +271,7 @@ def test_a_process_runs_for_its_share_of_the_time():
 
 
 @pytest.mark.linux
+@pytest.mark.nightly
 def test_a_process_ends_with_the_one_that_started_it():
     parent = start(sys.executable, "-c", PARENT, cwd=Path.cwd(), real=True)
     wait_until(lambda: Path("log").exists() and Path("log").read_text().endswith("\n"))

@@ -9,6 +9,7 @@ from foredraft.train.runtime import loggers
 from tests.support.processes import SMALL_EAGLE3, end, program
 
 
+@pytest.mark.nightly
 def test_without_a_key_wandb_stays_offline(tiny_path, folder: Path, tmp_path: Path):
     given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out"]
     nobody = {"HOME": str(tmp_path), "WANDB_API_KEY": ""}

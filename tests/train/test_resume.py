@@ -140,6 +140,7 @@ def test_the_best_weights_are_those_that_drafted_best():
     assert [checkpoints.best_step(history[:count]) for count in (2, 3, 4, 5)] == [2, 4, 6, 6]
 
 
+@pytest.mark.nightly
 def test_a_run_ships_its_best_weights(given: list[str], here, tmp_path: Path, monkeypatch):
     """Expect the first ones here, since measurements are made to fall."""
     lengths = iter([3.0, 2.0, 1.0])

@@ -279,6 +279,7 @@ def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPa
 # Self-generated text
 
 
+@pytest.mark.nightly
 def test_no_more_text_is_written_than_the_run_reads(here, tiny_path: Path, folder: Path, tmp_path: Path):
     """Ask for a million tokens; three steps of four sequences of 64 tokens read 768."""
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]

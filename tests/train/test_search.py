@@ -59,6 +59,7 @@ def test_half_of_the_candidates_stay():
     assert search.fastest_half({name: [name] for name in "abc"}, speeds, "") == {"b": ["b"], "c": ["c"]}
 
 
+@pytest.mark.nightly
 def test_a_search_drops_the_slower_ones_and_finishes_the_winner(given: list[str], here, tmp_path: Path, monkeypatch):
     """Let one candidate fail, which the others survive. Only the winner is pushed."""
     pushed: list[str] = []
