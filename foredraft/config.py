@@ -114,8 +114,7 @@ def checked_jobs(program: str, overrides: list[str], sweep: bool) -> list[DictCo
 
 def check(program: str, overrides: list[str], number: int = 0, sweep: bool = False) -> DictConfig:
     """Return the config of a job after its choices, keys and types were checked."""
-    loader = GlobalHydra.instance().config_loader()
-    groups = loader.compute_defaults_list(program, [], RunMode.RUN).overrides.known_choices
+    groups = compose(program, [], number).hydra.runtime.choices
     word_for = {path: word for word, path in WORDS.items()}
     choices: list[str] = []
     values: list[str] = []
@@ -124,8 +123,8 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
         if override.is_sweep_override():
             line = str(override.input_line)
             raise HydraException(f"{line} is a sweep, which needs -m; a list is written {line.replace('=', '=[', 1)}]")
-        exists = (key in groups and value in options_of(key)) or (key in word_for and os.path.exists(str(value)))
-        if not exists and (renamed := new_choice(word_for.get(key, key), value)):
+        renamed = new_choice(word_for.get(key, key), value)
+        if renamed and value not in options_of(key) and not (key in word_for and os.path.exists(str(value))):
             raise HydraException(renamed)
         changes = override.type == OverrideType.CHANGE and not override.is_hydra_override()
         if changes and (key not in groups or isinstance(value, dict)):

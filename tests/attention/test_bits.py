@@ -20,7 +20,7 @@ from foredraft.inference.drafters import (
     load_drafter,
 )
 from foredraft.inference.evaluation.lossless import BitComparison, BitRecorder, compare_bits
-from tests.support import ROOT
+from tests.support import ROOT, nightly_but
 from tests.support.architectures import configs
 from tests.support.decoding import prompt
 from tests.support.head_factory import make_head
@@ -86,8 +86,11 @@ def baselines(llama) -> dict[float, BitRecorder]:
     return {temperature: decode(llama, None, temperature, 1) for temperature in (0.0, 1.0)}
 
 
-@pytest.mark.parametrize(("temperature", "batch"), [pytest.param(0.0, 1, marks=pytest.mark.nightly), (1.0, 3)])
-@pytest.mark.parametrize("name", DRAFTERS)
+CASES = [(name, *case) for name in DRAFTERS for case in ((0.0, 1), (1.0, 3))]
+BY_DAY = [case for case in CASES if case[1] or case[0] in ("ngram", "suffix")]
+
+
+@pytest.mark.parametrize(("name", "temperature", "batch"), nightly_but(CASES, *BY_DAY))
 def test_drafts_change_no_bit(llama, baselines, name, temperature, batch):
     """Check it for a single sequence, and in a batch that others join and leave."""
     drafted = decode(llama, DRAFTERS[name](llama), temperature, batch)

@@ -1,7 +1,6 @@
 """Prompts that are read in chunks, or in part not at all since another text began alike: text and drafts are the same."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -201,7 +200,7 @@ def test_prompts_of_unlike_lengths_are_padded(family, monkeypatch):
     assert [(run.texts[one], run.drafts[one]) for one in asked] == expected
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.linux  # /proc
 def test_a_long_slot_takes_the_memory_of_its_text():
     """Check that no huge pages are written, which numpy asks for."""
 

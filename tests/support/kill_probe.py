@@ -75,7 +75,7 @@ def main() -> None:
     draw, kills = random.Random(int(sys.argv[1])), int(sys.argv[2])
     ends: list[int] = []
     for attempt in range(kills + 1):
-        number = signal.SIGTERM if attempt % 4 == 3 else signal.SIGKILL
+        number = signal.SIGTERM if attempt % 2 == 1 else signal.SIGKILL
         moment = draw.randint(1, 16) if attempt < kills else 0
         pid = os.fork()
         if pid == 0:

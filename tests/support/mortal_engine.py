@@ -83,7 +83,7 @@ def main(path: str, folder: str, seed: str, deaths: str) -> None:
     order = draw.sample(DEATHS, len(DEATHS))  # three deaths are one of each
     for life in range(int(deaths) + 1):
         Mortal.draw, Mortal.death = random.Random(draw.random()), order[life % len(order)]
-        Mortal.left = draw.randint(1, 12) if life < int(deaths) else -1
+        Mortal.left = draw.randint(1, 7) if life < int(deaths) else -1
         pid = os.fork()
         if pid == 0:
             extract.Handler, extract.save_file = Mortal, save_or_die

@@ -76,7 +76,7 @@ GROWING = ["eagle3", "mtp", "hydra_pp", "dflash", "dspark", "p_eagle", "xpress"]
 @pytest.mark.parametrize("kind", nightly_but(GROWING, "eagle3", "dflash"))
 def test_memory_of_a_step_grows_with_the_length_of_a_row(target: Target, kind: str):
     head, peaks = make_head(kind, target), []
-    for length in (256, 2048):
+    for length in (512, 4096):
         made, text = criterion(kind, head, target), batch(length)
         text = text._replace(anchors=made.choose_anchors(text, 0))
         aux_hidden_states, last = made.forward_target(text)

@@ -1,7 +1,6 @@
 """Many nodes, which are one machine here: what scripts/slurm.sh, scripts/kubernetes.yaml, accelerate launch and DeepSpeed's
 launcher start, and what becomes of the run where the time is up, a node dies or a pod is evicted."""
 
-import importlib.util
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from safetensors.torch import load_file
 
 from foredraft.train.runtime import checkpoints
 from tests.support import ROOT
-from tests.support.processes import SMALL_EAGLE3, TWO, Ended, end, forking_python, reserved_port, start, torchrun, until
+from tests.support.processes import SMALL_EAGLE3, TWO, Ended, end, forking_python, reserved_port, start, until
 
 pytestmark = pytest.mark.linux  # Slurm's nodes; /proc says which processes a node has
 
@@ -178,13 +177,10 @@ def finished(cluster: Cluster, evicted: tuple[Stopped, Ended]) -> Stopped:
 
 @pytest.fixture(scope="module")
 def unbroken(cluster: Cluster, finished: Stopped) -> Path:
-    """Run as many steps on one node of two processes, by DeepSpeed's launcher if present."""
+    """Run as many steps on one node of two processes, by DeepSpeed's launcher."""
     given = [str(ROOT / "train/run.py"), *cluster.given, f"trainer.max_steps={finished.step}", "output_dir=unbroken"]
-    if importlib.util.find_spec("deepspeed") is None:
-        process = torchrun(*given, cwd=cluster.shared)
-    else:
-        options = ["--num_gpus", "2", "--master_port", str(reserved_port())]
-        process = start(PYTHON, "-m", "deepspeed.launcher.runner", *options, *given, cwd=cluster.shared)
+    options = ["--num_gpus", "2", "--master_port", str(reserved_port())]
+    process = start(PYTHON, "-m", "deepspeed.launcher.runner", *options, *given, cwd=cluster.shared)
     ended = end(process)
     assert ended.code == 0, ended.err
     return cluster.shared / "unbroken"

@@ -279,7 +279,6 @@ def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPa
 # Self-generated text
 
 
-@pytest.mark.nightly
 def test_no_more_text_is_written_than_the_run_reads(here, tiny_path: Path, folder: Path, tmp_path: Path):
     """Ask for a million tokens; three steps of four sequences of 64 tokens read 768."""
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
@@ -373,6 +372,10 @@ def test_a_path_without_a_target_is_not_looked_for_on_the_network(here, folder: 
 
 
 def test_a_target_that_is_not_in_the_cache_offline(here, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("the network is asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # read from the environment when it is imported
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     ended = here(*SMALL, f"data.path={folder}", "target.path=nobody/no-such-target")

@@ -53,7 +53,7 @@ from foredraft.train.run import main
 slept, write = [], self_generated.write
 def late(*given):
     if len(given) == 6 and not slept:
-        slept.append(time.sleep(13))
+        slept.append(time.sleep(18))
     return write(*given)
 self_generated.write = late
 main()
@@ -68,7 +68,7 @@ def test_two_processes_read_the_text_that_one_does(tiny_path: Path, folder: Path
     assert alone.code == 0, alone.err
     assert "after each time the target writes others" in alone.out
     (tmp_path / "slow.py").write_text(SLOW)
-    ddp = [TWO, "strategy=ddp", "+trainer.ddp_timeout=10", "output_dir=together"]
+    ddp = [TWO, "strategy=ddp", "+trainer.ddp_timeout=15", "output_dir=together"]
     together = end(torchrun("slow.py", *given, *ddp, cwd=tmp_path))
     assert together.code == 0, together.err[-3000:]
     found = [torch.tensor(losses(tmp_path / name)) for name in ("alone", "together")]
