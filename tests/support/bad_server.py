@@ -15,10 +15,9 @@ WAYS = ("fine", "busy", "broken", "late", "cut", "not json", "no choices", "text
 class BadServer(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, ways: tuple[str, ...] = WAYS, slow: float = 0.0, late: float = 4.0):
-        """Set the ways of failing, and the seconds that each answer and a late one take."""
+    def __init__(self, ways: tuple[str, ...] = WAYS, slow: float = 0.0):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.ways, self.slow, self.late = ways, slow, late
+        self.ways, self.slow = ways, slow
         self.asked: dict[str, list[float]] = {}  # times at which each request came, by its body
         self.met: set[str] = set()  # the ways in which it has failed
         self.now, self.most, self.lock = 0, 0, threading.Lock()
@@ -87,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
         if "refuse" in last:
             return self.send('{"error": {"message": "too long"}}', status=400)
         if way == "late":
-            time.sleep(self.server.late)
+            time.sleep(4.0)
         elif way == "cut":
             self.close_connection = True
         body, how = answers.get(way, (good, {}))

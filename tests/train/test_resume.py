@@ -51,7 +51,7 @@ def reference(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pat
     return cwd / "out"
 
 
-@pytest.mark.parametrize("kills", nightly_but([4, 10], 4))
+@pytest.mark.parametrize("kills", nightly_but([4, 10]))
 def test_kills_change_nothing(kills: int, given: list[str], reference: Path, tmp_path: Path):
     seed = int(os.environ.get("FOREDRAFT_KILL_SEED", "0"))
     ends = killed(seed, kills, *given, "output_dir=out", cwd=tmp_path)

@@ -112,7 +112,7 @@ def test_other_settings_other_questions_and_a_changed_file_are_refused(file: Pat
 
 
 def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
-    output, server = tmp_path / "out.jsonl", BadServer(slow=0.1, late=0.5)
+    output, server = tmp_path / "out.jsonl", BadServer(("fine",), slow=0.1)
     given = [
         "data=conversations",
         f"data.path={file}",
