@@ -49,3 +49,13 @@ def test_a_recipe_costs_what_it_says(name: str):
 def test_what_a_yaml_names_can_be_called(file: Path):
     for name in re.findall(r"_target_: (\S+)", file.read_text()):
         assert callable(get_object(name))
+
+
+def test_defaults_that_the_tutorial_gives_are_those_of_the_presets():
+    text = (CONF.parent / "docs" / "tutorials" / "train-8b-one-gpu.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| [^|]+ \| ([\d.e-]+)(?:, preset cpu ([\d.e-]+))? \|$", text, re.M)
+    assert {"trainer.learning_rate", "max_length", "trainer.gradient_accumulation_steps"} <= {key for key, *_ in rows}
+    gpu, cpu = (composed("train", f"preset={name}") for name in ("gpu", "cpu"))
+    for key, default, on_cpu in rows:
+        given = float(default), float(on_cpu or default)
+        assert given == (OmegaConf.select(gpu, key), OmegaConf.select(cpu, key)), key
