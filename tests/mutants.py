@@ -29,6 +29,8 @@ GUARDS = [
             tests/target_model/test_chains.py::test_what_does_not_read_several_tokens_right_is_decoded_plainly_and_says_so
             tests/target_model/test_chains.py::test_other_programs_may_compile_the_functions_that_are_watched
             tests/target_model/test_chains.py::test_the_functions_of_a_model_are_replaced_once
+            tests/target_model/test_chains.py::test_a_prompt_that_ends_at_the_boundary_of_longrope_is_read_anew
+            tests/target_model/test_chains.py::test_what_transformers_does_not_keep_in_a_cache_is_not_stacked
         """),
     ),
     (

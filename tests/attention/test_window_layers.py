@@ -73,6 +73,22 @@ def test_rejected_drafts_that_are_erased_hide_nothing(family, narrow):
     assert rings and all(states.isfinite().all(-1).sum(-1).eq(8).all() for states in rings)
 
 
+def test_a_ring_shows_its_first_entry_and_hides_empty_places():
+    """A short text next to a long one is seen whole, through the ring that the long one needs."""
+    seen, cached = torch.ones(1, 1, 4).bool(), torch.tensor([[0, 1, -1, -1]])
+    shown = Masks(window=3, mixed=False)(seen, torch.float32, torch.tensor([[2]]), torch.arange(4)[None], cached)
+    assert (shown == 0).tolist() == [[[[True, True, False, False]]]]
+
+
+def test_a_forward_sees_the_whole_blocks_that_uncommitted_entries_reach():
+    cache, widths = pair("mistral", "eager").target.new_cache(1, 200), []
+    cache.key_block = 16
+    cache.set_lengths([63])
+    for cache.num_uncommitted in (0, 1):
+        widths.append(cache.width(1))
+    assert widths == [64, 80]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_is_continued_at_its_end_or_shortly_before(family, narrow, monkeypatch):
     """Use texts that share 40 tokens, after which the first one's rings have gone on. Then continue the second one, and

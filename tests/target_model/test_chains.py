@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foredraft.heads import Target
 from foredraft.heads.caches import recurrent_ops
-from foredraft.heads.caches.stacked_cache import StackedCache
+from foredraft.heads.caches.stacked_cache import StackedCache, stacks
 from foredraft.heads.caches.state_cache import MAX_UNCOMMITTED, StateCache
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
@@ -287,6 +287,22 @@ def test_a_batch_costs_one_forward_a_step(monkeypatch) -> None:
 @pytest.mark.parametrize("kind", ["llama4", "bloom", "deepseek_v32", "phi3"])
 def test_what_masks_otherwise_is_read_row_by_row(kind: str) -> None:
     assert not pair(kind).target.capabilities.state is not None
+
+
+def test_a_prompt_that_ends_at_the_boundary_of_longrope_is_read_anew() -> None:
+    plain, target = pair("phi3")
+    ids = torch.tensor([[*PROMPTS[0], *PROMPTS[1] * 2]])
+    assert ids.shape[1] == target.capabilities.rope_boundary
+    facts = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8, "use_cache": False}
+    theirs = plain.generate(ids, **facts)[0].tolist()
+    for drafter in (None, Oracle([theirs], VOCAB)):
+        assert (
+            ids[0].tolist() + generate(target, drafter, ids, max_new_tokens=8, eos_token_id=-1).new_tokens[0] == theirs
+        )
+
+
+def test_what_transformers_does_not_keep_in_a_cache_is_not_stacked() -> None:
+    assert not stacks(None, pair("qwen3_5").target)
 
 
 def test_texts_below_the_boundary_of_longrope_are_drafted_for_by_trees() -> None:
