@@ -24,6 +24,6 @@ def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
         )
     if isinstance(found, EagleHead) and isinstance(head, EagleHead):
         found.noise = head.noise
-    found.to(torch.float32).train().requires_grad_(True)
+    found.to(target.device, torch.float32).train().requires_grad_(True)
     found.freeze_projections()
     return found

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from foredraft.heads import Target, save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.train.runtime import memory
+from foredraft.train.start import init_from
 from foredraft.train.trainer import HeadTrainer
 from tests.support import ROOT
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, inherited, program, python_for
@@ -45,6 +46,15 @@ def test_a_run_begins_with_the_weights_and_the_vocabulary_of_another_head(
         (["init_from=null", "lora_r=4"], "lora_r=4 adapts a head that was trained before: give it as init_from"),
     ):
         assert complaint(here(*given, "output_dir=other", "head=medusa", *more)) == said
+
+
+def test_a_head_to_start_from_goes_to_the_device_of_the_target(
+    target: Target, published: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fresh = Eagle3Head.for_target(target, draft_vocab_size=96, counts=torch.arange(target.vocab_size))
+    monkeypatch.setattr(Target, "device", torch.device("meta"))  # a device without numbers, in place of a GPU
+    head = init_from(str(published), fresh, target)
+    assert {part.device.type for part in (*head.parameters(), *head.buffers())} == {"meta"}
 
 
 def test_a_damaged_shard_that_a_loaders_worker_meets_is_named(here, tiny_path: Path, folder: Path, tmp_path: Path):
