@@ -125,6 +125,7 @@ def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
         ) from None
     expected = {layout.disk_name(name): tensor for name, tensor in head.state_dict().items()}
     weights = complete_vocabulary(files, layout.complete_weights(files, head, target), head, target.vocab_size)
+    weights = complete_projections(files, layout, weights, head, target)
     problems = weight_problems(weights, expected)
     if problems:
         raise files.error("; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""))
@@ -233,3 +234,20 @@ def complete_vocabulary(
             raise files.error(f"d2t has {len(ids)} entries, config.json a draft vocabulary of {vocab_size}")
         return {name: tensor for name, tensor in weights.items() if name not in ("d2t", "t2d")}
     return weights | {"t2d": vocab.to_offsets(ids, vocab_size)[1]}
+
+
+def complete_projections(
+    files: HeadFiles, layout: Format, weights: dict[str, Tensor], head: DraftHead, target: Target
+) -> dict[str, Tensor]:
+    """Return `weights` with the target's rows for projections that files omit because they are those rows. Raises ValueError
+    if the target's lm_head is quantized."""
+    projections = {id(projection.weight) for projection in head.projections}
+    names = {layout.disk_name(name) for name, weight in head.named_parameters() if id(weight) in projections}
+    if files.config.get("foredraft", {}).get("lm_head") != "target" or names <= weights.keys():
+        return weights
+    rows = target.lm_head_rows
+    if rows is None:
+        raise files.error(f"it has the rows of the lm_head of {target.name}, which is quantized: load it unquantized")
+    rows = rows if "d2t" not in weights else rows[vocab.from_offsets(weights["d2t"]).to(rows.device)]
+    dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+    return {name: rows.detach().to("cpu", dtype) for name in names} | weights

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from foredraft.heads.checkpoint import read_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
@@ -38,6 +39,26 @@ def test_rows_of_the_target_do_not_train(fresh, kind, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["foredraft"]["lm_head"] == "target"
     continued = init_from(str(tmp_path), head, fresh)
     assert not any(p.requires_grad for projection in continued.projections for p in projection.parameters())
+
+
+@pytest.mark.parametrize("kind", PROJECTING)
+def test_files_may_leave_out_the_rows_of_the_target(fresh, kind, tmp_path):
+    whole = new_head(kind, fresh)
+    save_head(whole, tmp_path, fresh)
+    rows = {id(projection.weight) for projection in whole.projections}
+    names = [name for name, weight in whole.named_parameters() if id(weight) in rows]
+    file = tmp_path / "model.safetensors"
+    few = {name: tensor for name, tensor in load_file(file).items() if name not in names}
+    save_file(few, file)
+    read = read_head(tmp_path, fresh)
+    assert len(few) + len(names) == len(read.state_dict())
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(read.state_dict()[name], weight), name
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["foredraft"].pop("lm_head")  # rows of its own that are missing
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"{names[0]} is missing"):
+        read_head(tmp_path, fresh)
 
 
 @pytest.mark.parametrize("kind", PROJECTING)
