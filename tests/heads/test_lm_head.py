@@ -55,7 +55,7 @@ def test_files_may_leave_out_the_rows_of_the_target(fresh, kind, tmp_path):
     for name, weight in whole.state_dict().items():
         assert torch.equal(read.state_dict()[name], weight), name
     config = json.loads((tmp_path / "config.json").read_text())
-    config["foredraft"].pop("lm_head")  # rows of its own that are missing
+    config["foredraft"].pop("lm_head")  # then they are missing
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=rf"{names[0]} is missing"):
         read_head(tmp_path, fresh)

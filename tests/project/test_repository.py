@@ -32,6 +32,7 @@ def test_the_checkout_stays_small():
 def test_one_trained_head_is_tracked():
     heads = {path.rsplit("/", 1)[0] for _, path in tracked() if path.endswith("model.safetensors")}
     assert heads == {"scripts/test_model", "scripts/smollm2/eagle3"}
+    assert (ROOT / "scripts/smollm2/eagle3/model.safetensors").stat().st_size < 12e6  # without the rows of the target
 
 
 def test_the_package_consists_of_links():

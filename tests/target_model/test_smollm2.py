@@ -97,7 +97,7 @@ def test_the_head_in_the_repository_drafts_for_it(smollm2, temperature):
         out, plain = (generate(smollm2, one, ids, **settings) for one in (drafter, None))
         assert out.new_tokens == plain.new_tokens
         steps, tokens = steps + len(out.steps), tokens + sum(step.emitted[0] for step in out.steps)
-    assert tokens > 1.4 * steps
+    assert tokens > (1.9 if temperature == 0 else 1.4) * steps
 
 
 def test_the_text_in_the_repository_is_read_as_it_is(smollm2):
