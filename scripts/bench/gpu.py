@@ -210,10 +210,11 @@ def bandwidth(device: torch.device, size: int = 1 << 28) -> float:
 def training(cfg: DictConfig, path: str, head: str, found: Facts) -> None:
     """Measure a head's training by scripts/bench/bench_train.py, next to the estimate of scripts/plan.py."""
     shape = [f"target.path={path}", f"target.dtype={cfg.dtype}", f"max_length={cfg.max_length}", f"head={head}"]
+    products = f"trainer.bf16={str(cfg.dtype == 'bfloat16').lower()}"  # as `foredraft train` has it
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
         size = [f"steps={cfg.steps}", f"warmup={cfg.warmup}", f"output={file}", f"output_dir={folder}"]
-        program("bench/bench_train.py", *shape, f"target.device={cfg.device}", *size)
+        program("bench/bench_train.py", *shape, products, f"target.device={cfg.device}", *size)
         measured = json.loads(file.read_text())["foredraft"]
     planned = re.search(
         r"sum +([\d.]+)", program("plan.py", *shape, "strategy=single", "trainer.per_device_train_batch_size=1")
