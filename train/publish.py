@@ -10,7 +10,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from foredraft.heads import hub
+from foredraft.heads import formats, hub
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import load_head, read_config
 from foredraft.heads.formats.engines import engines
@@ -88,14 +88,23 @@ def head_metadata(head: DraftHead, target: Target) -> dict[str, Any]:
 
 
 def stage(head: Path, folder: Path, repo: str, target: Target, license: str | None) -> None:
-    """Copy to `folder` what the Hub gets of the head in `head`: its files, card, metrics, config and report."""
+    """Copy to `folder` what the Hub gets of the head in `head`: its files, card, metrics, config and report. Raises
+    ValueError for files that only foredraft can read."""
     for path in sorted(head.iterdir()):
         if path.is_file() and path.name in (*hub.WEIGHTS, "config.json", "config.yaml", METRICS):
             shutil.copy(path, folder)
     if (head.parent / REPORT).is_file() and (head.parent / METRICS).is_file():
         shutil.copy(head.parent / REPORT, folder)
     recorded = json.loads((head / METRICS).read_text()) if (head / METRICS).is_file() else {}
-    facts = head_metadata(load_head(head, target), target) | recorded.get("about", {})
+    loaded = load_head(head, target)
+    if loaded.lm_head_is_targets and not formats.default_format(loaded).export_weights(loaded, target).keys() <= (
+        formats.read(head).weights.keys()
+    ):
+        raise ValueError(
+            f"head={head} leaves out the rows of the target's lm_head, which other engines need: push what foredraft export "
+            "writes of it"
+        )
+    facts = head_metadata(loaded, target) | recorded.get("about", {})
     facts |= {"repo": repo, "sha256": hub.weights_sha256(folder), "revision": hub.cached_commit(target.checkpoint)}
     if license is not None:
         facts["license"] = license

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from foredraft.heads.checkpoint import read_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.vocab import most_frequent
+from foredraft.train.publish import stage
 from foredraft.train.start import init_from
 from tests.support.batches import batch
 from tests.support.head_factory import build_head, criterion
@@ -42,11 +43,12 @@ def test_rows_of_the_target_do_not_train(fresh, kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", PROJECTING)
-def test_files_may_leave_out_the_rows_of_the_target(fresh, kind, tmp_path):
+def test_files_may_leave_out_the_rows_of_the_target(fresh, kind, tmp_path, tmp_path_factory):
     whole = new_head(kind, fresh)
     save_head(whole, tmp_path, fresh)
     rows = {id(projection.weight) for projection in whole.projections}
     names = [name for name, weight in whole.named_parameters() if id(weight) in rows]
+    stage(tmp_path, tmp_path_factory.mktemp("staged"), "org/name", fresh, None)
     file = tmp_path / "model.safetensors"
     few = {name: tensor for name, tensor in load_file(file).items() if name not in names}
     save_file(few, file)
@@ -54,6 +56,8 @@ def test_files_may_leave_out_the_rows_of_the_target(fresh, kind, tmp_path):
     assert len(few) + len(names) == len(read.state_dict())
     for name, weight in whole.state_dict().items():
         assert torch.equal(read.state_dict()[name], weight), name
+    with pytest.raises(ValueError, match="leaves out the rows of the target's lm_head"):
+        stage(tmp_path, tmp_path_factory.mktemp("staged"), "org/name", fresh, None)
     config = json.loads((tmp_path / "config.json").read_text())
     config["foredraft"].pop("lm_head")  # then they are missing
     (tmp_path / "config.json").write_text(json.dumps(config))
