@@ -130,6 +130,7 @@ class DraftHead(nn.Module, ABC):
     limit: int | None = None  # deepest draft that it can make; None for no limit
     pruned: bool = False  # does it draft from a subset of the vocabulary?
     imported: bool = False  # was it trained by another program?
+    own_rope: bool = False  # was a rope chosen for it, instead of the target's?
     lm_head_is_targets: bool = False  # are its projections the target's rows, which do not train?
     d2t: Tensor
     t2d: Tensor
@@ -169,7 +170,7 @@ class DraftHead(nn.Module, ABC):
 
     def differences(self, target: Target) -> list[str]:
         """Return descriptions of the settings in which the head differs from this target."""
-        return [] if self.config is None else llama_config.differences(self.config, target)
+        return [] if self.config is None else llama_config.differences(self.config, target, self.own_rope)
 
     @abstractmethod
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:

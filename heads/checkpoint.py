@@ -80,6 +80,8 @@ def write_head(
     record = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
     if head.imported:
         record["imported"] = True
+    if head.own_rope:
+        record["rope"] = "own"
     if head.lm_head_is_targets:
         record["lm_head"] = "target"
     config["foredraft"] = record | config.get("foredraft", {}) | extra
@@ -158,7 +160,8 @@ def read_head(path: str | Path, target: Target, revision: str | None = None, str
     layout = formats.detect(files)
     head = formats.build(layout, files, target)
     head.imported = not files.trained_here
-    head.lm_head_is_targets = files.config.get("foredraft", {}).get("lm_head") == "target"
+    record = files.config.get("foredraft", {})
+    head.own_rope, head.lm_head_is_targets = record.get("rope") == "own", record.get("lm_head") == "target"
     head.attach(target)
     check_fit(files, head, target, strict)
     return head

@@ -21,13 +21,14 @@ from transformers import LlamaConfig
 
 from foredraft.heads import llama_config
 from foredraft.heads.attention.block_attention import Blocks, attend_blocks, intra_block_mask
+from foredraft.heads.attention.masks import within_window
 from foredraft.heads.base import BlockHead, PackedBatch
 from foredraft.heads.caches.kv_cache import KVCache
-from foredraft.heads.eagle3 import check_layers
+from foredraft.heads.eagle3 import SLIDING, check_layers
 from foredraft.heads.layers import DecoderLayer, NormedAttention, RMSNorm, Rotary, ScaledLinear
 from foredraft.heads.target_model import Target
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+FULL = "full_attention"  # as SLIDING
 
 
 class BlockLayer(DecoderLayer):
@@ -103,6 +104,7 @@ class DFlashHead(BlockHead):
         draft_vocab_size: int | None = None,
         counts: Tensor | None = None,
         lm_head: str = "target",
+        rope: dict[str, Any] | None = None,
         **own: Any,
     ) -> "DFlashHead":
         """Make a new head.
@@ -110,7 +112,7 @@ class DFlashHead(BlockHead):
         block_size: positions of a block. num_hidden_layers: decoder layers of the head. target_layer_ids: hidden states
         that it takes; None uses as many as it has layers, spread as in the paper. mask_token_id: None chooses a token that
         hardly occurs in text. window: of all its layers but the last; None for full attention. draft_vocab_size, counts,
-        lm_head: as in EAGLE-3. own: as in `own_defaults`."""
+        lm_head, rope: as in EAGLE-3. own: as in `own_defaults`."""
         layers = target_layer_ids
         if layers is None:
             layers = spread_layers(target.num_layers, num_hidden_layers)
@@ -120,11 +122,12 @@ class DFlashHead(BlockHead):
                 f"head.block_size={block_size} must be at least 2, head.num_hidden_layers={num_hidden_layers} at least 1"
             )
         mask = check_mask_token(target, mask_token_id)
-        config = llama_config.config_like(target)
+        config = llama_config.config_like(target, rope)
         config.num_hidden_layers, config.attention_bias = num_hidden_layers, False
         types = None if window is None else [SLIDING] * (num_hidden_layers - 1) + [FULL]
         layout = sample_from_anchor, causal, window, types, draft_vocab_size
         head = cls(config, layers, block_size, mask, *layout, **own)
+        head.own_rope = rope is not None
         head.init_like(target)
         head.init_projections(target, counts, lm_head)
         head.attach(target)
@@ -260,8 +263,7 @@ class DFlashHead(BlockHead):
         for number, layer in enumerate(self.own_layers):
             causal, window = self.masking(number)
             mask = cache.mask(intra_block_mask(self.block_size, causal, window, hidden.device)[None])
-            if window is not None:
-                mask = mask & (columns[..., None] - torch.arange(mask.shape[-1], device=mask.device) < window)
+            mask = within_window(mask, columns, window)
             x, kernel = layer.inputs(hidden)
             attended = layer.self_attn.attend_cached(x, cos, sin, mask, cache, number)
             hidden = layer.feed_forward(hidden, attended, kernel)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from foredraft.heads import llama_config
+from foredraft.heads.attention.masks import within_window
 from foredraft.heads.attention.step_attention import at_start, attend_steps
 from foredraft.heads.base import PackedBatch, RecurrentHead, shift_right
 from foredraft.heads.caches.kv_cache import KVCache
@@ -33,6 +34,7 @@ class LayerHead(RecurrentHead):
     config: LlamaConfig
     layer: DecoderLayer
     rotary: Rotary
+    window: int | None = None  # positions that the layer looks back, a query's own included
 
     @abstractmethod
     def inputs(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,7 +62,7 @@ class LayerHead(RecurrentHead):
             x, residual = self.inputs(hidden, next_embeddings)
             q, k, v, gate = attention.project(x, cos, sin)
             steps.append(at_start(k, v, len(steps), text))
-            attended = attention.project_out(attend_steps(q, steps, document_starts, text.parts), gate)
+            attended = attention.project_out(attend_steps(q, steps, document_starts, text.parts, self.window), gate)
             outs.append(self.finish(self.layer.feed_forward(residual, attended)))
             hidden = shift_right(self.feed_back(outs[-1]), 1)
         return outs
@@ -79,7 +81,8 @@ class LayerHead(RecurrentHead):
     ) -> Tensor:
         x, residual = self.inputs(hidden, embeddings)
         cos, sin = self.rotary(positions, cache.capacity, x.dtype)
-        attended = self.layer.self_attn.attend_cached(x, cos, sin, mask, cache, layer=0)
+        mask = None if mask is None else within_window(mask, positions, self.window)
+        attended = self.layer.self_attn.attend_cached(x, cos, sin, mask, cache, layer=0, window=self.window)
         return self.finish(self.layer.feed_forward(residual, attended))
 
 

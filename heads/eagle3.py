@@ -13,7 +13,7 @@ which lies one place further back:
                                 keys of step 2   . . . . 1     itself
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +36,7 @@ from foredraft.heads.layers import (
 )
 from foredraft.heads.target_model import Target
 
+SLIDING = "sliding_attention"  # the name of a layer with a window in config.json
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")  # settings, here and on disk
 
 
@@ -79,14 +80,16 @@ class Eagle3Head(LayerHead):
         norm_before_residual: bool = False,
         use_aux_hidden_state: bool = True,
         qk_norm: bool = False,
+        window: int | None = None,
     ):
-        """Build the modules. qk_norm: norms on queries and keys, as in Qwen3's layers. Three settings only occur in heads of
+        """Build the modules. qk_norm: norms on queries and keys, as in Qwen3's layers. window: positions that the layer looks
+        back; None for no limit. Three settings only occur in heads of
         other programs: norm_before_fc (one norm over all fused hidden states), norm_before_residual, and
         use_aux_hidden_state=False, with which the layer takes the target's last hidden state
         (nvidia/gpt-oss-120b-Eagle3-v2)."""
         super().__init__()
         self.config, self.layers, self.depth, self.norm_output = config, list(layers), depth, norm_output
-        self.norm_before_residual = norm_before_residual
+        self.norm_before_residual, self.window = norm_before_residual, check_window(window, depth)
         width = config.hidden_size
         self.fc = ScaledLinear(len(layers) * width, width) if use_aux_hidden_state else None
         self.input_norm = RMSNorm(len(layers) * width, config.rms_norm_eps) if norm_before_fc else None
@@ -109,19 +112,23 @@ class Eagle3Head(LayerHead):
         fc_norm: bool = False,
         norm_output: bool = False,
         qk_norm: bool = False,
+        window: int | None = None,
+        rope: dict[str, Any] | None = None,
     ) -> "Eagle3Head":
         """Make a new head. target_layer_ids: None uses the three of the paper, the outputs of decoder layers 1, n // 2 - 1
         and n - 4, counted from 0. draft_vocab_size: needs `counts` (vocab,), how often each token occurs in the training
         text; None, or a size that is not below the target's, drafts from the whole vocabulary. lm_head: see
-        `DraftHead.init_projections`.
+        `DraftHead.init_projections`. rope: see `llama_config.config_like`.
 
         Initial weights come from the target: the rows of its lm_head, a last norm that gives them inputs of the usual size,
         and an fc whose columns undo the different sizes of the three layers' hidden states, for which the published layer
         has no norm."""
         layers = default_aux_layer_ids(target.num_layers) if target_layer_ids is None else target_layer_ids
         layers = check_layers(layers, target.num_layers)
-        config = llama_config.config_like(target)
-        head = cls(config, layers, ttt_steps, draft_vocab_size, fc_norm, norm_output, qk_norm=qk_norm)
+        config = llama_config.config_like(target, rope)
+        flags = {"fc_norm": fc_norm, "norm_output": norm_output, "qk_norm": qk_norm}
+        head = cls(config, layers, ttt_steps, draft_vocab_size, window=window, **flags)
+        head.own_rope = rope is not None
         if not fc_norm:
             assert head.fc is not None
             with torch.no_grad():
@@ -160,6 +167,7 @@ class Eagle3Head(LayerHead):
             depth=config.get("foredraft", {}).get("depth", 7),
             draft_vocab_size=config.get("draft_vocab_size"),
             use_aux_hidden_state=config.get("use_aux_hidden_state", True),
+            window=config["sliding_window"] if config.get("layer_types") == [SLIDING] else None,
             **{name: bool(config.get(name, False)) for name in FLAGS},
         )
 
@@ -169,6 +177,7 @@ class Eagle3Head(LayerHead):
         return llama_config.to_json(self.config) | {
             "architectures": [other or "LlamaForCausalLMEagle3"],
             **({"model_type": "qwen3"} if self.qk_norm else {}),
+            **({} if self.window is None else {"layer_types": [SLIDING], "sliding_window": self.window}),
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self.config.hidden_size,
             "norm_before_residual": self.norm_before_residual,
@@ -215,10 +224,17 @@ class Eagle3Head(LayerHead):
         for _ in range(self.depth):
             q, k, v, _ = attention.split_heads(embed_qkv + F.linear(layer.hidden_norm(hidden), weight), cos, sin)
             steps.append(at_start(k, v, len(steps), text))
-            attended = attention.project_out(attend_steps(q, steps, document_starts, text.parts))
+            attended = attention.project_out(attend_steps(q, steps, document_starts, text.parts, self.window))
             outs.append(layer.feed_forward(layer.residual(hidden, self.norm_before_residual), attended))
             hidden = shift_right(self.feed_back(outs[-1]), 1)
         return outs
+
+
+def check_window(window: int | None, depth: int) -> int | None:
+    """Return the window of a head. Raises ValueError if it does not contain all steps of a draft and a token of the text."""
+    if window is not None and window <= depth:
+        raise ValueError(f"head.window={window} must be larger than head.ttt_steps={depth}")
+    return window
 
 
 def default_aux_layer_ids(n: int) -> list[int]:

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from foredraft.heads.attention.masked import attend
+from foredraft.heads.attention.text_attention import attend_document
 from foredraft.heads.caches.kv_cache import KVCache
 
 
@@ -169,13 +170,22 @@ class Attention(nn.Module):
         return Projected(q, k, v)
 
     def attend_cached(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KVCache, layer: int
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: KVCache,
+        layer: int,
+        window: int | None = None,
     ) -> Tensor:
         """Attend from x (batch, length, width) to the cache and x. mask: (batch, length, keys) bool, None stands for
-        `KVCache.causal_mask`."""
+        `KVCache.causal_mask`, at most `window` positions back."""
         q, k, v, gate = self.project(x, cos, sin)
         keys, values = cache.update(k, v, layer)
-        return self.project_out(attend(q, keys, values, None if mask is None else mask[:, None]), gate)
+        if mask is None:
+            return self.project_out(attend_document(q, keys, values, window, None, None), gate)
+        return self.project_out(attend(q, keys, values, mask[:, None]), gate)
 
     def project_out(self, out: Tensor, gate: Tensor | None = None) -> Tensor:
         """Project (batch, heads, length, dim) to (batch, length, hidden)."""

@@ -8,12 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
+from transformers.modeling_rope_utils import RopeParameters
 
 from foredraft.heads.layers import DecoderLayer, RMSNorm
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.config_names import settings_of
 
 ROPES = ("default", "linear", "llama3", "yarn", "longrope")  # those that a head supports
+NEEDED = {  # settings of the ropes that a new head can have in place of its target's
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
 REQUIRED = ("hidden_size", "num_attention_heads")
 COPIED = (*REQUIRED, "intermediate_size", "num_key_value_heads", "rms_norm_eps", "vocab_size")
 # Sizes of multi-head latent attention (heads/latent_attention.py), whose head_dim is that of the rotated part.
@@ -53,13 +60,17 @@ def shape_of(target: Target) -> dict[str, Any]:
     return shape
 
 
-def config_like(target: Target) -> LlamaConfig:
-    """Describe one Llama layer of the target's shape. Raises ValueError if the target's config has no such shape."""
+def config_like(target: Target, rope: dict[str, Any] | None = None) -> LlamaConfig:
+    """Describe one Llama layer of the target's shape. rope: replaces the target's, such as {rope_type: yarn, factor: 4.0,
+    original_max_position_embeddings: 2048}; the target's theta stays. Raises ValueError if the target's config has no
+    such shape, or for a rope that heads do not support."""
     settings, copied = settings_of(target.config), shape_of(target)
     copied["vocab_size"] = target.vocab_size
     if target.max_positions is not None:  # some configs use another name for it
         copied["max_position_embeddings"] = target.max_positions
-    if settings.get("rope_parameters"):
+    if rope is not None:
+        copied["rope_parameters"] = checked_rope(rope, head_rope(settings))
+    elif settings.get("rope_parameters"):
         copied["rope_parameters"] = head_rope(settings)
     return LayerConfig(num_hidden_layers=1, tie_word_embeddings=False, **copied)
 
@@ -115,6 +126,18 @@ def head_rope(settings: dict[str, Any]) -> dict[str, Any]:
     return rope if rope["rope_type"] in ROPES else {"rope_type": "default", "rope_theta": rope["rope_theta"]}
 
 
+def checked_rope(rope: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any]:
+    """Return the rope of a new head that a user describes, with what it takes from the target's. Raises ValueError for one
+    that heads do not support."""
+    if rope.get("rope_type") not in NEEDED:
+        raise ValueError(f"head.rope.rope_type={rope.get('rope_type')} is not one of {', '.join(NEEDED)}")
+    if unknown := sorted(rope.keys() - RopeParameters.__annotations__.keys()):
+        raise ValueError(f"head.rope.{unknown[0]} is not one of {', '.join(RopeParameters.__annotations__)}")
+    if missing := [name for name in NEEDED[rope["rope_type"]] if rope.get(name) is None]:
+        raise ValueError(f"head.rope has rope_type={rope['rope_type']}, which also needs {' and '.join(missing)}")
+    return {name: targets[name] for name in ("rope_theta", "partial_rotary_factor") if name in targets} | rope
+
+
 def incompatibilities(config: LlamaConfig, target: Target) -> list[str]:
     """Return descriptions of the sizes in which a head with this layer cannot fit the target."""
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
@@ -122,16 +145,16 @@ def incompatibilities(config: LlamaConfig, target: Target) -> list[str]:
     return [f"{name}: the head has {ours}, the target {theirs}" for name, ours, theirs in pairs if ours != theirs]
 
 
-def differences(config: LlamaConfig, target: Target) -> list[str]:
+def differences(config: LlamaConfig, target: Target, own_rope: bool = False) -> list[str]:
     """Return descriptions of how the layer's rope or context length differ from the target's. Such a head may still draft
-    well."""
+    well. own_rope: was another rope chosen for the head?"""
     settings, texts = settings_of(target.config), []
     if target.max_positions not in (None, config.max_position_embeddings):
         texts.append(
             f"max_position_embeddings: the head has {config.max_position_embeddings}, the target {target.max_positions}"
         )
     ours, theirs = rope_parameters({"rope_parameters": config.rope_parameters}), head_rope(settings)
-    if settings.get("rope_parameters") and ours != theirs:
+    if settings.get("rope_parameters") and ours != theirs and not own_rope:
         texts.append(f"rope_parameters: the head has {ours}, the target {theirs}")
     return texts
 

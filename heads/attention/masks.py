@@ -25,6 +25,14 @@ def first_keys(doc_starts: Tensor, window: int | None, parts: RowParts | None = 
     return doc_starts.maximum(columns + 1 - window)
 
 
+def within_window(mask: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """Limit a mask (batch, length, keys) bool over a cache, in which key k has position k, to the `window` keys up to each
+    query's own. positions: (batch, length). Keys of drafts stand after the text, and are never too far back."""
+    if window is None:
+        return mask
+    return mask & (positions[..., None] - torch.arange(mask.shape[-1], device=mask.device) < window)
+
+
 def text_mask(doc_starts: Tensor, rows: slice, window: int | None = None) -> Tensor:
     """Return (batch, 1, rows, rows.stop) bool: what tokens of packed documents see."""
     columns = torch.arange(rows.stop, device=doc_starts.device)

@@ -32,17 +32,24 @@ def at_start(k: Tensor, v: Tensor, step: int, text: PackedBatch) -> tuple[Tensor
 
 @torch.compiler.disable  # its loops over documents or blocks would be compiled for each of them
 def attend_steps(
-    q: Tensor, steps: list[tuple[Tensor, Tensor]], doc_starts: Tensor, parts: RowParts | None = None
+    q: Tensor,
+    steps: list[tuple[Tensor, Tensor]],
+    doc_starts: Tensor,
+    parts: RowParts | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """Return attention (batch, heads, length, dim) of queries q of that shape in step i = len(steps) - 1. steps: keys and
     values of all steps so far, moved by `at_start`. doc_starts: (batch, length) int64, first column of each token's
-    document, which is the same tensor in all steps. parts: as in PackedBatch."""
+    document, which is the same tensor in all steps. parts: as in PackedBatch. window: positions that a query sees, its own
+    and those of its draft's earlier steps included."""
     (keys, values), drafted = steps[0], steps[1:]
     dtype = values.dtype  # under autocast, rotary positions may have promoted the others
     q = q.to(dtype).roll(-len(drafted), 2)
     if parts is not None:
         q, drafted = parts.join(q), [(parts.join(k), parts.join(v)) for k, v in drafted]
-    attended = attend_starts(q, keys.to(dtype), values, drafted, doc_starts, parts)
+    # The query of step i stands i positions after the text.
+    near = None if window is None else window - len(drafted)
+    attended = attend_starts(q, keys.to(dtype), values, drafted, doc_starts, parts, near)
     return (attended if parts is None else parts.split(attended)).roll(len(drafted), 2)
 
 
@@ -53,11 +60,13 @@ def attend_starts(
     drafted: Sequence[tuple[Tensor, Tensor]],
     doc_starts: Tensor,
     parts: RowParts | None,
+    window: int | None,
 ) -> Tensor:
-    """Return attention of queries at the positions where their drafts started, over the text and the drafts' later steps."""
+    """Return attention of queries at the positions where their drafts started, over the text, at most `window` columns of it,
+    and the drafts' later steps."""
     if flex.is_supported(q, keys):
-        text, log_sums = flex.attend(q, keys, values, flex.text_mask(doc_starts, parts=parts))
-    elif parts is None and by_document(q):
+        text, log_sums = flex.attend(q, keys, values, flex.text_mask(doc_starts, window, parts))
+    elif parts is None and window is None and by_document(q):
         repeated = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
         text, log_sums = TextAttention.apply(q, *repeated, doc_starts)
     else:  # a block with one query for each token, and its later steps as keys
@@ -67,7 +76,10 @@ def attend_starts(
             torch.stack(later, dim=3).flatten(2, 3).to(values.dtype) for later in zip(*(drafted or none), strict=True)
         )
         inside = doc_starts.new_ones(1, len(drafted)).bool()
-        return attend_by_chunk(q, (keys, own_keys), (values, own_values), blocks, inside)
+        # A block stands one column after the text.
+        return attend_by_chunk(
+            q, (keys, own_keys), (values, own_values), blocks, inside, None if window is None else window + 1
+        )
     return merge_attention(text, log_sums, q, drafted) if drafted else text
 
 

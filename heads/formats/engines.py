@@ -114,7 +114,7 @@ SGLANG_EAGLE3 = checks.sglang_layers, partial(checks.layer_flags, "SGLang", supp
 SPECULATORS_MASKING = partial(
     checks.one_masking, "vLLM reads heads of the speculators package as", remedy="use format=vllm"
 )
-SPECULATORS_LAYER = partial(checks.no_latent_attention, "the speculators package")
+SPECULATORS_LAYER = tuple(partial(c, "the speculators package") for c in (checks.no_latent_attention, checks.no_window))
 EAGLE3_CODE = checks.eagle_layers, partial(checks.layer_flags, "SafeAILab's code")
 HYDRA_CHECKS = partial(checks.full_vocabulary, "zankner's code"), lambda head, target: check_tied(head)
 LLAMACPP_MASKING = partial(checks.one_masking, "llama.cpp's draft models are")
@@ -140,7 +140,7 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
         DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (WHOLE_BLOCKS, checks.sglang_prefix)),
     },
     "the speculators package": {
-        Eagle3Head: Rule(formats.SpeculatorsFormat, SPECULATORS, BY_NAME, (SPECULATORS_LAYER,)),
+        Eagle3Head: Rule(formats.SpeculatorsFormat, SPECULATORS, BY_NAME, SPECULATORS_LAYER),
         DFlashHead: Rule(formats.SpeculatorsDFlash, SPECULATORS, BY_NAME, (SPECULATORS_MASKING,)),
         DSparkHead: Rule(formats.SpeculatorsDSpark, SPECULATORS, BY_NAME, (SPECULATORS_MASKING, VLLM_VANILLA)),
         XPressHead: Rule(formats.SpeculatorsXPress, SPECULATORS, XPRESS, (SPECULATORS_MASKING, checks.whole_ratio)),

@@ -3,6 +3,7 @@
 from typing import Any
 
 from foredraft.heads import llama_config
+from foredraft.heads.eagle3 import SLIDING
 from foredraft.heads.formats.base import HeadFiles, check_one_layer, check_settings
 from foredraft.heads.target_model import Target
 
@@ -37,7 +38,8 @@ def layer_settings(
         files.notes.append(
             f"config.json has num_hidden_layers={settings['num_hidden_layers']}, but the weights are of one layer"
         )
-    if count is None and settings.get("use_sliding_window") and settings.get("sliding_window"):
+    windows = settings.get("use_sliding_window") and settings.get("sliding_window")
+    if count is None and windows and settings.get("layer_types") != [SLIDING]:
         files.notes.append(f"sliding_window={settings['sliding_window']} is not applied, drafts see the whole text")
     new = settings.get("rope_parameters") or {}
     if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:

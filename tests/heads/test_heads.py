@@ -1,6 +1,7 @@
 """What a head is in training, in drafting and on disk is one thing; every known way to part them is caught."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -89,6 +90,35 @@ def test_training_drafting_and_files_are_one_head(target, head, tmp_path):
     assert again.kind == head.kind and same(again, head)
     pointers = [parameter.data_ptr() for parameter in head.parameters()]
     assert len(pointers) == len(set(pointers))  # no layers are tied by accident
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("options", [{"window": 9}, {"rope": YARN}, {"rope": YARN, "window": 9}])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.filterwarnings("error")
+def test_a_window_and_another_rope_draft_as_they_train(target, kind: str, options, tmp_path):
+    """Use a prompt much longer than the window."""
+    head, plain, prompt = make_head(kind, target, **options), make_head(kind, target), PROMPT * 3
+    plain.load_state_dict(head.state_dict())
+    save_head(head, tmp_path, target)
+    assert parity_gate.check(head, target, prompt, saved=tmp_path) < 1e-4
+    again = load_head(tmp_path, target, strict=True)
+    assert again.window == options.get("window") and again.config.rope_parameters == head.config.rope_parameters
+    text = batch(40, 60)
+    assert (torch.stack(states(head, target, text)) - torch.stack(states(plain, target, text))).abs().max() > 1e-3
+
+
+def test_an_impossible_window_or_rope_is_refused(target):
+    for options, words in (
+        ({"window": 3}, "head.window=3 must be larger than head.ttt_steps=7"),
+        ({"rope": {"factor": 2.0}}, "head.rope.rope_type=None is not one of default, linear, yarn, llama3"),
+        ({"rope": YARN | {"base": 1}}, "head.rope.base is not one of "),
+        ({"rope": {"rope_type": "yarn"}}, "also needs factor and original_max_position_embeddings"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            eagle3.Eagle3Head.for_target(target, **options)
 
 
 def test_packed_documents_draft_as_they_do_alone(target, head):
