@@ -4,13 +4,17 @@ import torch
 
 from foredraft.heads.base import DraftHead, RecurrentHead
 from foredraft.heads.checkpoint import read_head
+from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.eagle import EagleHead
+from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.layers import Rotary
 from foredraft.heads.target_model import Target
 
 
 def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
     """Return the head at `path`, a directory or a repository of the Hub in any layout that decoding reads, with the training
-    settings of `head`. Its vocabulary, layers and shape stay. Raise ValueError for one of another kind."""
+    settings of `head`, its window, and its rope if that is not the target's. Vocabulary, layers and shape stay. Raise
+    ValueError for one of another kind."""
     found = read_head(path, target)
     if type(found) is not type(head):
         raise ValueError(
@@ -22,8 +26,24 @@ def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
         raise ValueError(
             f"init_from={path} drafts {found.depth} tokens, and this head {head.depth}: set head.{head.depth_key}"
         )
+    look_as_far(found, head, path)
     if isinstance(found, EagleHead) and isinstance(head, EagleHead):
         found.noise = head.noise
     found.to(target.device, torch.float32).train().requires_grad_(True)
     found.freeze_projections()
     return found
+
+
+def look_as_far(found: DraftHead, head: DraftHead, path: str) -> None:
+    """Give a trained head the window and the rope that were chosen for `head`: no weight depends on them."""
+    window = getattr(head, "window", None)
+    if window is not None and window != found.window:
+        if not isinstance(found, Eagle3Head):  # its layers may differ in theirs
+            raise ValueError(f"init_from={path} has head.window={found.window}, which stays: leave head.window out")
+        found.window = window
+    if head.own_rope:
+        if isinstance(found, Eagle3Head) and found.latent:
+            raise ValueError(f"init_from={path} has latent attention, whose rope stays: leave head.rope out")
+        assert isinstance(found, Eagle3Head | DFlashHead) and head.config is not None
+        found.own_rope, found.config.rope_parameters = True, head.config.rope_parameters
+        found.rotary = Rotary(found.config)

@@ -57,6 +57,21 @@ def test_a_head_to_start_from_goes_to_the_device_of_the_target(
     assert {part.device.type for part in (*head.parameters(), *head.buffers())} == {"meta"}
 
 
+def test_a_trained_head_gets_the_window_and_the_rope_that_are_chosen(target: Target, published: Path, tmp_path: Path):
+    linear = {"rope_type": "linear", "factor": 4.0}
+    common = {"draft_vocab_size": 96, "counts": torch.arange(target.vocab_size)}
+    head = init_from(str(published), Eagle3Head.for_target(target, window=12, rope=linear, **common), target)
+    save_head(head, tmp_path / "both", target)
+    plain = Eagle3Head.for_target(target, **common)
+    again = init_from(str(tmp_path / "both"), plain, target)  # keeps what it has
+    assert (again.window, again.own_rope) == (12, True)
+    assert again.config.rope_parameters == head.config.rope_parameters
+    assert again.config.rope_parameters["rope_type"] == "linear"
+    angles = [one.rotary(torch.tensor([[8]]), 16, torch.float32)[0] for one in (again, plain)]
+    torch.testing.assert_close(angles[0], plain.rotary(torch.tensor([[2]]), 16, torch.float32)[0])
+    assert not torch.equal(*angles)
+
+
 def test_a_damaged_shard_that_a_loaders_worker_meets_is_named(here, tiny_path: Path, folder: Path, tmp_path: Path):
     data = [f"target.path={tiny_path}", f"data.path={folder}"]
     given = [*SHORT, *data, "hidden_states=offline", "hidden_states.path=stored"]
