@@ -37,13 +37,13 @@ def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
 def look_as_far(found: DraftHead, head: DraftHead, path: str) -> None:
     """Give a trained head the window and the rope that were chosen for `head`: no weight depends on them."""
     window = getattr(head, "window", None)
+    if (window is not None or head.own_rope) and getattr(found, "latent", False):
+        raise ValueError(f"init_from={path} has latent attention: leave head.window and head.rope out")
     if window is not None and window != found.window:
         if not isinstance(found, Eagle3Head):  # its layers may differ in theirs
             raise ValueError(f"init_from={path} has head.window={found.window}, which stays: leave head.window out")
         found.window = window
     if head.own_rope:
-        if isinstance(found, Eagle3Head) and found.latent:
-            raise ValueError(f"init_from={path} has latent attention, whose rope stays: leave head.rope out")
         assert isinstance(found, Eagle3Head | DFlashHead) and head.config is not None
         found.own_rope, found.config.rope_parameters = True, head.config.rope_parameters
         found.rotary = Rotary(found.config)

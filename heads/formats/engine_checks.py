@@ -103,6 +103,13 @@ def eagle_layers(head: Any, target: Target) -> None:
     )
 
 
+def eagle_rope(head: Any, target: Target) -> None:
+    kind = head.config.rope_parameters["rope_type"]
+    require(
+        kind == "default", f"SafeAILab's code supports the default rope, and this head has {kind}: use vLLM or SGLang"
+    )
+
+
 def has_checkpoint(head: Any, target: Target) -> None:
     require(
         bool(weight_map(target)),

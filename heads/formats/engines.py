@@ -115,7 +115,7 @@ SPECULATORS_MASKING = partial(
     checks.one_masking, "vLLM reads heads of the speculators package as", remedy="use format=vllm"
 )
 SPECULATORS_LAYER = tuple(partial(c, "the speculators package") for c in (checks.no_latent_attention, checks.no_window))
-EAGLE3_CODE = checks.eagle_layers, partial(checks.layer_flags, "SafeAILab's code")
+EAGLE3_CODE = checks.eagle_layers, checks.eagle_rope, partial(checks.layer_flags, "SafeAILab's code")
 HYDRA_CHECKS = partial(checks.full_vocabulary, "zankner's code"), lambda head, target: check_tied(head)
 LLAMACPP_MASKING = partial(checks.one_masking, "llama.cpp's draft models are")
 LLAMACPP_DSPARK = checks.llamacpp_layers, partial(checks.vanilla, "llama.cpp"), LLAMACPP_MASKING

@@ -22,6 +22,8 @@ FORMATS = {  # that take a head of this kind
     "eagle3": "vllm speculators sglang eagle",
     "eagle3 full vocabulary": "vllm speculators sglang eagle",
     "eagle3 qk_norm": "vllm speculators",
+    "eagle3 window": "vllm",
+    "eagle3 yarn": "vllm speculators sglang",
     "eagle3_1": "vllm speculators sglang",
     "hass": "vllm eagle",
     "eagle": "sglang eagle",
@@ -49,6 +51,11 @@ CHANGES = {
     "medusa": WHOLE,
     "hydra": WHOLE,
     "hydra_pp": WHOLE | {"mlp_layers": 2},
+    "eagle3 window": {"kind": "eagle3", "window": 11},
+    "eagle3 yarn": {
+        "rope": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+        "kind": "eagle3",
+    },
     "eagle3 of other layers": {"kind": "eagle3", "target_layer_ids": [1, 3, 5]},
     "eagle3 of two layers": {"kind": "eagle3", "target_layer_ids": [1, 5]},
     "eagle3 of the embedding": {"kind": "eagle3", "target_layer_ids": [0, 3, 5]},
@@ -111,6 +118,16 @@ REFUSED = [
     ("eagle3 qk_norm", "eagle", "does not support qk_norm"),
     ("eagle3 qk_norm", "sglang", "SGLang does not support qk_norm"),
     ("eagle3 qk_norm", "llamacpp", "llama.cpp does not support qk_norm"),
+    *[
+        ("eagle3 window", name, f"{engine} does not support EAGLE-3 heads with a window .head.window=11.: use vLLM")
+        for name, engine in (
+            ("sglang", "SGLang"),
+            ("eagle", "SafeAILab's code"),
+            ("speculators", "the speculators package"),
+            ("llamacpp", "llama.cpp"),
+        )
+    ],
+    ("eagle3 yarn", "eagle", "supports the default rope, and this head has yarn"),
     ("domino", "vllm", "vLLM does not support domino heads"),
     ("dspark gated", "vllm", "only with head.markov_head_type=vanilla"),
     ("dspark rnn", "speculators", "only with head.markov_head_type=vanilla"),
