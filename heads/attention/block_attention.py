@@ -12,7 +12,6 @@ again in the backward pass. On a GPU FlexAttention processes all blocks at once 
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,12 +58,16 @@ class Blocks:
         first, last = parts.joined_columns(doc_starts), parts.joined_columns(parts.columns)
         return cls(first, last, block_size, parts.length, False, parts)
 
-    @cached_property
-    def ends(self) -> list[int]:
-        """Return for each chunk of blocks how much text its blocks see."""
-        if self.everywhere:  # needs no synchronization with the device
-            return [min(start + self.chunk, self.length) for start in range(0, self.length, self.chunk)]
-        return (torch.stack([part.max() for part in self.last.split(self.chunk, dim=1)]) + 1).tolist()
+    def spans(self, window: int | None) -> list[tuple[int, int]]:
+        """Return for each chunk of blocks the columns of the text that its blocks see: the first, and the one after the
+        last."""
+        if self.everywhere and self.last.device.type != "cpu":  # needs no synchronization with the device
+            return [(0, min(start + self.chunk, self.length)) for start in range(0, self.length, self.chunk)]
+        seen = self.first if window is None else self.first.maximum(self.last + 2 - window)
+        seen = seen.masked_fill(self.last < 0, self.length)
+        chunks = zip(seen.split(self.chunk, dim=1), self.last.split(self.chunk, dim=1), strict=True)
+        ends = [(int(first.min()), int(last.max()) + 1) for first, last in chunks]
+        return [(min(first, end), end) for first, end in ends]
 
     @property
     def chunk(self) -> int:
@@ -129,13 +132,14 @@ def attend_by_chunk(
     """Return attention of blocks' queries over keys and values of the text and of the blocks, without FlexAttention. inside:
     (queries of a block, keys of a block) bool."""
     parts = []
-    for number, end in reversed(list(enumerate(blocks.ends))):
-        # The longest chunk is first, and each reuses the memory of the one before it: growing chunks would leave holes in
-        # the C library's heap, together as large as length x length.
+    for number, (begin, end) in reversed(list(enumerate(blocks.spans(window)))):
+        # The last chunk, often the longest, is first, and each reuses the memory of the one before it: growing chunks would
+        # leave holes in the C library's heap, together as large as length x length.
         chosen = slice(number * blocks.chunk, (number + 1) * blocks.chunk)
         rows, columns = (slice(chosen.start * count, chosen.stop * count) for count in inside.shape)
-        chunk_kv = (part for text, own in (keys, values) for part in (text[:, :, :end], own[:, :, columns]))
-        inputs = q[:, :, rows], *chunk_kv, blocks.first[:, chosen], blocks.last[:, chosen], inside, window
+        chunk_kv = (part for text, own in (keys, values) for part in (text[:, :, begin:end], own[:, :, columns]))
+        seen = blocks.first[:, chosen] - begin, blocks.last[:, chosen] - begin
+        inputs = q[:, :, rows], *chunk_kv, *seen, inside, window
         parts.append(checkpoint(attend_chunk, *inputs, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(parts[::-1], dim=2)
 
@@ -151,7 +155,7 @@ def attend_chunk(
     inside: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Return attention of a chunk of blocks over the text that they see, and themselves."""
+    """Return attention of a chunk of blocks over the text that they see, and themselves. first, last: columns of `keys`."""
     mask = chunk_mask(first, last, inside, keys.shape[2], window)
     keys, values = torch.cat([keys, own_keys], dim=2), torch.cat([values, own_values], dim=2)
     return attend(q, keys, values, additive_mask(mask[:, None], q.dtype))
