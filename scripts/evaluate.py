@@ -22,7 +22,7 @@ from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
 from foredraft.inference.evaluation.report import Report, terminal, write_report
 from foredraft.inference.evaluation.results import measure, samples
-from foredraft.train.data import prompt_sets
+from foredraft.train.data import long_prompts, prompt_sets
 from foredraft.train.data.corpus import count_tokens
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.prompt_sets import Prompt
@@ -37,8 +37,8 @@ def main(cfg: DictConfig) -> None:
             raise ValueError(f"{name}={cfg[name]} must be at least 1")
     if not cfg.temperature or min(cfg.temperature) < 0:
         raise ValueError(f"temperature={list(cfg.temperature)}: at least one, of 0 (greedy) or more")
-    if cfg.lengths and cfg.prompts != "held_out":
-        raise ValueError(f"lengths={list(cfg.lengths)} is for held-out raw texts, not for prompts={cfg.prompts}")
+    if cfg.lengths and cfg.prompts not in ("held_out", "long"):
+        raise ValueError(f"lengths={list(cfg.lengths)} is for prompts=held_out and prompts=long, not {cfg.prompts}")
     if cfg.limit < 0:
         raise ValueError(f"limit={cfg.limit} must be at least 1, or 0 for all prompts")
     output = Path(cfg.output_dir)
@@ -120,10 +120,16 @@ def find_prompts(cfg: DictConfig, target: Target, lengths: Sequence[int] = ()) -
             f"max_new_tokens={cfg.max_new_tokens} leaves {most} tokens for a prompt, of the target's context of "
             f"{target.context}"
         )
-    if cfg.prompts == "held_out":
+    if cfg.prompts in ("held_out", "long"):
         data, length = load_corpus(cfg.data, target), max(lengths or [cfg.prompt_tokens])
         prompts = prompt_sets.held_out(tokenizer, data, cfg.limit or 10**6, length)
-        return prompt_sets.by_length(tokenizer, prompts, lengths) if lengths else prompts
+        if cfg.prompts == "long" and not lengths:
+            raise ValueError("prompts=long is for evaluate, with lengths such as lengths=[512,2048,8192]")
+        if not lengths:
+            return prompts
+        texts = long_prompts.texts_of(prompts, tokenizer, lengths)
+        make = long_prompts.asked if cfg.prompts == "long" else long_prompts.continued
+        return make(tokenizer, texts, lengths)
 
     def answer(ids: list[int]) -> list[int]:
         input_ids = torch.tensor([ids], device=target.device)

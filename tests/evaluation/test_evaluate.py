@@ -94,6 +94,33 @@ def test_acceptance_by_context_continues_the_same_places(run, tmp_path, folder):
         assert message in run(*given, f"lengths=[{length}]", f"output_dir=out{length}").err
 
 
+def test_questions_about_long_texts_have_the_lengths_that_are_asked_for(run, tmp_path):
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text(" ".join(f"word{number}{place}" for place in range(2000)))
+    given = [
+        "data=text",
+        f"data.path={tmp_path}",
+        "data.glob=*.txt",
+        "data.val_split=0.5",
+        "drafter=ngram",
+        "temperature=[0]",
+        "repeats=1",
+        "rivals=false",
+    ]
+    assert run(*given, "prompts=long", "lengths=[150,200]").code == 0
+    prompts = json.loads((tmp_path / "out" / "prompts.json").read_text())
+    assert [category for category, *_ in prompts] == [
+        f"{length} tokens, {task}" for length in (150, 200) for _ in range(2) for task in ("summary", "find")
+    ]
+    assert all(abs(len(tokens) - int(category.split()[0])) <= 6 for category, tokens, *_ in prompts)
+    for message, *more in (
+        ("[30, 200]: 30 tokens do not hold a text and a question", "lengths=[30,200]"),
+        ("prompts=long is for evaluate, with lengths such as", "lengths=[]"),
+        ("for prompts=held_out and prompts=long, not gsm8k", "lengths=[9]", "prompts=gsm8k"),
+    ):
+        assert message in run(*given, "prompts=long", *more, f"output_dir=out{len(message)}").err
+
+
 class Shifted(Wrapper):
     """Make a mistake: every draft is the one that belongs `by` places later."""
 

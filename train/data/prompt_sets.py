@@ -6,7 +6,7 @@ it on the Hub). Later turns follow the target's own greedy answers.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from foredraft.inference.evaluation.progress import report
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.columns import system
-from foredraft.train.data.corpus import Corpus, has_chats, prompts, start_tokens, with_start
+from foredraft.train.data.corpus import Corpus, has_chats, prompts, with_start
 from foredraft.train.data.layouts import Message, SkippedRow, has_system, turns
 from foredraft.train.data.sources import Row, Source, read
 
@@ -49,7 +49,7 @@ class Prompt(NamedTuple):
 def questions(name: str, limit: int | None) -> list[Question]:
     """Read the questions of a set or a file; at most `limit`, spread evenly. Raise ValueError for an unknown name or row."""
     if name not in SETS and name != "spec_bench" and not Path(name).is_file():
-        known = ", ".join(["held_out", "spec_bench", *SETS])
+        known = ", ".join(["held_out", "long", "spec_bench", *SETS])
         raise ValueError(f"prompts={name} is neither a file nor one of {known}")
     read_rows = list(rows(name))
     present = [row for row in read_rows if PLACEHOLDER not in str(row.value)]
@@ -151,20 +151,6 @@ def held_out(tokenizer: PreTrainedTokenizerBase, data: Corpus, count: int, lengt
     if not found and reason is not None:
         raise reason
     return found
-
-
-def by_length(tokenizer: PreTrainedTokenizerBase, whole: list[Prompt], lengths: Sequence[int]) -> list[Prompt]:
-    """Cut prompts to their last tokens, for each length: all lengths are continued at the same places. Raise ValueError if
-    no raw text is long enough; a conversation would lose its form."""
-    start, longest = start_tokens(tokenizer), max(lengths)
-    found = [prompt.tokens for prompt in whole if not prompt.ends and len(prompt.tokens) >= longest]
-    if not found or min(lengths) <= len(start):
-        raise ValueError(f"lengths={list(lengths)} needs held-out raw texts (data=text) of at least {longest} tokens")
-    return [
-        Prompt(f"{length} tokens", [*start, *tokens[len(tokens) - length + len(start) :]], False)
-        for length in lengths
-        for tokens in found
-    ]
 
 
 def summary(prompts: list[Prompt]) -> str:
