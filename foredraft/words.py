@@ -15,7 +15,7 @@ ROOT = CONF.parent  # of a checkout, or the folder of the installed package
 SCRIPTS = ROOT / "scripts"
 BENCH_CONF = SCRIPTS / "bench" / "conf"  # not in the installed package
 WORDS = {"target": "target.path", "drafter": "drafter.path", "learn": "learn.enabled"}  # target=X is target.path=X
-LISTS = ("evaluate", "matched")  # programs whose key `drafter` is a drafter or a list of drafters
+LISTS = ("evaluate", "matched", "by_context")  # programs whose key `drafter` is a drafter or a list of drafters
 TEXTS = ("prompt", "system")  # keys whose values are not paths
 DRAFTERS = {  # drafter=NAME; inference/drafters loads them
     "none": "No drafts: autoregressive decoding, by the same loop.",

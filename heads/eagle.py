@@ -36,6 +36,10 @@ class LayerHead(RecurrentHead):
     rotary: Rotary
     window: int | None = None  # positions that the layer looks back, a query's own included
 
+    def training_window(self, text: PackedBatch) -> int | None:
+        """Return the window, or None where the rows are not longer."""
+        return None if self.window is None or self.window >= text.row_length else self.window
+
     @abstractmethod
     def inputs(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of attention and the residual, from hidden and embeddings (batch, n, hidden)."""
@@ -55,14 +59,14 @@ class LayerHead(RecurrentHead):
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         hidden, next_embeddings = self.first_hidden(aux_hidden_states), embeddings.roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.row_length, self.dtype)
-        attention, document_starts = self.layer.self_attn, text.document_starts()
+        attention, document_starts, window = self.layer.self_attn, text.document_starts(), self.training_window(text)
         steps: list[tuple[Tensor, Tensor]] = []
         outs: list[Tensor] = []
         for _ in range(self.depth):
             x, residual = self.inputs(hidden, next_embeddings)
             q, k, v, gate = attention.project(x, cos, sin)
             steps.append(at_start(k, v, len(steps), text))
-            attended = attention.project_out(attend_steps(q, steps, document_starts, text.parts, self.window), gate)
+            attended = attention.project_out(attend_steps(q, steps, document_starts, text.parts, window), gate)
             outs.append(self.finish(self.layer.feed_forward(residual, attended)))
             hidden = shift_right(self.feed_back(outs[-1]), 1)
         return outs

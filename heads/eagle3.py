@@ -219,12 +219,12 @@ class Eagle3Head(LayerHead):
         cos, sin = self.rotary(text.positions, text.row_length, hidden.dtype)
         layer, attention = self.layer, self.layer.self_attn
         embed_qkv, weight = split_fused_projection(attention.input_layers, layer.input_layernorm(next_embeddings))
-        document_starts, outs = text.document_starts(), []
+        document_starts, outs, window = text.document_starts(), [], self.training_window(text)
         steps: list[tuple[Tensor, Tensor]] = []
         for _ in range(self.depth):
             q, k, v, _ = attention.split_heads(embed_qkv + F.linear(layer.hidden_norm(hidden), weight), cos, sin)
             steps.append(at_start(k, v, len(steps), text))
-            attended = attention.project_out(attend_steps(q, steps, document_starts, text.parts, self.window))
+            attended = attention.project_out(attend_steps(q, steps, document_starts, text.parts, window))
             outs.append(layer.feed_forward(layer.residual(hidden, self.norm_before_residual), attended))
             hidden = shift_right(self.feed_back(outs[-1]), 1)
         return outs

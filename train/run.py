@@ -44,7 +44,7 @@ from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal, time_limit_record
 from foredraft.train.runtime.memory import disable_malloc_trim, explain_out_of_memory
 from foredraft.train.runtime.run_state import CHECKPOINTS, done_before, open_directory, rows_per_step, unlock
-from foredraft.train.start import init_from
+from foredraft.train.start import init_from, limit_window
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments, arguments
 from foredraft.train.writing import self_generated
 
@@ -123,6 +123,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
         raise ValueError(f"data.rejection_weight is for heads that learn token by token: head={head.kind} takes 1")
     if cfg.init_from is not None:
         head = init_from(cfg.init_from, head, target)
+    limit_window(head, cfg)
     head.on_train_begin(target)
     args = arguments(cfg.trainer, target, **strategy.arguments_of(cfg.strategy, cfg.strategy_args))
     if distributed.rank() == 0 or target.is_collective:

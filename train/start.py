@@ -1,6 +1,7 @@
 """Start from the weights of a head that was trained before."""
 
 import torch
+from omegaconf import DictConfig
 
 from foredraft.heads.base import DraftHead, RecurrentHead
 from foredraft.heads.checkpoint import read_head
@@ -32,6 +33,13 @@ def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
     found.to(target.device, torch.float32).train().requires_grad_(True)
     found.freeze_projections()
     return found
+
+
+def limit_window(head: DraftHead, cfg: DictConfig) -> None:
+    """Let an EAGLE-3 head look back as far as its longest training rows, unless head.window says otherwise: farther back it
+    has learned nothing, and its drafts would become worse."""
+    if isinstance(head, Eagle3Head) and cfg.head.window is None and (cfg.init_from is None or head.window is not None):
+        head.window = max(cfg.max_length, head.window or 0, head.depth + 1)
 
 
 def look_as_far(found: DraftHead, head: DraftHead, path: str) -> None:

@@ -28,7 +28,7 @@ def first_keys(doc_starts: Tensor, window: int | None, parts: RowParts | None = 
 def within_window(mask: Tensor, positions: Tensor, window: int | None) -> Tensor:
     """Limit a mask (batch, length, keys) bool over a cache, in which key k has position k, to the `window` keys up to each
     query's own. positions: (batch, length). Keys of drafts stand after the text, and are never too far back."""
-    if window is None:
+    if window is None or mask.shape[-1] <= window:
         return mask
     return mask & (positions[..., None] - torch.arange(mask.shape[-1], device=mask.device) < window)
 

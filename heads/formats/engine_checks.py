@@ -43,13 +43,6 @@ def one_masking(drafters: str, head: Any, target: Target, remedy: str = "use vLL
     )
 
 
-def no_window(engine: str, head: Any, target: Target) -> None:
-    require(
-        head.window is None,
-        f"{engine} does not support EAGLE-3 heads with a window (head.window={head.window}): use vLLM",
-    )
-
-
 def no_latent_attention(engine: str, head: Any, target: Target) -> None:
     require(not head.latent, f"{engine} does not support EAGLE-3 heads with multi-head latent attention: use vLLM")
 
@@ -57,7 +50,6 @@ def no_latent_attention(engine: str, head: Any, target: Target) -> None:
 def layer_flags(engine: str, head: Any, target: Target, supported: tuple[str, ...] = ()) -> None:
     """Check for flags that the engine does not support and would ignore, and for another attention."""
     no_latent_attention(engine, head, target)
-    no_window(engine, head, target)
     config = head.to_config()
     used = [name for name in FLAGS if config[name] and name not in supported]
     used += [] if config[AUX] else [f"{AUX}=false"]

@@ -97,6 +97,18 @@ def mtp_note(head: DraftHead, target: Target) -> str:
     return "Engines look for an MTP layer if config.json announces one, and this target's does not."
 
 
+def window_note(engine: str, head: DraftHead, target: Target) -> str:
+    """Return what an engine that reads no window of EAGLE-3 heads does in longer texts."""
+    if engine == "vLLM" or not isinstance(head, Eagle3Head) or head.window is None:
+        return ""
+    if target.context is not None and head.window >= target.context:
+        return ""
+    return (
+        f"{engine} does not support head.window={head.window}: in longer texts the head sees all, and fewer drafts are "
+        "accepted than in vLLM."
+    )
+
+
 class Rule(NamedTuple):
     layout: Callable[..., Format]
     use: str
@@ -114,7 +126,7 @@ SGLANG_EAGLE3 = checks.sglang_layers, partial(checks.layer_flags, "SGLang", supp
 SPECULATORS_MASKING = partial(
     checks.one_masking, "vLLM reads heads of the speculators package as", remedy="use format=vllm"
 )
-SPECULATORS_LAYER = tuple(partial(c, "the speculators package") for c in (checks.no_latent_attention, checks.no_window))
+SPECULATORS_LAYER = partial(checks.no_latent_attention, "the speculators package")
 EAGLE3_CODE = checks.eagle_layers, checks.eagle_rope, partial(checks.layer_flags, "SafeAILab's code")
 HYDRA_CHECKS = partial(checks.full_vocabulary, "zankner's code"), lambda head, target: check_tied(head)
 LLAMACPP_MASKING = partial(checks.one_masking, "llama.cpp's draft models are")
@@ -140,7 +152,7 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
         DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (WHOLE_BLOCKS, checks.sglang_prefix)),
     },
     "the speculators package": {
-        Eagle3Head: Rule(formats.SpeculatorsFormat, SPECULATORS, BY_NAME, SPECULATORS_LAYER),
+        Eagle3Head: Rule(formats.SpeculatorsFormat, SPECULATORS, BY_NAME, (SPECULATORS_LAYER,)),
         DFlashHead: Rule(formats.SpeculatorsDFlash, SPECULATORS, BY_NAME, (SPECULATORS_MASKING,)),
         DSparkHead: Rule(formats.SpeculatorsDSpark, SPECULATORS, BY_NAME, (SPECULATORS_MASKING, VLLM_VANILLA)),
         XPressHead: Rule(formats.SpeculatorsXPress, SPECULATORS, XPRESS, (SPECULATORS_MASKING, checks.whole_ratio)),
@@ -176,7 +188,8 @@ def export_for(engine: str, head: DraftHead, target: Target, *arguments: Any) ->
     for verify in rule.checks:
         verify(head, target)
     note = rule.note if isinstance(rule.note, str) else rule.note(head, target)
-    return Export(rule.layout(*arguments), rule.use, note.format(target=target.name, kind=head.kind))
+    note = note.format(target=target.name, kind=head.kind)
+    return Export(rule.layout(*arguments), rule.use, f"{note}\n{window_note(engine, head, target)}".strip())
 
 
 def llamacpp(head: DraftHead, target: Target, dtype: str = "float16", target_gguf: str | None = None) -> Export:

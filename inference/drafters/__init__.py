@@ -8,6 +8,7 @@ import torch
 from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
 from foredraft.heads.checkpoint import find, load_head, read_config
 from foredraft.heads.draft_model import DraftModelHead
+from foredraft.heads.eagle3 import Eagle3Head, check_window
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.packing import pack
 from foredraft.inference.drafters.base import Drafter, NoDrafter
@@ -73,6 +74,8 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
     else:
         directory = find(path, revision)
         head = load_head(directory, target)
+        if isinstance(head, Eagle3Head) and "window" in facts:
+            head.window = check_window(facts.pop("window"), head.depth)
         pack(head)
         facts["accuracies"] = read_config(directory).get("foredraft", {}).get("accuracies")
         path = str(directory)

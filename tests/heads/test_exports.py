@@ -22,7 +22,7 @@ FORMATS = {  # that take a head of this kind
     "eagle3": "vllm speculators sglang eagle",
     "eagle3 full vocabulary": "vllm speculators sglang eagle",
     "eagle3 qk_norm": "vllm speculators",
-    "eagle3 window": "vllm",
+    "eagle3 window": "vllm sglang eagle",
     "eagle3 yarn": "vllm speculators sglang",
     "eagle3_1": "vllm speculators sglang",
     "hass": "vllm eagle",
@@ -84,6 +84,18 @@ def test_round_trips_are_equal_to_the_bit(deep, tmp_path, kind, name):
         assert same(read_head(other, deep), head)
 
 
+def test_engines_that_read_no_window_are_named(deep):
+    head = ours("eagle3 window", deep)
+    for name in ("sglang", "eagle", "speculators", "gguf"):
+        assert (
+            "does not support head.window=11: in longer texts the head sees all"
+            in getattr(engines, name)(head, deep).note
+        )
+    assert "head.window" not in engines.vllm(head, deep).note
+    head.window = deep.context
+    assert "head.window" not in engines.sglang(head, deep).note
+
+
 def test_a_layer_of_qwen3s_form_is_named_for_the_one_class_that_reads_it(deep, tmp_path):
     save_head(ours("eagle3 qk_norm", deep), tmp_path, deep)
     config, weights = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
@@ -118,15 +130,6 @@ REFUSED = [
     ("eagle3 qk_norm", "eagle", "does not support qk_norm"),
     ("eagle3 qk_norm", "sglang", "SGLang does not support qk_norm"),
     ("eagle3 qk_norm", "llamacpp", "llama.cpp does not support qk_norm"),
-    *[
-        ("eagle3 window", name, f"{engine} does not support EAGLE-3 heads with a window .head.window=11.: use vLLM")
-        for name, engine in (
-            ("sglang", "SGLang"),
-            ("eagle", "SafeAILab's code"),
-            ("speculators", "the speculators package"),
-            ("llamacpp", "llama.cpp"),
-        )
-    ],
     ("eagle3 yarn", "eagle", "supports the default rope, and this head has yarn"),
     ("domino", "vllm", "vLLM does not support domino heads"),
     ("dspark gated", "vllm", "only with head.markov_head_type=vanilla"),

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from foredraft.heads import Target
+from foredraft.heads import Target, save_head
 from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.medusa import MedusaHead
@@ -27,6 +27,7 @@ from foredraft.inference.drafters import (
     SuffixDrafter,
     Union,
     drafter_for,
+    tree_of,
 )
 from foredraft.inference.drafters.base import Accepted, PendingAccepted, bonus_only, chains, trees
 from foredraft.inference.drafters.measurements import Costs
@@ -293,6 +294,20 @@ def test_short_words_name_drafters(target, tiny_path):
     half = Target.from_pretrained(tiny_path, dtype="bfloat16", device="cpu")
     half.capabilities.prefers_chains = False  # else any chain keeps every bit
     assert isinstance(load_drafter(f"draft:{tiny_path}", half, reproducible=True), DraftModel)
+
+
+def test_a_heads_window_can_be_set_for_drafting(target, tmp_path):
+    for kind in ("eagle3", "medusa"):
+        save_head(make_head(kind, target), tmp_path / kind, target)
+    drafter = load_drafter(str(tmp_path / "eagle3"), target, window=16)
+    assert tree_of(drafter).head.window == 16
+    ids = torch.tensor([prompt(60)])
+    text = generate(target, drafter, ids, max_new_tokens=20).sequences
+    assert torch.equal(text, generate(target, None, ids, max_new_tokens=20).sequences)
+    with pytest.raises(ValueError, match=r"head\.window=2 must be larger than"):
+        load_drafter(str(tmp_path / "eagle3"), target, window=2)
+    with pytest.raises(TypeError, match="window"):
+        load_drafter(str(tmp_path / "medusa"), target, window=16)
 
 
 def test_bad_settings_are_named(target, tiny_path):

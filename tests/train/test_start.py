@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from foredraft.heads import Target, save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.train.runtime import memory
-from foredraft.train.start import init_from
+from foredraft.train.start import init_from, limit_window
 from foredraft.train.trainer import HeadTrainer
 from tests.support import ROOT
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, inherited, program, python_for
@@ -55,6 +56,22 @@ def test_a_head_to_start_from_goes_to_the_device_of_the_target(
     monkeypatch.setattr(Target, "device", torch.device("meta"))  # a device without numbers, in place of a GPU
     head = init_from(str(published), fresh, target)
     assert {part.device.type for part in (*head.parameters(), *head.buffers())} == {"meta"}
+
+
+def test_a_head_looks_back_as_far_as_the_rows_that_it_learned_from(target: Target, published: Path, tmp_path: Path):
+    save_head(Eagle3Head.for_target(target, ttt_steps=2, window=40, draft_vocab_size=None), tmp_path / "short", target)
+
+    def looks_back(init: Path | None, window: int | None = None, max_length: int = 64) -> int | None:
+        cfg = OmegaConf.create({"head": {"window": window}, "init_from": init and str(init), "max_length": max_length})
+        head = Eagle3Head.for_target(target, ttt_steps=2, window=window)
+        head = head if init is None else init_from(str(init), head, target)
+        limit_window(head, cfg)
+        return head.window
+
+    assert [looks_back(None), looks_back(None, window=16), looks_back(None, max_length=2)] == [64, 16, 3]
+    assert [looks_back(tmp_path / "short"), looks_back(tmp_path / "short", 16)] == [64, 16]
+    assert looks_back(tmp_path / "short", max_length=32) == 40
+    assert looks_back(published) is None  # by another program, which limited nothing
 
 
 def test_a_trained_head_gets_the_window_and_the_rope_that_are_chosen(target: Target, published: Path, tmp_path: Path):
