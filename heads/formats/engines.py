@@ -99,9 +99,8 @@ def mtp_note(head: DraftHead, target: Target) -> str:
 
 def window_note(engine: str, head: DraftHead, target: Target) -> str:
     """Return what an engine that reads no window of EAGLE-3 heads does in longer texts."""
-    if engine == "vLLM" or not isinstance(head, Eagle3Head) or head.window is None:
-        return ""
-    if target.context is not None and head.window >= target.context:
+    reads = engine in ("vLLM", "the speculators package")  # vLLM loads both
+    if reads or not isinstance(head, Eagle3Head) or head.window is None or head.window >= (target.context or 10**9):
         return ""
     return (
         f"{engine} does not support head.window={head.window}: in longer texts the head sees all, and fewer drafts are "

@@ -74,7 +74,8 @@ def speculators_settings(algorithm: str, architecture: str, head: DraftHead, tar
     """Return the config.json of an EAGLE-3 or P-EAGLE head."""
     assert isinstance(head, Eagle3Head | PEagleHead)
     config = head.to_config()
-    layer = {name: value for name, value in config.items() if name in head.config.to_dict()}
+    names = head.config.to_dict().keys() | {"layer_types", "sliding_window"}
+    layer = {name: value for name, value in config.items() if name in names}
     return {
         "architectures": [architecture],
         "speculators_model_type": algorithm,

@@ -91,17 +91,36 @@ def chain(head: DraftHead, target: Target, rows: list[list[int]], depth: int) ->
     ],
 )
 def test_the_engine_accepts_what_we_predict(heads, embedded, rows, plain, tmp_path, kind, name, method):
-    exported = export(heads, kind, name, tmp_path)
+    compare(export(heads, kind, name, tmp_path), embedded, rows, plain, tmp_path, method)
+
+
+@pytest.mark.parametrize("name", ["vllm", "speculators"])
+def test_the_engine_reads_the_window_of_a_head(heads, embedded, rows, plain, tmp_path, name):
+    """Use a window that is shorter than the prompts."""
+    exported = export(heads, "eagle3", name, tmp_path)
+    config = json.loads((exported / "config.json").read_text())
+    layer = config.get("transformer_layer_config", config)
+    assert layer["layer_types"] == ["sliding_attention"] and layer["sliding_window"] > 16
+    layer["sliding_window"] = 16
+    (exported / "config.json").write_text(json.dumps(config))
+    assert load_head(exported, embedded).window == 16
+    compare(exported, embedded, rows, plain, tmp_path, "eagle3")
+
+
+def compare(
+    exported: Path, embedded: Target, rows: list[list[int]], plain: list[list[int]], tmp_path: Path, method: str
+) -> None:
+    """Check that the engine writes the target's text, and accepts as many drafts at each position as we do."""
     head = load_head(exported, embedded)
     # Of a block all: the slots of a shorter one would see fewer of the others.
     depth = head.depth if isinstance(head, BlockHead) else DEPTH
     speculative = {"method": method, "model": str(exported), "num_speculative_tokens": depth}
-    out = decode(tmp_path, rows, speculative | ({"parallel_drafting": True} if kind == "p_eagle" else {}))
+    out = decode(tmp_path, rows, speculative | ({"parallel_drafting": True} if head.kind == "p_eagle" else {}))
     assert out["texts"] == plain
     drafts = out["counted"]["drafts"]
     theirs = [count / drafts for count in out["counted"]["accepted_tokens_per_pos"]]
     texts, ours = chain(head, embedded, rows, depth)
-    print(f"{kind} as {name}: {drafts} drafts, accepted per position {theirs} in vLLM, {ours} here")
+    print(f"{head.kind}: {drafts} drafts, accepted per position {theirs} in vLLM, {ours} here")
     assert drafts >= 1000 and texts == plain
     assert theirs == pytest.approx(ours, rel=0.05)
     assert theirs[0] > 0.02  # nothing was left out without a word
