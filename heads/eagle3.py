@@ -37,6 +37,7 @@ from foredraft.heads.layers import (
 from foredraft.heads.target_model import Target
 
 SLIDING = "sliding_attention"  # the name of a layer with a window in config.json
+WINDOWED = {"layer_types": [SLIDING], "use_sliding_window": True}  # Qwen3's config forgets a window without the flag
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")  # settings, here and on disk
 
 
@@ -83,10 +84,9 @@ class Eagle3Head(LayerHead):
         window: int | None = None,
     ):
         """Build the modules. qk_norm: norms on queries and keys, as in Qwen3's layers. window: positions that the layer looks
-        back; None for no limit. Three settings only occur in heads of
-        other programs: norm_before_fc (one norm over all fused hidden states), norm_before_residual, and
-        use_aux_hidden_state=False, with which the layer takes the target's last hidden state
-        (nvidia/gpt-oss-120b-Eagle3-v2)."""
+        back; None for no limit. Three settings only occur in heads of other programs: norm_before_fc (one norm over all
+        fused hidden states), norm_before_residual, and use_aux_hidden_state=False, with which the layer takes the target's
+        last hidden state (nvidia/gpt-oss-120b-Eagle3-v2)."""
         super().__init__()
         self.config, self.layers, self.depth, self.norm_output = config, list(layers), depth, norm_output
         self.norm_before_residual, self.window = norm_before_residual, check_window(window, depth)
@@ -177,7 +177,7 @@ class Eagle3Head(LayerHead):
         return llama_config.to_json(self.config) | {
             "architectures": [other or "LlamaForCausalLMEagle3"],
             **({"model_type": "qwen3"} if self.qk_norm else {}),
-            **({} if self.window is None else {"layer_types": [SLIDING], "sliding_window": self.window}),
+            **({} if self.window is None else WINDOWED | {"sliding_window": self.window}),
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self.config.hidden_size,
             "norm_before_residual": self.norm_before_residual,
@@ -230,10 +230,11 @@ class Eagle3Head(LayerHead):
         return outs
 
 
-def check_window(window: int | None, depth: int) -> int | None:
-    """Return the window of a head. Raises ValueError if it does not contain all steps of a draft and a token of the text."""
-    if window is not None and window <= depth:
-        raise ValueError(f"head.window={window} must be larger than head.ttt_steps={depth}")
+def check_window(window: int | None, depth: int, key: str = "head.window") -> int | None:
+    """Return the window of a head that drafts this deep. Raises ValueError, with the key, if it does not contain all steps
+    of a draft and a token of the text."""
+    if window is not None and (type(window) is not int or window <= depth):
+        raise ValueError(f"{key}={window} must be a number of positions above {depth}, the depth of the drafts")
     return window
 
 

@@ -133,6 +133,10 @@ def checked_rope(rope: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any
         raise ValueError(f"head.rope.rope_type={rope.get('rope_type')} is not one of {', '.join(NEEDED)}")
     if unknown := sorted(rope.keys() - RopeParameters.__annotations__.keys()):
         raise ValueError(f"head.rope.{unknown[0]} is not one of {', '.join(RopeParameters.__annotations__)}")
+    for name, value in rope.items():
+        least = 1 if name == "factor" else 0
+        if name in ("factor", "rope_theta", *NEEDED["llama3"]) and not (type(value) in (int, float) and value >= least):
+            raise ValueError(f"head.rope.{name}={value!r} must be a number of at least {least}")
     if missing := [name for name in NEEDED[rope["rope_type"]] if rope.get(name) is None]:
         raise ValueError(f"head.rope has rope_type={rope['rope_type']}, which also needs {' and '.join(missing)}")
     return {name: targets[name] for name in ("rope_theta", "partial_rotary_factor") if name in targets} | rope

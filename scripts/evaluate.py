@@ -121,15 +121,13 @@ def find_prompts(cfg: DictConfig, target: Target, lengths: Sequence[int] = ()) -
             f"{target.context}"
         )
     if cfg.prompts in ("held_out", "long"):
-        data, length = load_corpus(cfg.data, target), max(lengths or [cfg.prompt_tokens])
-        prompts = prompt_sets.held_out(tokenizer, data, cfg.limit or 10**6, length)
-        if cfg.prompts == "long" and not lengths:
+        data, count = load_corpus(cfg.data, target), cfg.limit or 10**6
+        if lengths:
+            make = long_prompts.asked if cfg.prompts == "long" else long_prompts.continued
+            return make(tokenizer, long_prompts.texts_of(tokenizer, data, count, lengths), lengths)
+        if cfg.prompts == "long":
             raise ValueError("prompts=long is for evaluate, with lengths such as lengths=[512,2048,8192]")
-        if not lengths:
-            return prompts
-        texts = long_prompts.texts_of(prompts, tokenizer, lengths)
-        make = long_prompts.asked if cfg.prompts == "long" else long_prompts.continued
-        return make(tokenizer, texts, lengths)
+        return prompt_sets.held_out(tokenizer, data, count, cfg.prompt_tokens)
 
     def answer(ids: list[int]) -> list[int]:
         input_ids = torch.tensor([ids], device=target.device)

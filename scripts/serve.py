@@ -153,6 +153,11 @@ def exec_engine(cfg: DictConfig, api_key: str | None) -> None:
             f"log_accepted={cfg.log_accepted}: {ENGINES[cfg.engine]} does not report rejected drafts. "
             "Set engine=foredraft."
         )
+    if cfg.drafter.window is not None:
+        raise ValueError(
+            f"drafter.window={cfg.drafter.window}: {ENGINES[cfg.engine]} reads a head's own window, if any "
+            "(sliding_window in its config.json). Set engine=foredraft, or leave it out."
+        )
     target = instantiate(cfg.target)
     drafter, where = cfg.drafter.path, (model_name(cfg, target.name), cfg.host, cfg.port, cfg.max_num_seqs)
     if cfg.engine == "vllm":

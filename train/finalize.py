@@ -18,13 +18,14 @@ from transformers import TrainerState
 from foredraft.heads import lora
 from foredraft.heads.base import DraftHead, PackedBatch, ParallelHead
 from foredraft.heads.checkpoint import published_dtype, read_head
+from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hub.card import aligned, measured, model_card
 from foredraft.heads.target_model import Target
-from foredraft.inference.drafters import AutoTree, load_drafter
+from foredraft.inference.drafters import AutoTree, Drafter, load_drafter
 from foredraft.inference.drafters.policy import HeadTree
 from foredraft.inference.evaluation import results as benchmark_results
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text
-from foredraft.inference.evaluation.measure import NOT_CHECKED, check_identical
+from foredraft.inference.evaluation.measure import NOT_CHECKED, check_identical, run
 from foredraft.inference.evaluation.report import Report, write_report
 from foredraft.inference.evaluation.results import (
     ALL,
@@ -36,10 +37,10 @@ from foredraft.inference.evaluation.results import (
     acceptance,
     accepted_shares,
 )
-from foredraft.inference.generation import generate
+from foredraft.inference.generation import generate, tokens_per_forward
 from foredraft.train import held_out, publish
 from foredraft.train.checks import save_checked
-from foredraft.train.data import data_card, prompt_sets
+from foredraft.train.data import data_card, long_prompts, prompt_sets
 from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, has_prompts
 from foredraft.train.data.packing import collate
 from foredraft.train.module import DistillationModel
@@ -114,6 +115,9 @@ def keep_best_weights(cfg: DictConfig, trainer: HeadTrainer, directory: Path) ->
         print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
         target = distillation.target
         head = read_head(checkpoints.best_head(directory / CHECKPOINTS, best), target)
+        trained = distillation.head
+        if isinstance(head, Eagle3Head) and isinstance(trained, Eagle3Head):
+            head.window = trained.window  # which files of an earlier version do not have
         distillation.head = head.float().to(target.device)
     return best or state.global_step
 
@@ -196,6 +200,8 @@ def measure(
     if settings.check_float32:
         tokens = [row.tokens for row in rows]
         metrics |= check_identical(target, load, tokens, settings.max_new_tokens, has_chats(data.test))
+    if settings.lengths:
+        metrics["acceptance_length_by_context"] = by_context(target, fixed, data, settings)
     if data.test_sets:  # of a mix, loops included
         drafted = Table(benchmark.lines.lines, benchmark.texts, TEMPERATURES[0]).batched[FIXED].values()
         lengths = {
@@ -206,6 +212,17 @@ def measure(
             name: None if tau is None else round(tau, 4) for name, tau in lengths.items()
         }
     return metrics, results, list(benchmark_results.samples(benchmark))
+
+
+def by_context(target: Target, drafter: Drafter, data: Corpus, settings: Any) -> dict[str, float]:
+    """Return the acceptance length after texts of each of the lengths."""
+    texts = long_prompts.texts_of(target.text_tokenizer, data, settings.num_prompts, settings.lengths)
+    prompts = long_prompts.continued(target.text_tokenizer, texts, settings.lengths)
+    found = {}
+    for name in dict.fromkeys(prompt.category for prompt in prompts):
+        rows = [prompt.tokens for prompt in prompts if prompt.category == name]
+        found[name] = round(tokens_per_forward(run(target, drafter, rows, settings.max_new_tokens, f"after {name}")), 4)
+    return found
 
 
 def measured_prompts(target: Target, rows: list[list[int]], settings: Any, minutes: float) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.dflash import DFlashHead
+from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import Drafter, load_drafter, tree_of
 from foredraft.inference.engine import Engine
@@ -70,6 +71,8 @@ def train_overrides(head: DraftHead) -> list[str]:
     if isinstance(head, DFlashHead):
         anchored = str(head.sample_from_anchor).lower()
         depth = [f"head.block_size={head.block_size}", f"head.sample_from_anchor={anchored}"]
+    if isinstance(head, Eagle3Head) and head.window is not None:
+        depth.append(f"head.window={head.window}")
     weight = ["data.rejection_weight=1"] if isinstance(head, BlockHead) else []
     few = ["eval.steps=0", "eval.final_num_prompts=16", "eval.max_new_tokens=64", "eval.timed_prompts=1"]
     return [f"head={head.kind}", *depth, *weight, *few, "eval.check_float32=false"]

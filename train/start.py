@@ -38,7 +38,8 @@ def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
 def limit_window(head: DraftHead, cfg: DictConfig) -> None:
     """Let an EAGLE-3 head look back as far as its longest training rows, unless head.window says otherwise: farther back it
     has learned nothing, and its drafts would become worse."""
-    if isinstance(head, Eagle3Head) and cfg.head.window is None and (cfg.init_from is None or head.window is not None):
+    unlimited = head.imported and getattr(head, "window", None) is None  # its rows are unknown
+    if isinstance(head, Eagle3Head) and cfg.head.window is None and not unlimited:
         head.window = max(cfg.max_length, head.window or 0, head.depth + 1)
 
 

@@ -65,9 +65,9 @@ class Blocks:
             return [(0, min(start + self.chunk, self.length)) for start in range(0, self.length, self.chunk)]
         seen = self.first if window is None else self.first.maximum(self.last + 2 - window)
         seen = seen.masked_fill(self.last < 0, self.length)
-        chunks = zip(seen.split(self.chunk, dim=1), self.last.split(self.chunk, dim=1), strict=True)
-        ends = [(int(first.min()), int(last.max()) + 1) for first, last in chunks]
-        return [(min(first, end), end) for first, end in ends]
+        begins = torch.stack([part.min() for part in seen.split(self.chunk, dim=1)])
+        ends = torch.stack([part.max() for part in self.last.split(self.chunk, dim=1)]) + 1
+        return [(begin, end) for begin, end in torch.stack([begins.minimum(ends), ends], dim=1).tolist()]
 
     @property
     def chunk(self) -> int:

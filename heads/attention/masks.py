@@ -30,7 +30,8 @@ def within_window(mask: Tensor, positions: Tensor, window: int | None) -> Tensor
     query's own. positions: (batch, length). Keys of drafts stand after the text, and are never too far back."""
     if window is None or mask.shape[-1] <= window:
         return mask
-    return mask & (positions[..., None] - torch.arange(mask.shape[-1], device=mask.device) < window)
+    # A comparison instead of a difference: only bools have length x keys entries.
+    return mask & (positions[..., None] < torch.arange(mask.shape[-1], device=mask.device) + window)
 
 
 def text_mask(doc_starts: Tensor, rows: slice, window: int | None = None) -> Tensor:

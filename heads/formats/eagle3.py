@@ -56,7 +56,7 @@ class Eagle3Format(Format):
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         config = files.config
-        settings = layer_settings(files, config, target, latent=True)
+        settings = layer_settings(files, config, target, latent=True, windowed=True)
         check_settings(files, config, {"bias": False, "target_hidden_size": config["hidden_size"]})
         flags = {name: config.get(name) for name in FLAGS} | eagle_flags(files)
         fused = (config.get("eagle_config") or {}).get(AUX) is not False

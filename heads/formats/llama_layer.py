@@ -14,11 +14,16 @@ SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"
 
 
 def layer_settings(
-    files: HeadFiles, settings: dict[str, Any], target: Target, count: int | None = None, latent: bool = False
+    files: HeadFiles,
+    settings: dict[str, Any],
+    target: Target,
+    count: int | None = None,
+    latent: bool = False,
+    windowed: bool = False,
 ) -> dict[str, Any]:
     """Return `settings` with missing ones filled in. Unusual ones that are used go to `files.notes`: the weights determine
     the number of layers and biases, and rope and context length are the head's own. latent: may it have multi-head latent
-    attention? Raises ValueError for an unsupported layer."""
+    attention? windowed: may it look back through a window? Raises ValueError for an unsupported layer."""
     if count is None:
         check_one_layer(files)
     else:
@@ -38,9 +43,14 @@ def layer_settings(
         files.notes.append(
             f"config.json has num_hidden_layers={settings['num_hidden_layers']}, but the weights are of one layer"
         )
-    windows = settings.get("use_sliding_window") and settings.get("sliding_window")
-    if count is None and windows and settings.get("layer_types") != [SLIDING]:
-        files.notes.append(f"sliding_window={settings['sliding_window']} is not applied, drafts see the whole text")
+    sliding, window = settings.get("layer_types") == [SLIDING], settings.get("sliding_window")
+    if sliding and windowed and not shown:
+        depth = settings.get("foredraft", {}).get("depth", 7)
+        if type(window) is not int or window <= depth:
+            raise files.error(f"config.json has sliding_window={window!r}, and a number above {depth} is needed")
+    elif count is None and window and (sliding or settings.get("use_sliding_window")):
+        files.notes.append(f"sliding_window={window} is not applied, drafts see the whole text")
+        settings = settings | {"layer_types": None}
     new = settings.get("rope_parameters") or {}
     if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:
         raise files.error(f"config.json has rope_theta={settings['rope_theta']} and rope_parameters={new}")

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from foredraft.heads.base import DraftHead
-from foredraft.heads.eagle3 import FLAGS, Eagle3Head
+from foredraft.heads.eagle3 import FLAGS, WINDOWED, Eagle3Head
 from foredraft.heads.formats.base import HeadFiles, check_settings
 from foredraft.heads.formats.eagle3 import Eagle3Format, has_qk_norms
 from foredraft.heads.formats.layer_ids import IDS
@@ -49,7 +49,11 @@ class SpeculatorsFormat(Eagle3Format):
         check_settings(files, config, {"target_hidden_size": layer["hidden_size"]})
         flags = {name: config.get(name) for name in FLAGS}
         record = {"depth": speculative_tokens(files, usual=7)} | config.get("foredraft", {})
-        return layer_settings(files, layer, target) | self.shared_config(files, flags, target) | {"foredraft": record}
+        return (
+            layer_settings(files, layer, target, windowed=True)
+            | self.shared_config(files, flags, target)
+            | {"foredraft": record}
+        )
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         assert isinstance(head, Eagle3Head)
@@ -74,7 +78,7 @@ def speculators_settings(algorithm: str, architecture: str, head: DraftHead, tar
     """Return the config.json of an EAGLE-3 or P-EAGLE head."""
     assert isinstance(head, Eagle3Head | PEagleHead)
     config = head.to_config()
-    names = head.config.to_dict().keys() | {"layer_types", "sliding_window"}
+    names = head.config.to_dict().keys() | {*WINDOWED, "sliding_window"}
     layer = {name: value for name, value in config.items() if name in names}
     return {
         "architectures": [architecture],

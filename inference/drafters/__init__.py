@@ -39,12 +39,13 @@ def load_drafter(path: str, target: Target, revision: str | None = None, **optio
     return load(path, target, revision, "auto", **options)
 
 
-def load_joined(paths: list[str], target: Target, tree: str = "auto") -> Drafter:
+def load_joined(paths: list[str], target: Target, tree: str = "auto", window: int | None = None) -> Drafter:
     """Load several drafters. A head and "suffix": each step uses the one that promises more tokens per second (policy.py).
     Other drafters, or tree="fixed": the union of their trees. It sizes no head's tree, whose share of the time is unknown."""
     if tree not in ("auto", "fixed"):
         raise ValueError(f"tree={tree} is not one of auto, fixed, which drafters joined by + support")
-    drafters = [load(path, target, None, tree) for path in paths]
+    windows = [{} if window is None or path in ("none", "ngram", "suffix") else {"window": window} for path in paths]
+    drafters = [load(path, target, None, tree, **some) for path, some in zip(paths, windows, strict=True)]
     if tree == "auto" and len(drafters) == 2:
         suffix, auto = sorted(drafters, key=lambda drafter: isinstance(drafter, AutoTree))
         if isinstance(suffix, SuffixDrafter) and isinstance(auto, AutoTree):
@@ -75,7 +76,7 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
         directory = find(path, revision)
         head = load_head(directory, target)
         if isinstance(head, Eagle3Head) and "window" in facts:
-            head.window = check_window(facts.pop("window"), head.depth)
+            head.window = check_window(facts.pop("window"), head.depth, "drafter.window")
         pack(head)
         facts["accuracies"] = read_config(directory).get("foredraft", {}).get("accuracies")
         path = str(directory)

@@ -20,7 +20,7 @@ from torch import Tensor
 from foredraft.cli import entry
 from foredraft.heads import Target, load_head
 from foredraft.heads.base import PackedBatch
-from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.eagle3 import Eagle3Head, check_window
 from foredraft.heads.layers import Rotary
 from foredraft.inference import generate, load_drafter
 from foredraft.scripts.evaluate import find_prompts
@@ -80,7 +80,7 @@ def variants(cfg: DictConfig, head: Eagle3Head) -> Iterator[str]:
     own = head.config.rope_parameters
     ropes: Any = OmegaConf.to_container(cfg.ropes)
     for window, rope in [*((window, {}) for window in cfg.windows), *((None, rope) for rope in ropes)]:
-        head.window, head.config.rope_parameters = window, own | rope
+        head.window, head.config.rope_parameters = check_window(window, cfg.chain, "windows"), own | rope
         head.rotary = Rotary(head.config)
         yield f"window={window}" if not rope else f"rope={rope}"
 
@@ -92,6 +92,8 @@ def main(cfg: DictConfig) -> None:
     head = load_head(cfg.drafter, target, torch.float32)
     if not isinstance(head, Eagle3Head):
         raise ValueError(f"drafter={cfg.drafter} is a {head.kind} head, and only eagle3 has a window")
+    if cfg.prompts != "held_out":
+        raise ValueError(f"prompts={cfg.prompts}: only held_out texts are continued, whose lengths can be compared")
     head.depth = cfg.chain
     model = DistillationModel(head, target, kl_div)
     texts = list(continue_texts(cfg, model))

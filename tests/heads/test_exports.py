@@ -23,6 +23,7 @@ FORMATS = {  # that take a head of this kind
     "eagle3 full vocabulary": "vllm speculators sglang eagle",
     "eagle3 qk_norm": "vllm speculators",
     "eagle3 window": "vllm speculators sglang eagle",
+    "eagle3 qk_norm window": "vllm speculators",
     "eagle3 yarn": "vllm speculators sglang",
     "eagle3_1": "vllm speculators sglang",
     "hass": "vllm eagle",
@@ -51,6 +52,7 @@ CHANGES = {
     "medusa": WHOLE,
     "hydra": WHOLE,
     "hydra_pp": WHOLE | {"mlp_layers": 2},
+    "eagle3 qk_norm window": {"kind": "eagle3", "qk_norm": True, "window": 11},
     "eagle3 window": {"kind": "eagle3", "window": 11},
     "eagle3 yarn": {
         "rope": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},

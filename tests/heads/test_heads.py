@@ -110,11 +110,23 @@ def test_a_window_and_another_rope_draft_as_they_train(target, kind: str, option
     assert (torch.stack(states(head, target, text)) - torch.stack(states(plain, target, text))).abs().max() > 1e-3
 
 
+def test_a_window_that_a_head_does_not_have_is_named(target, tmp_path):
+    """Use a head whose layer has no window here, with the settings of one that has."""
+    save_head(make_head("eagle", target), tmp_path, target)
+    for settings in ({"use_sliding_window": True}, eagle3.WINDOWED):
+        edit(tmp_path, lambda config, more=settings: config.update(more | {"sliding_window": 16}))
+        with pytest.warns(UserWarning, match="sliding_window=16 is not applied, drafts see the whole text"):
+            assert load_head(tmp_path, target).window is None
+
+
 def test_an_impossible_window_or_rope_is_refused(target):
     for options, words in (
-        ({"window": 3}, "head.window=3 must be larger than head.ttt_steps=7"),
+        ({"window": 3}, "head.window=3 must be a number of positions above 7"),
         ({"rope": {"factor": 2.0}}, "head.rope.rope_type=None is not one of default, linear, yarn, llama3"),
         ({"rope": YARN | {"base": 1}}, "head.rope.base is not one of "),
+        ({"window": 20.0}, "head.window=20.0 must be a number of positions above 7"),
+        ({"rope": {"rope_type": "linear", "factor": 0}}, "head.rope.factor=0 must be a number of at least 1"),
+        ({"rope": {"rope_type": "linear", "factor": "4"}}, "head.rope.factor='4' must be a number of at least 1"),
         ({"rope": {"rope_type": "yarn"}}, "also needs factor and original_max_position_embeddings"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):

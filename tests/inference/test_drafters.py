@@ -304,8 +304,10 @@ def test_a_heads_window_can_be_set_for_drafting(target, tmp_path):
     ids = torch.tensor([prompt(60)])
     text = generate(target, drafter, ids, max_new_tokens=20).sequences
     assert torch.equal(text, generate(target, None, ids, max_new_tokens=20).sequences)
-    with pytest.raises(ValueError, match=r"head\.window=2 must be larger than"):
+    with pytest.raises(ValueError, match=r"drafter\.window=2 must be a number of positions above"):
         load_drafter(str(tmp_path / "eagle3"), target, window=2)
+    joined = load_drafter(f"{tmp_path / 'eagle3'}+suffix", target, window=16)
+    assert joined.inner.head.window == 16
     with pytest.raises(TypeError, match="window"):
         load_drafter(str(tmp_path / "medusa"), target, window=16)
 

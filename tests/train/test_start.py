@@ -1,9 +1,11 @@
 """Where a run starts and how it may continue: a head that was trained before, other settings, too little memory."""
 
 import fcntl
+import json
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import termios
@@ -15,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from foredraft.heads import Target, save_head
+from foredraft.heads import Target, eagle3, save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.train.runtime import memory
 from foredraft.train.start import init_from, limit_window
@@ -71,7 +73,18 @@ def test_a_head_looks_back_as_far_as_the_rows_that_it_learned_from(target: Targe
     assert [looks_back(None), looks_back(None, window=16), looks_back(None, max_length=2)] == [64, 16, 3]
     assert [looks_back(tmp_path / "short"), looks_back(tmp_path / "short", 16)] == [64, 16]
     assert looks_back(tmp_path / "short", max_length=32) == 40
-    assert looks_back(published) is None  # by another program, which limited nothing
+    assert looks_back(published) == 64
+    shutil.copytree(published, tmp_path / "foreign")
+    config = json.loads((published / "config.json").read_text())
+    del config["foredraft"]
+    (tmp_path / "foreign" / "config.json").write_text(json.dumps(config))
+    assert looks_back(tmp_path / "foreign") is None  # its rows are unknown
+    for wrong in (2, "9", None):
+        (tmp_path / "foreign" / "config.json").write_text(
+            json.dumps(config | eagle3.WINDOWED | {"sliding_window": wrong})
+        )
+        with pytest.raises(ValueError, match=f"foreign.*sliding_window={wrong!r}, and a number above 7 is needed"):
+            looks_back(tmp_path / "foreign")
 
 
 def test_a_trained_head_gets_the_window_and_the_rope_that_are_chosen(target: Target, published: Path, tmp_path: Path):

@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.train.data.chat_template import ChatFormat
-from foredraft.train.data.corpus import start_tokens
+from foredraft.train.data.corpus import Corpus, start_tokens
 from foredraft.train.data.layouts import turns
-from foredraft.train.data.prompt_sets import Prompt
+from foredraft.train.data.prompt_sets import Prompt, held_out
 
 SUMMARIZE = "Summarize the text above."
 FIND = 'The words "{words}" occur in the text above. Copy the paragraph around them, word for word.'
 WORDS = 12  # tokens of the text that FIND names
 
 
-def texts_of(whole: list[Prompt], tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int]) -> list[list[int]]:
-    """Return the tokens of the held-out raw texts that are long enough; a conversation would lose its form. Raise ValueError
-    if there are none."""
+def texts_of(tokenizer: PreTrainedTokenizerBase, data: Corpus, count: int, lengths: Sequence[int]) -> list[list[int]]:
+    """Return the tokens of about `count` held-out raw texts of the longest length; a conversation would lose its form. Raise
+    ValueError if there are none."""
     longest = max(lengths)
+    whole = held_out(tokenizer, data, count, longest)
     found = [prompt.tokens for prompt in whole if not prompt.ends and len(prompt.tokens) >= longest]
     if not found or min(lengths) <= len(start_tokens(tokenizer)):
         raise ValueError(f"lengths={list(lengths)} needs held-out raw texts (data=text) of at least {longest} tokens")
@@ -50,7 +51,9 @@ def asked(tokenizer: PreTrainedTokenizerBase, texts: list[list[int]], lengths: S
             raise ValueError(f"lengths={list(lengths)}: {length} tokens do not hold a text and a question about it")
         for number, tokens in enumerate(texts):
             back = WORDS + int((length - around) * (number + 0.5) / len(texts))
-            words = tokenizer.decode(tokens[-back:][:WORDS], skip_special_tokens=True).strip().replace("\n", " ")
+            words = (
+                tokenizer.decode(tokens[-back:][:WORDS], skip_special_tokens=True).strip("\ufffd \n").replace("\n", " ")
+            )
             for task, question in (("summary", SUMMARIZE), ("find", FIND.format(words=words))):
                 room = length - len(prompt("\n\n" + question))
                 text = tokenizer.decode(tokens[-room:], skip_special_tokens=True)
