@@ -325,7 +325,7 @@ def test_prompts_of_every_layout(tmp_path, target):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("spec_bend", None, "prompts=spec_bend is neither a file nor one of held_out, spec_bench"),
+        ("spec_bend", None, "prompts=spec_bend is neither a file nor one of held_out, long, spec_bench"),
         ("file", "", "contains no prompt"),
         ("file", '{"turns": []}', "file:1 contains no prompt: it needs `turns`"),
         ("file", "nothing", "file:1 contains no prompt: not JSON"),
