@@ -15,7 +15,8 @@ from foredraft.cli import entry
 from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.train.data.chat_template import ChatFormat, switched
 from foredraft.train.data.conversations import source_of
-from foredraft.train.writing.regeneration import GenerationSettings, Regeneration, questions
+from foredraft.train.writing.magpie import read_lines
+from foredraft.train.writing.regeneration import TEXT, GenerationSettings, Regeneration, questions
 from foredraft.train.writing.writers import Server, in_process, through_server
 from foredraft.train.writing.written_rows import RowFile
 
@@ -26,6 +27,9 @@ def main(cfg: DictConfig) -> None:
     for name in ("concurrency", "batch_size", "max_new_tokens"):
         if cfg[name] < 1:
             raise ValueError(f"{name}={cfg[name]} must be at least 1")
+    tasks = read_lines("tasks", cfg.tasks, "conf/regenerate.yaml")
+    if tasks and not any(TEXT in task for task in tasks):
+        raise ValueError(f"tasks={cfg.tasks} has no line with {TEXT}, the place of a text")
     settings = GenerationSettings(cfg.temperature, cfg.top_p, cfg.max_new_tokens, cfg.seed)
     write: Callable[..., None]
     if cfg.endpoint is not None:
@@ -38,10 +42,10 @@ def main(cfg: DictConfig) -> None:
         form = ChatFormat(by.text_tokenizer, cfg.data.template, thinking)
         write, batch, facts = in_process, cfg.batch_size, {"model": by.name, "template": form.digest}
         answers = Regeneration(settings, by, form)
-    total, dropped = sum(1 for _ in questions(source, {})), dict[str, int]()
+    total, dropped = sum(1 for _ in questions(source, {}, tasks)), dict[str, int]()
     with RowFile(Path(cfg.output), {"settings": settings._asdict() | facts}, "output") as rows:
         report(f"{facts['model']} answers; {len(rows.done)} of {total} rows exist already")
-        left = answers.remaining(questions(source, dropped), rows)
+        left = answers.remaining(questions(source, dropped, tasks), rows)
         with Progress("answering", total, "rows", done=len(rows.done)) as progress:
             write(by, left, rows, batch, lambda texts: progress.add(len(rows.done) - progress.done))
     print(f"{len(rows.done)} rows in {rows.path}; filtered: {dropped or 'none'}", flush=True)

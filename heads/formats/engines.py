@@ -126,7 +126,7 @@ SPECULATORS_MASKING = partial(
     checks.one_masking, "vLLM reads heads of the speculators package as", remedy="use format=vllm"
 )
 SPECULATORS_LAYER = partial(checks.no_latent_attention, "the speculators package")
-EAGLE3_CODE = checks.eagle_layers, checks.eagle_rope, partial(checks.layer_flags, "SafeAILab's code")
+EAGLE3_CODE = checks.eagle_layers, partial(checks.layer_flags, "SafeAILab's code"), checks.eagle_rope
 HYDRA_CHECKS = partial(checks.full_vocabulary, "zankner's code"), lambda head, target: check_tied(head)
 LLAMACPP_MASKING = partial(checks.one_masking, "llama.cpp's draft models are")
 LLAMACPP_DSPARK = checks.llamacpp_layers, partial(checks.vanilla, "llama.cpp"), LLAMACPP_MASKING

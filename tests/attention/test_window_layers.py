@@ -80,6 +80,14 @@ def test_a_ring_shows_its_first_entry_and_hides_empty_places():
     assert (shown == 0).tolist() == [[[[True, True, False, False]]]]
 
 
+def test_padding_after_the_last_entry_of_a_forward_is_hidden_as_that_entry_is():
+    cached = torch.tensor([[1, 2, 4, 5]])  # the forward sees four entries
+    for last in (False, True):
+        seen = torch.tensor([[[True, True, True, last]]])
+        shown = Masks(window=9, mixed=False)(seen, torch.float32, torch.tensor([[3]]), torch.arange(4)[None], cached)
+        assert (shown == 0).tolist() == [[[[True, True, last, last]]]]
+
+
 def test_a_forward_sees_the_whole_blocks_that_uncommitted_entries_reach():
     cache, widths = pair("mistral", "eager").target.new_cache(1, 200), []
     cache.key_block = 16

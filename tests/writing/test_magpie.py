@@ -109,7 +109,7 @@ def test_greedy_answers_are_the_targets_own_and_those_that_repeat_themselves_are
 
 def test_seeds_are_topics_or_first_words(chat, tmp_path):
     (tmp_path / "seeds.txt").write_text("How do bees ...\n\nbirds\n")
-    seeds = magpie.read_lines("seeds", str(tmp_path / "seeds.txt"))
+    seeds = magpie.read_lines("data.seeds", str(tmp_path / "seeds.txt"))
     assert seeds == ("How do bees ...", "birds")
     settings = MagpieSettings(max_question=120, max_answer=40, seeds=("How do bees ...",))
     rows = written(chat, tmp_path / "rows.jsonl", 200, settings=settings)
@@ -118,12 +118,12 @@ def test_seeds_are_topics_or_first_words(chat, tmp_path):
     openings = TurnPrefixes(ChatFormat(chat.text_tokenizer))
     assert "The user asks about birds." in chat.text_tokenizer.decode(openings.opening("birds"))
     with pytest.raises(ValueError, match=r"data.seeds=.*no.txt is not a file"):
-        magpie.read_lines("seeds", str(tmp_path / "no.txt"))
+        magpie.read_lines("data.seeds", str(tmp_path / "no.txt"))
 
 
 def test_a_task_is_a_second_conversation_about_the_answers_of_the_first(chat, tmp_path):
     (tmp_path / "tasks.txt").write_text("Repeat this.\\n{text}\n")
-    tasks = magpie.read_lines("tasks", str(tmp_path / "tasks.txt"))
+    tasks = magpie.read_lines("data.tasks", str(tmp_path / "tasks.txt"))
     assert tasks == ("Repeat this.\n{text}",)
     settings = MagpieSettings(max_question=120, max_answer=90, greedy=0.2, tasks=tasks, task_share=0.5)
     rows = written(chat, tmp_path / "rows.jsonl", 400, settings=settings)

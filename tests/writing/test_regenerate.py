@@ -93,6 +93,24 @@ def test_a_server_that_stays_broken_ends_the_run_with_what_is_done_kept(file: Pa
         regenerate(file, tmp_path / "out.jsonl", server, retries=0)
 
 
+def test_raw_texts_are_asked_about_where_there_are_tasks(tmp_path: Path):
+    rows = [{"text": "first"}, {"prompt": "a question"}, {"text": "second"}, {"text": "third"}]
+    file, dropped = tmp_path / "rows.jsonl", dict[str, int]()
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = ("Summarize:\n{text}", "In one word?", "{text}\nWho is meant?")
+    asked = [
+        [turn["content"] for turn in one.turns if turn["role"] == "user"]
+        for one in questions(Source(str(file)), dropped, tasks)
+    ]
+    assert not dropped and asked == [
+        ["Summarize:\nfirst", "In one word?"],
+        ["a question"],
+        ["Summarize:\nsecond", "In one word?"],
+        ["third\nWho is meant?", "In one word?"],
+    ]
+    assert [one.number for one in questions(Source(str(file)), dropped)] == [0] and dropped == {"no question in it": 3}
+
+
 def test_other_settings_other_questions_and_a_changed_file_are_refused(file: Path, tmp_path: Path):
     output, server = tmp_path / "out.jsonl", BadServer(("fine",))
     regenerate(file, output, server)

@@ -115,15 +115,15 @@ class Writer:
         )
 
 
-def read_lines(key: str, file: str | None) -> tuple[str, ...]:
-    """Read data.seeds or data.tasks; a line's \\n is a line break."""
+def read_lines(key: str, file: str | None, described: str = "conf/data/self.yaml") -> tuple[str, ...]:
+    """Read the lines of the file that a key names; a line's \\n is a line break. described: the file that explains them."""
     if file is None:
         return ()
     if not Path(file).is_file():
-        raise ValueError(f"data.{key}={file} is not a file: conf/data/self.yaml describes its lines")
+        raise ValueError(f"{key}={file} is not a file: {described} describes its lines")
     lines = [line.strip().replace("\\n", "\n") for line in Path(file).read_text("utf-8").splitlines() if line.strip()]
     if not lines:
-        raise ValueError(f"data.{key}={file} has no line")
+        raise ValueError(f"{key}={file} has no line")
     return tuple(lines)
 
 
@@ -189,7 +189,7 @@ def corpus(
     """Return at least `tokens` tokens of answers that the target wrote, mixed with `conversations` (as data=conversations
     reads them). Existing rows are used first; the target writes the rest. conf/data/self.yaml has the other arguments;
     `settings` are those of MagpieSettings. Raise ValueError without a target to write what is missing."""
-    chosen = MagpieSettings(seeds=read_lines("seeds", seeds), tasks=read_lines("tasks", tasks), **settings)
+    chosen = MagpieSettings(seeds=read_lines("data.seeds", seeds), tasks=read_lines("data.tasks", tasks), **settings)
     file = None if path is None else Path(path)
     if target is not None and (file is None or tokens):
         form = ChatFormat(tokenizer, template, thinking)

@@ -14,7 +14,7 @@ came before it.
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -24,9 +24,12 @@ from foredraft.inference.sampling import SamplingParams
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.columns import declared
 from foredraft.train.data.layouts import Message, SkippedRow
+from foredraft.train.data.layouts import turns as as_turns
 from foredraft.train.data.sources import Source
 from foredraft.train.writing.writers import Ask, Chat, Conversation, Reply
 from foredraft.train.writing.written_rows import Row, RowFile
+
+TEXT = "{text}"  # its place in a task
 
 
 class GenerationSettings(NamedTuple):
@@ -50,13 +53,14 @@ class Questions(NamedTuple):
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def questions(source: Source, dropped: dict[str, int]) -> Iterator[Questions]:
-    """Yield every conversation without its answers. Rows without a question are counted in `dropped`."""
+def questions(source: Source, dropped: dict[str, int], tasks: Sequence[str] = ()) -> Iterator[Questions]:
+    """Yield every conversation without its answers, and one about each raw text if there are `tasks`. Rows without a
+    question are counted in `dropped`."""
     number = 0
     for row in source.rows():
         try:
             messages = source.conversation(row)
-            said = [] if isinstance(messages, str) else messages
+            said = ask_about(messages, number, tasks) if isinstance(messages, str) else messages
             before = itertools.takewhile(lambda message: message["role"] != "tool", said)
             turns = [message for message in before if message["role"] != "assistant"]
             while turns and turns[-1]["role"] != "user":
@@ -67,6 +71,15 @@ def questions(source: Source, dropped: dict[str, int]) -> Iterator[Questions]:
             number += 1
         except SkippedRow as reason:
             dropped[str(reason)] = dropped.get(str(reason), 0) + 1
+
+
+def ask_about(text: str, number: int, tasks: Sequence[str]) -> list[Message]:
+    """Return what is asked about a raw text: one of the tasks with {text}, then all without, which follow its answer."""
+    first = [task for task in tasks if TEXT in task]
+    if not first:
+        return []
+    later = [task for task in tasks if TEXT not in task]
+    return as_turns([first[number % len(first)].replace(TEXT, text), *later], all_user=True)
 
 
 class Regeneration(NamedTuple):
