@@ -147,16 +147,16 @@ def exec_engine(cfg: DictConfig, api_key: str | None) -> None:
     """Replace this process by the server of another engine."""
     from foredraft.inference.serve import other_engines as engines
 
+    if cfg.drafter.window is not None:
+        raise ValueError(
+            f"drafter.window={cfg.drafter.window}: {ENGINES[cfg.engine]} uses the window of a head's config.json, if it "
+            "supports one. Set engine=foredraft, or leave it out."
+        )
     program = engines.find_vllm() if cfg.engine == "vllm" else engines.find_llamacpp()
     if cfg.log_accepted is not None:
         raise ValueError(
             f"log_accepted={cfg.log_accepted}: {ENGINES[cfg.engine]} does not report rejected drafts. "
             "Set engine=foredraft."
-        )
-    if cfg.drafter.window is not None:
-        raise ValueError(
-            f"drafter.window={cfg.drafter.window}: {ENGINES[cfg.engine]} reads a head's own window, if any "
-            "(sliding_window in its config.json). Set engine=foredraft, or leave it out."
         )
     target = instantiate(cfg.target)
     drafter, where = cfg.drafter.path, (model_name(cfg, target.name), cfg.host, cfg.port, cfg.max_num_seqs)

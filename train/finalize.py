@@ -18,7 +18,6 @@ from transformers import TrainerState
 from foredraft.heads import lora
 from foredraft.heads.base import DraftHead, PackedBatch, ParallelHead
 from foredraft.heads.checkpoint import published_dtype, read_head
-from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hub.card import aligned, measured, model_card
 from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import AutoTree, Drafter, load_drafter
@@ -115,9 +114,6 @@ def keep_best_weights(cfg: DictConfig, trainer: HeadTrainer, directory: Path) ->
         print(f"the weights of step {best}, which drafted best on validation prompts, are kept", flush=True)
         target = distillation.target
         head = read_head(checkpoints.best_head(directory / CHECKPOINTS, best), target)
-        trained = distillation.head
-        if isinstance(head, Eagle3Head) and isinstance(trained, Eagle3Head):
-            head.window = trained.window  # which files of an earlier version do not have
         distillation.head = head.float().to(target.device)
     return best or state.global_step
 
@@ -218,11 +214,12 @@ def by_context(target: Target, drafter: Drafter, data: Corpus, settings: Any) ->
     """Return the acceptance length after texts of each of the lengths."""
     texts = long_prompts.texts_of(target.text_tokenizer, data, settings.num_prompts, settings.lengths)
     prompts = long_prompts.continued(target.text_tokenizer, texts, settings.lengths)
-    found = {}
+    figures = {}
     for name in dict.fromkeys(prompt.category for prompt in prompts):
         rows = [prompt.tokens for prompt in prompts if prompt.category == name]
-        found[name] = round(tokens_per_forward(run(target, drafter, rows, settings.max_new_tokens, f"after {name}")), 4)
-    return found
+        generations = run(target, drafter, rows, settings.max_new_tokens, f"decoding after {name}")
+        figures[name] = round(tokens_per_forward(generations), 4)
+    return figures
 
 
 def measured_prompts(target: Target, rows: list[list[int]], settings: Any, minutes: float) -> tuple[int, int]:

@@ -5,10 +5,8 @@ from omegaconf import DictConfig
 
 from foredraft.heads.base import DraftHead, RecurrentHead
 from foredraft.heads.checkpoint import read_head
-from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.layers import Rotary
 from foredraft.heads.target_model import Target
 
 
@@ -27,7 +25,7 @@ def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
         raise ValueError(
             f"init_from={path} drafts {found.depth} tokens, and this head {head.depth}: set head.{head.depth_key}"
         )
-    look_as_far(found, head, path)
+    take_window_and_rope(found, head, path)
     if isinstance(found, EagleHead) and isinstance(head, EagleHead):
         found.noise = head.noise
     found.to(target.device, torch.float32).train().requires_grad_(True)
@@ -43,7 +41,7 @@ def limit_window(head: DraftHead, cfg: DictConfig) -> None:
         head.window = max(cfg.max_length, head.window or 0, head.depth + 1)
 
 
-def look_as_far(found: DraftHead, head: DraftHead, path: str) -> None:
+def take_window_and_rope(found: DraftHead, head: DraftHead, path: str) -> None:
     """Give a trained head the window and the rope that were chosen for `head`: no weight depends on them."""
     window = getattr(head, "window", None)
     if (window is not None or head.own_rope) and getattr(found, "latent", False):
@@ -53,6 +51,6 @@ def look_as_far(found: DraftHead, head: DraftHead, path: str) -> None:
             raise ValueError(f"init_from={path} has head.window={found.window}, which stays: leave head.window out")
         found.window = window
     if head.own_rope:
-        assert isinstance(found, Eagle3Head | DFlashHead) and head.config is not None
+        assert found.config is not None and head.config is not None
+        # `found.rotary` reads the config at its first use, which is later.
         found.own_rope, found.config.rope_parameters = True, head.config.rope_parameters
-        found.rotary = Rotary(found.config)

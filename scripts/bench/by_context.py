@@ -18,12 +18,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from foredraft.cli import entry
-from foredraft.heads import Target, load_head
+from foredraft.heads import Target, llama_config, load_head
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head, check_window
 from foredraft.heads.layers import Rotary
 from foredraft.inference import generate, load_drafter
-from foredraft.scripts.evaluate import find_prompts
+from foredraft.train.data import long_prompts
+from foredraft.train.data.loading import load_corpus
 from foredraft.train.losses import kl_div
 from foredraft.train.module import DistillationModel
 
@@ -38,8 +39,9 @@ class Continued(NamedTuple):
 
 
 def continue_texts(cfg: DictConfig, model: DistillationModel) -> Iterator[Continued]:
-    suffix = load_drafter("suffix", model.target)
-    for category, prompt, *_ in find_prompts(cfg, model.target, cfg.lengths):
+    suffix, tokenizer = load_drafter("suffix", model.target), model.target.text_tokenizer
+    texts = long_prompts.texts_of(tokenizer, load_corpus(cfg.data, model.target), cfg.limit, cfg.lengths)
+    for category, prompt, *_ in long_prompts.continued(tokenizer, texts, cfg.lengths):
         ids = torch.tensor([prompt], device=model.target.device)
         new = generate(model.target, suffix, ids, max_new_tokens=cfg.max_new_tokens, eos_token_id=-1).new_tokens[0]
         tokens = torch.tensor([[*prompt, *new]], device=model.target.device)
@@ -49,11 +51,11 @@ def continue_texts(cfg: DictConfig, model: DistillationModel) -> Iterator[Contin
         print(f"{category}: continued", flush=True)
 
 
-def accepted(model: DistillationModel, one: Continued, chain: int) -> tuple[int, int]:
+def accepted(model: DistillationModel, continued: Continued, chain: int) -> tuple[int, int]:
     """Return the steps in which chains of this length write the continuation, and the tokens that they add."""
     hits = [
         (guesses[:, 0] == best).tolist()
-        for _, guesses, best in model.guesses(one.text, one.aux_hidden_states, one.last, ranks=1)
+        for _, guesses, best in model.guesses(continued.text, continued.aux_hidden_states, continued.last, ranks=1)
     ]
     steps, bonus, last = 0, 0, len(hits[0]) - 1
     while bonus < last:
@@ -80,7 +82,8 @@ def variants(cfg: DictConfig, head: Eagle3Head) -> Iterator[str]:
     own = head.config.rope_parameters
     ropes: Any = OmegaConf.to_container(cfg.ropes)
     for window, rope in [*((window, {}) for window in cfg.windows), *((None, rope) for rope in ropes)]:
-        head.window, head.config.rope_parameters = check_window(window, cfg.chain, "windows"), own | rope
+        head.window = check_window(window, cfg.chain, "windows")
+        head.config.rope_parameters = llama_config.checked_rope(rope, own) if rope else own
         head.rotary = Rotary(head.config)
         yield f"window={window}" if not rope else f"rope={rope}"
 
@@ -92,19 +95,17 @@ def main(cfg: DictConfig) -> None:
     head = load_head(cfg.drafter, target, torch.float32)
     if not isinstance(head, Eagle3Head):
         raise ValueError(f"drafter={cfg.drafter} is a {head.kind} head, and only eagle3 has a window")
-    if cfg.prompts != "held_out":
-        raise ValueError(f"prompts={cfg.prompts}: only held_out texts are continued, whose lengths can be compared")
     head.depth = cfg.chain
     model = DistillationModel(head, target, kl_div)
     texts = list(continue_texts(cfg, model))
-    categories = list(dict.fromkeys(one.category for one in texts))
+    categories = list(dict.fromkeys(text.category for text in texts))
     print(f"\n| head | {' | '.join(categories)} |" + "\n|---" + "|---:" * len(categories) + "|")
     for name in variants(cfg, head):
-        found = {
-            category: [accepted(model, one, cfg.chain) for one in texts if one.category == category]
+        gains = {
+            category: [accepted(model, text, cfg.chain) for text in texts if text.category == category]
             for category in categories
         }
-        cells = [cell(gains, found[categories[0]]) for gains in found.values()]
+        cells = [cell(of_length, gains[categories[0]]) for of_length in gains.values()]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

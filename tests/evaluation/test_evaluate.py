@@ -94,7 +94,7 @@ def test_acceptance_by_context_continues_the_same_places(run, tmp_path, folder):
         assert message in run(*given, f"lengths=[{length}]", f"output_dir=out{length}").err
 
 
-def test_questions_about_long_texts_have_the_lengths_that_are_asked_for(run, tmp_path):
+def test_questions_about_long_texts_have_the_lengths_that_are_asked_for(run, target, tmp_path):
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text(" ".join(f"word{number}{place}" for place in range(2000)))
     given = [
@@ -113,6 +113,9 @@ def test_questions_about_long_texts_have_the_lengths_that_are_asked_for(run, tmp
         f"{length} tokens, {task}" for length in (150, 200) for _ in range(2) for task in ("summary", "find")
     ]
     assert all(abs(len(tokens) - int(category.split()[0])) <= 6 for category, tokens, *_ in prompts)
+    for _, tokens, *_ in prompts[1::2]:  # the words to find stand in the part of the text that is shown
+        shown, question = target.text_tokenizer.decode(tokens).rsplit('The words "', 1)
+        assert question.split('"')[0] in shown
     for message, *more in (
         ("[30, 200]: 30 tokens do not hold a text and a question", "lengths=[30,200]"),
         ("prompts=long is for evaluate, with lengths such as", "lengths=[]"),

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import CONFIG_MAPPING
 
 from foredraft.heads import Target, save_head
 from foredraft.heads.base import DraftHead
@@ -96,6 +97,14 @@ def test_engines_that_read_no_window_are_named(deep):
     assert "head.window" not in engines.vllm(head, deep).note + engines.speculators(head, deep).note
     head.window = deep.context
     assert "head.window" not in engines.sglang(head, deep).note
+
+
+def test_the_class_of_a_config_keeps_the_window(deep):
+    """vLLM reads the config by transformers' class, and that of Qwen3 forgets a window unless a flag is set."""
+    for kind in ("eagle3 window", "eagle3 qk_norm window"):
+        config = engines.vllm(head := ours(kind, deep), deep).layout.export_config(head, deep)
+        read = CONFIG_MAPPING[config["model_type"]](**config)
+        assert (read.sliding_window, read.layer_types) == (11, ["sliding_attention"])
 
 
 def test_a_layer_of_qwen3s_form_is_named_for_the_one_class_that_reads_it(deep, tmp_path):

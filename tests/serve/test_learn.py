@@ -406,6 +406,14 @@ def test_a_round_by_the_real_trainer_and_judge(tiny_path: Path, folder: Path):
         assert len(found["recent"]) == 2 and text(server, 3) == text(server, 3, speculative=False)
 
 
+def test_a_round_trains_a_head_of_the_same_window(target):
+    for window in (None, 40):
+        assert (
+            composed("train", "data=accepted", *train_overrides(make_head("eagle3", target, window=window))).head.window
+            == window
+        )
+
+
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "dspark", "p_eagle"])
 def test_a_round_trains_a_head_of_the_same_depth(target, kind: str):
     head = make_head(kind, target)

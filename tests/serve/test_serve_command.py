@@ -88,6 +88,7 @@ def test_llamacpp_wants_the_target_in_its_own_format(target):
     "arguments, sentence",
     [
         (["engine=vllm"], "needs the command `vllm`"),
+        (["engine=vllm", "drafter.window=64"], "drafter.window=64: vLLM uses the window of a head's config.json"),
         (["engine=sglang"], "engine=sglang is not one of foredraft, vllm, llamacpp"),
         (["log_text=true"], "needs log_accepted=FILE"),
         (["port=99999"], " port=99999: "),

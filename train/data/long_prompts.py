@@ -19,11 +19,11 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, data: Corpus, count: int, lengt
     """Return the tokens of about `count` held-out raw texts of the longest length; a conversation would lose its form. Raise
     ValueError if there are none."""
     longest = max(lengths)
-    whole = held_out(tokenizer, data, count, longest)
-    found = [prompt.tokens for prompt in whole if not prompt.ends and len(prompt.tokens) >= longest]
-    if not found or min(lengths) <= len(start_tokens(tokenizer)):
+    prompts = held_out(tokenizer, data, count, longest)
+    texts = [prompt.tokens for prompt in prompts if not prompt.ends and len(prompt.tokens) >= longest]
+    if not texts or min(lengths) <= len(start_tokens(tokenizer)):
         raise ValueError(f"lengths={list(lengths)} needs held-out raw texts (data=text) of at least {longest} tokens")
-    return found
+    return texts
 
 
 def continued(tokenizer: PreTrainedTokenizerBase, texts: list[list[int]], lengths: Sequence[int]) -> list[Prompt]:
@@ -45,7 +45,7 @@ def asked(tokenizer: PreTrainedTokenizerBase, texts: list[list[int]], lengths: S
     def prompt(text: str) -> list[int]:
         return form.prompt(turns([text], all_user=True))
 
-    found, around = [], len(prompt("\n\n" + FIND)) + 2 * WORDS
+    prompts, around = [], len(prompt("\n\n" + FIND)) + 2 * WORDS
     for length in lengths:
         if length < around + WORDS:
             raise ValueError(f"lengths={list(lengths)}: {length} tokens do not hold a text and a question about it")
@@ -57,5 +57,5 @@ def asked(tokenizer: PreTrainedTokenizerBase, texts: list[list[int]], lengths: S
             for task, question in (("summary", SUMMARIZE), ("find", FIND.format(words=words))):
                 room = length - len(prompt("\n\n" + question))
                 text = tokenizer.decode(tokens[-room:], skip_special_tokens=True)
-                found.append(Prompt(f"{length} tokens, {task}", prompt(f"{text}\n\n{question}"), True))
-    return found
+                prompts.append(Prompt(f"{length} tokens, {task}", prompt(f"{text}\n\n{question}"), True))
+    return prompts
