@@ -26,17 +26,23 @@ from foredraft.heads.attention.text_attention import SINK_PADDING, attend_part, 
 
 NAME = "foredraft"
 # Arguments of a model's attention beyond dot products; calls with them go to transformers' own function.
-EXTRAS = ("softcap", "position_bias", "output_attentions")
+EXTRAS = ("position_bias", "output_attentions")
 FEWEST_ROWS = 4  # of queries: for fewer a CPU, and for a single one a GPU, uses other kernels, which round differently
 GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by group size and presence of sinks
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return attention (batch, heads, rows, value dim) of query (batch, heads, rows, dim) over key and value (batch,
     kv_heads, keys, dim). mask: (batch, 1 or heads, rows, keys), or grouped by `group_heads`; None for causal attention with
-    as many keys as rows."""
+    as many keys as rows. softcap: see `capped_attention`; requires a mask."""
     batch, heads, rows, dim = query.shape
     kv_heads, keys = key.shape[1:3]
     groups = heads // kv_heads
@@ -60,10 +66,24 @@ def attend(
         query = query.reshape(kv_heads, parts, -1, dim).transpose(0, 1)
         mask = mask.reshape(mask.shape[1], parts, -1, keys).transpose(0, 1)
         key, value = key.expand(parts, -1, -1, -1), value.expand(parts, -1, -1, -1)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+    else:
+        out = capped_attention(query, key, value, mask, scale, softcap)
     if parts > 1:
         out = out.transpose(0, 1).reshape(1, kv_heads, grouped + missing, -1)
     return out[:, :, :grouped].reshape(batch, heads, rows, -1)
+
+
+def capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, softcap: float
+) -> Tensor:
+    """Return attention with the scores softcap * tanh(score / softcap) of Gemma 2, which torch's kernels do not have. mask:
+    bool or additive."""
+    scores = query @ key.transpose(2, 3) * (query.shape[3] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
 
 
 def group_heads(mask: Tensor, groups: int) -> Tensor:
@@ -95,7 +115,9 @@ def grouped_sdpa(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Implement transformers' attention interface. `query`: (batch, heads, rows, dim). Returns (batch, rows, heads, dim)."""
-    sinks = kwargs.get("s_aux")
+    sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
+    if attention_mask is None and softcap is not None:
+        attention_mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if (attention_mask is None and sinks is None) or any(kwargs.get(name) is not None for name in EXTRAS):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs
@@ -117,12 +139,12 @@ def grouped_sdpa(
             mask = attention_mask if sinks is None else F.pad(attention_mask, (0, 1), value=float(is_bool))
             grouped[kind] = group_heads(mask, groups) if groups > 1 else mask
         attention_mask = grouped[kind]
-    out = attend(query, key, value, attention_mask, dropout, scaling)
+    out = attend(query, key, value, attention_mask, dropout, scaling, softcap)
     if trees is not None:
         pad = (0, 0 if sinks is None else 1)  # all see the sink, which is the last key
 
         def attend_path(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-            return attend(query, key, value, F.pad(mask, pad), scale=scaling)
+            return attend(query, key, value, F.pad(mask, pad), scale=scaling, softcap=softcap)
 
         out = attend_paths(out, query, key, value, trees, attend_path)
     return (out if sinks is None else out[..., :-SINK_PADDING]).transpose(1, 2).contiguous(), None
@@ -131,15 +153,20 @@ def grouped_sdpa(
 def take_masks(model: PreTrainedModel) -> None:
     """Let a model's attention accept any mask. Raises ValueError if its implementation only supports causal masks."""
     named = model.config._attn_implementation
-    # transformers uses eager attention for these, since its sdpa does not support sinks.
-    has_sinks = not model._supports_sdpa and any(name.endswith(".sinks") for name, _ in model.named_parameters())
-    if named == "sdpa" or (named == "eager" and has_sinks and model._supports_attention_backend):
+    # transformers uses eager attention for these, since its sdpa supports neither sinks nor soft caps.
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    is_ours = not model._supports_sdpa and model._supports_attention_backend and (has_sinks or has_soft_caps(model))
+    if named == "sdpa" or (named == "eager" and is_ours):
         model.set_attn_implementation(NAME)
     elif named not in (NAME, "eager"):
         raise ValueError(
             f"attn_implementation={named} does not support the mask of a draft tree: load the target with "
             "attn_implementation=sdpa"
         )
+
+
+def has_soft_caps(model: PreTrainedModel) -> bool:
+    return getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 AttentionInterface.register(NAME, grouped_sdpa)

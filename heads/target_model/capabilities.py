@@ -117,8 +117,10 @@ class Capabilities:
     @property
     def packed_rows(self) -> bool:
         """Return whether a forward may take sequences of several documents (`masks.PackedMask`). Another attention
-        implementation, and layers on several devices, would need masks of length x length."""
-        return self.trees and self.one_device and self._attends_by_ours
+        implementation, soft caps, and layers on several devices would need masks of length x length."""
+        return (
+            self.trees and self.one_device and self._attends_by_ours and not attention.has_soft_caps(self.target.model)
+        )
 
     @property
     def _attends_by_ours(self) -> bool:

@@ -116,14 +116,17 @@ def test_prefill_changes_no_bit(llama, baselines, chunk):
     assert found.is_equal and found.rows > 40
 
 
-NIGHTLY = (pytest.param(family, marks=pytest.mark.nightly) for family in ("gpt_oss", "mixtral", "deepseek_v3"))
+NIGHTLY = (
+    pytest.param(family, marks=pytest.mark.nightly) for family in ("gemma2", "gpt_oss", "mixtral", "deepseek_v3")
+)
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", *NIGHTLY])
 def test_other_kinds_of_attention_keep_every_bit(family):
-    """Check rings, sinks, experts and latent attention: trees whose drafts are mostly accepted, and chains after interrupted
-    prefills, in texts that leave a ring of 1,024 entries."""
-    target, lengths = small(family, max_position_embeddings=2048), (9, KEY_BLOCK - 7, 600, 1100)
+    """Check rings, soft caps, sinks, experts and latent attention: trees whose drafts are mostly accepted, and chains after
+    interrupted prefills, in texts that leave a ring of 1,024 entries."""
+    sizes = {"max_position_embeddings": 2048, "hidden_size": 64, "intermediate_size": 128}
+    target, lengths = small(family, **sizes), (9, KEY_BLOCK - 7, 600, 1100)
     itself = DraftModel(target, target, nodes=9, depth=4, width=3, min_probability=0)
     how = {"preempt_every": 9, "prefill_chunk": 200, "reuse_prefixes": True}
     baseline = decode(target, None, 1.0, 1, lengths)
