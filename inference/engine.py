@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.caches.cuda_graphs import CudaGraphs, power_of_two
+from foredraft.heads.caches.device import FEWEST_ROWS
 from foredraft.heads.caches.kv_cache import KEY_BLOCK, bucket, to_device
 from foredraft.heads.target_model import Target, TargetCache, TargetOutput
 from foredraft.inference.clock import Clock
@@ -66,8 +67,7 @@ class Engine:
             self.prefill_chunk = min(self.prefill_chunk or KEY_BLOCK, KEY_BLOCK)
         self.slot_tokens, self.reuse_prefixes = slot_tokens, reuse_prefixes
         self.slots = Slots(target, self.drafter)
-        # On a CPU the matrix product of a single row uses another kernel than several rows, and rounds differently.
-        self.pads_single_rows = target.device.type == "cpu" and target.capabilities.trees
+        self.fewest_rows = FEWEST_ROWS if target.device.type == "cpu" and target.capabilities.trees else 1
         self.clock = Clock(target.device, timings)
 
     def add(self, request: Request) -> None:
@@ -199,13 +199,12 @@ class Engine:
         """Return the target's logits and aux hidden states of all nodes."""
         cache, layers = self.slots.open_cache(), self.drafter.layers
         self.slots.sampler.start_host_copy(tree)
-        is_single = self.pads_single_rows and tree.tokens.numel() == 1
-        if is_single:
-            tree = pad_nodes(tree, 2)
+        batch, nodes = tree.tokens.shape
+        tree = pad_nodes(tree, max(nodes, -(-self.fewest_rows // batch)))
         function = partial(forward_nodes, self.target, cache, layers)
         output = cache.graphs(("forward", cache.kv_bucket, *layers), function, tree.tokens, tree.depths, tree.ancestors)
         self.clock.lap("forward")
-        return TargetOutput(*(part[:, :1] for part in output)) if is_single else output
+        return TargetOutput(*(part[:, :nodes] for part in output))
 
     def verify(self, tree: TokenTree, logits: Tensor, gumbel: Tensor | None) -> tuple[Verification, Outcome]:
         """Return what the target chooses after each node, and which nodes are accepted."""

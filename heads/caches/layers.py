@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from foredraft.heads.caches.cuda_graphs import power_of_two
+from foredraft.heads.caches.device import FEWEST_ROWS
 
 if TYPE_CHECKING:
     from foredraft.heads.caches.kv_cache import KVCache
@@ -51,7 +52,7 @@ class Sliding(NamedTuple):
             return None
         kinds = layer_types or ["sliding_attention"] * layers
         sliding = frozenset(number for number, kind in enumerate(kinds) if kind == "sliding_attention")
-        return cls(sliding, window, power_of_two(max(2, nodes)), key_block)
+        return cls(sliding, window, power_of_two(max(FEWEST_ROWS, nodes)), key_block)
 
     @property
     def ring(self) -> int:

@@ -9,6 +9,7 @@ import transformers as hf
 from foredraft.heads import Target
 from foredraft.heads.attention.masks import Masks
 from foredraft.heads.caches import layers
+from foredraft.heads.caches.device import FEWEST_ROWS
 from foredraft.inference import Engine, Request
 from foredraft.inference.serve.worker import Worker
 from tests.support.architectures import SIZES, WINDOW, pair
@@ -155,10 +156,10 @@ def test_texts_go_on_after_they_were_interrupted(family, what, narrow):
 
 
 def test_a_limit_counts_what_is_kept(narrow):
-    """Let two of four layers slide, with rings of 20 entries and of 6."""
+    """Let two of four layers slide, with rings of 20 entries and of 8."""
     target, size, slots = pair("gemma3_text", "eager").target, 100 * 4 * ENTRY, 1
     worker = Worker(target, Random(), max_num_seqs=slots, cache_gib=2 * slots * size / 2**30)
-    engines, rings = worker.engines, (WINDOW + 16, WINDOW + 2)
+    engines, rings = worker.engines, (WINDOW + 16, WINDOW + FEWEST_ROWS)
     for engine, ring in zip(engines, rings, strict=True):
         assert engine.slot_tokens == (2 * 100 * 4 - 2 * sum(rings)) // 4
         assert target.new_cache(1, 1, engine.drafter.nodes).sliding.ring == ring
