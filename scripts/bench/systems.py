@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from foredraft import Target, generate, load_drafter
 from foredraft.heads.target_model.resolve_path import resolve_path
@@ -65,26 +66,24 @@ def foredraft(target: Target, drafter: Drafter | None, cfg: DictConfig, sampling
     return answer
 
 
-def transformers(target: Target, cfg: DictConfig, **assistance: Any) -> System:
-    """Build transformers' own `generate`. The forwards of the target are counted by a hook."""
+def transformers(model: PreTrainedModel, ends: list[int], cfg: DictConfig, **assistance: Any) -> System:
+    """Build transformers' own `generate`. ends: the end tokens. The forwards of the model are counted by a hook."""
     settings: dict[str, Any] = {
         "do_sample": False,
         "pad_token_id": 0,
         "max_new_tokens": cfg.max_new_tokens,
     } | assistance
-    settings |= {"eos_token_id": None if cfg.ignore_eos else list(target.eos_token_ids)}
+    settings |= {"eos_token_id": None if cfg.ignore_eos else ends}
 
     def answer(prompts: Prompts, seed: int) -> Answer:
         ids, mask = left_pad(prompts)
         calls: list[None] = []
-        hook = target.model.register_forward_pre_hook(lambda *_: calls.append(None))
+        hook = model.register_forward_pre_hook(lambda *_: calls.append(None))
         timer = Timer()
-        out = target.model.generate(ids, attention_mask=mask, **settings)
+        out = model.generate(ids, attention_mask=mask, **settings)
         spent = timer.stop()
         hook.remove()
-        texts = [
-            cut(text, [] if cfg.ignore_eos else settings["eos_token_id"]) for text in out[:, ids.shape[1] :].tolist()
-        ]
+        texts = [cut(text, settings["eos_token_id"] or []) for text in out[:, ids.shape[1] :].tolist()]
         counts = ((len(calls) - 1), len(texts[0]) - 1) if len(texts) == 1 else (0, 0)
         return Answer(texts, *spent, *counts)
 
@@ -128,12 +127,14 @@ class Worker:
 def rivals(target: Target, cfg: DictConfig, folder: Path, longest: int) -> dict[str, Contestant]:
     """Build the systems of others. longest: tokens of the longest prompt."""
     found: dict[str, System] = {}
-    if cfg.transformers:
-        found["transformers"] = transformers(target, cfg)
+    path, chain = str(Path(resolve_path(target.name, target.dtype))), cfg.chain
+    if cfg.transformers:  # with weights of its own: ours may be packed
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).eval().to(target.device)
+        ends = list(target.eos_token_ids)
+        found["transformers"] = transformers(model, ends, cfg)
         if cfg.batch_size == 1:
             lookup = {"prompt_lookup_num_tokens": 10, "max_matching_ngram_size": 3}
-            found["transformers, prompt lookup"] = transformers(target, cfg, **lookup)
-    path, chain = str(Path(resolve_path(target.name, target.dtype))), cfg.chain
+            found["transformers, prompt lookup"] = transformers(model, ends, cfg, **lookup)
     job = {"target": path, "dtype": str(target.dtype).removeprefix("torch."), "eager": cfg.eager}
     job |= {"max_model_len": longest + cfg.max_new_tokens + 2 * chain, "batch_size": cfg.batch_size}
     job |= {"max_new_tokens": cfg.max_new_tokens, "ignore_eos": cfg.ignore_eos}

@@ -8,8 +8,11 @@ from foredraft.heads.attention import block_attention, flex, step_attention
 from foredraft.heads.attention.flex import NO_KEY
 from foredraft.heads.attention.masks import PackedMask
 from foredraft.heads.attention.text_attention import attend_text
+from foredraft.train.run import main as train
 from tests.support import nightly_but
 from tests.support.batches import packed
+from tests.support.head_factory import BLOCK_KINDS
+from tests.support.processes import SMALL
 
 # (lengths of the documents) of each row
 ROWS = {"short": [(15, 10), (4, 21)], "tiles": [(100, 200, 20), (320,)], "whole tiles": [(256,), (130, 126)]}
@@ -151,3 +154,20 @@ def test_a_full_device_says_nothing_of_the_kernel(monkeypatch):
         with pytest.raises(torch.OutOfMemoryError):
             flex.kernel_available(torch.device("cpu"), torch.float32, 2, 1, 24)
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("kind", nightly_but(["eagle3", "dflash", "hydra_pp"], "eagle3"))
+def test_a_run_compiles_few_shapes(kind, tiny_path, folder, monkeypatch, call):
+    """Count the shapes of a run that trains, measures held-out text and passes the parity gate: a GPU may need a minute to
+    compile one."""
+    shapes = set()
+
+    def counted(q, keys, values, mask, scale=None):
+        shapes.add((len(q), q.shape[2], keys.shape[2]))
+        return plainly(q, keys, values, mask, scale)
+
+    monkeypatch.setattr(flex, "attend", counted)
+    monkeypatch.setattr(flex, "is_supported", lambda q, keys: True)
+    given = [f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", f"head={kind}"]
+    ended = call(train, *SMALL, *given, "trainer.max_steps=7", "eval.steps=3")
+    assert ended.code == 0 and 3 <= len({*shapes}) <= (6 if kind in BLOCK_KINDS else 3), (shapes, ended.err[-500:])
