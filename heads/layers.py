@@ -184,7 +184,7 @@ class Attention(nn.Module):
         q, k, v, gate = self.project(x, cos, sin)
         keys, values = cache.update(k, v, layer)
         if mask is None:
-            return self.project_out(attend_document(q, keys, values, window, None, None), gate)
+            return self.project_out(attend_document(q, keys, values, window), gate)
         return self.project_out(attend(q, keys, values, mask[:, None]), gate)
 
     def project_out(self, out: Tensor, gate: Tensor | None = None) -> Tensor:
