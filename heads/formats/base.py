@@ -5,7 +5,6 @@ built from the config, and the files must contain exactly its tensors, with the 
 itself (rope, context length) are read from the files, with one warning for unexpected ones.
 """
 
-import re
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -19,6 +18,7 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.sharding import full_tensor
 
+EMBEDDINGS = "embed_tokens.weight"  # in all layouts
 LARGEST_DEPTH = 512  # of drafts, and of positions in a block: a config with more is damaged
 
 
@@ -50,6 +50,11 @@ class HeadFiles(NamedTuple):
             raise self.error(f"config.json has {name}={value!r}, and the weights are {len(self.weights)} tensors")
         return value
 
+    def speculative_tokens(self, usual: int) -> int:
+        """Return the number of drafts that files of the speculators package recommend, and `usual` for other files."""
+        methods = self.config.get("speculators_config", {}).get("proposal_methods") or [{}]
+        return self.check_depth("speculative_tokens", methods[0].get("speculative_tokens", usual))
+
     def check_depth(self, name: str, value: Any) -> int:
         """Return `value` of the setting `name`, a number of drafts. Raises ValueError for an impossible one."""
         if type(value) is not int or not 1 <= value <= LARGEST_DEPTH:
@@ -66,6 +71,7 @@ class Format(ABC):
     # Names of the weight files; .pt only if an engine requires it.
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
     own_file: ClassVar[str] = "model.safetensors"  # written by training
+    embeddings = False  # are the target's written, too?
 
     @classmethod
     @abstractmethod
@@ -93,7 +99,11 @@ class Format(ABC):
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
         """Return the tensors to write, on the CPU and without shared memory."""
         state = head.state_dict().items()
-        return {self.disk_name(name): tensor.detach().cpu().clone().contiguous() for name, tensor in state}
+        weights = {self.disk_name(name): tensor.detach().cpu().clone().contiguous() for name, tensor in state}
+        if self.embeddings:
+            rows = target.embeddings.detach().cpu()
+            weights[EMBEDDINGS] = rows.to(head.dtype, copy=True).contiguous()
+        return weights
 
     def stored(self, head: DraftHead, target: Target) -> DraftHead:
         """Return the head as files in this layout store it: unchanged, unless they round its weights."""
@@ -167,28 +177,13 @@ def check_settings(files: HeadFiles, settings: dict[str, Any], supported: dict[s
             raise files.error(f"config.json has {name}={settings[name]}; only {value} is supported")
 
 
-def check_one_layer(files: HeadFiles) -> None:
-    """Raise ValueError for weights of several decoder layers. The config's num_hidden_layers is often the target's."""
-    other = sorted(name for name in files.weights if re.match(r"layers\.[1-9]", name))
-    if other:
-        raise files.error(f"{other[0]} belongs to a second decoder layer; only heads with one are supported")
-
-
-def drop_embeddings(files: HeadFiles, name: str, target: Target) -> dict[str, Tensor]:
-    """Return the weights without `name`, the frozen copy of the target's embedding. Raises ValueError if it is not a
+def drop_copy(files: HeadFiles, name: str, module: Any, target: Target) -> HeadFiles:
+    """Return the files without `name`, the frozen copy of this module of the target. Raises ValueError if it is not a
     copy."""
-    return drop_copy(files.weights, name, target.model.get_input_embeddings(), files, target)
-
-
-def drop_copy(
-    weights: dict[str, Tensor], name: str, module: Any, files: HeadFiles, target: Target
-) -> dict[str, Tensor]:
-    """Return `weights` without `name`, the frozen copy of this module of the target. Raises ValueError if it is not a
-    copy."""
-    weights, stored, ours = dict(weights), weights.get(name), full_tensor(module.weight)
+    weights, stored, ours = dict(files.weights), files.weights.get(name), full_tensor(module.weight)
     if stored is None or not ours.is_floating_point():  # a quantized lm_head cannot be compared
         weights.pop(name, None)
-        return weights
+        return files._replace(weights=weights)
     rows = target.vocab_size
     if stored.ndim == 2 and min(len(stored), len(ours)) >= rows:  # either may have padding, or rows for image tokens
         stored, ours = stored[:rows], ours[:rows]
@@ -201,7 +196,11 @@ def drop_copy(
         what = name.removesuffix(".weight")
         raise files.error(f"{name} differs from the {what} of {target.name}: it was trained for another target")
     del weights[name]
-    return weights
+    return files._replace(weights=weights)
+
+
+def drop_embeddings(files: HeadFiles, target: Target) -> HeadFiles:
+    return drop_copy(files, EMBEDDINGS, target.model.get_input_embeddings(), target)
 
 
 def draft_vocabulary(files: HeadFiles, target: Target) -> int:

@@ -14,7 +14,7 @@ from foredraft.heads.dflash import FULL, SLIDING, DFlashHead
 from foredraft.heads.dflash2 import DFlash2Head
 from foredraft.heads.domino import DominoHead
 from foredraft.heads.dspark import DSparkHead
-from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_copy
+from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_copy, drop_embeddings
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.target_model import Target
 from foredraft.heads.xpress import XPressHead
@@ -102,10 +102,10 @@ class DFlashFormat(Format):
         return next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), False)
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        weights = drop_copy(files.weights, "embed_tokens.weight", target.model.get_input_embeddings(), files, target)
-        if head.pruned:
-            return weights
-        return drop_copy(weights, "lm_head.weight", target.model.get_output_embeddings(), files, target)
+        files = drop_embeddings(files, target)
+        if not head.pruned:
+            files = drop_copy(files, "lm_head.weight", target.model.get_output_embeddings(), target)
+        return files.weights
 
 
 class DSparkFormat(DFlashFormat):

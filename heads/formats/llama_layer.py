@@ -1,10 +1,11 @@
 """The decoder layer of an imported EAGLE head: which of its settings are supported, and which are refused."""
 
+import re
 from typing import Any
 
 from foredraft.heads import llama_config
 from foredraft.heads.eagle3 import SLIDING
-from foredraft.heads.formats.base import HeadFiles, check_one_layer, check_settings
+from foredraft.heads.formats.base import HeadFiles, check_settings
 from foredraft.heads.target_model import Target
 
 # The only values that our decoder layer supports.
@@ -24,10 +25,10 @@ def layer_settings(
     """Return `settings` with missing ones filled in. Unusual ones that are used go to `files.notes`: the weights determine
     the number of layers and biases, and rope and context length are the head's own. latent: may it have multi-head latent
     attention? windowed: may it look back through a window? Raises ValueError for an unsupported layer."""
-    if count is None:
-        check_one_layer(files)
-    else:
+    if count is not None:
         files.check_count("num_hidden_layers", count)
+    elif other := sorted(name for name in files.weights if re.match(r"layers\.[1-9]", name)):
+        raise files.error(f"{other[0]} belongs to a second decoder layer; only heads with one are supported")
     check_settings(files, settings, LAYER)
     shown = any(name.endswith(LATENT_WEIGHT) for name in files.weights)
     settings = {name: value for name, value in settings.items() if shown or name not in llama_config.LATENT}
