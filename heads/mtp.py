@@ -140,7 +140,7 @@ def shipped_layer(target: Target) -> dict[str, Tensor]:
                 "download all of its files, or use head=eagle, which trains its own layer"
             )
         return {}
-    stored = stored_tensors(target, prefix)
+    stored = stored_tensors(target, lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None)
     if not names:
         return stored
     layer: dict[str, Tensor] = {}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -38,7 +37,7 @@ from foredraft.heads.formats.gguf.vocabulary import add_vocabulary
 from foredraft.heads.formats.mtp import MTPFormat, shift_norms
 from foredraft.heads.mtp import MTPHead, norm_offset
 from foredraft.heads.target_model import Target
-from foredraft.heads.target_model.files import weight_map
+from foredraft.heads.target_model.files import stored_tensors
 
 Head = Eagle3Head | DFlashHead | MTPHead
 COPIES = {
@@ -236,10 +235,7 @@ def add_block_settings(writer: Any, head: DFlashHead, target: Target) -> None:
 def copies(target: Target) -> dict[str, Tensor]:
     """Return the target's own tensors as stored in its files, with complete norms, and without lm_head if it is the
     embedding."""
-    tensors: dict[str, Tensor] = {}
-    for name, path in sorted(weight_map(target).items()):
-        short = name.removeprefix("model.").removeprefix("language_model.")
-        if short in COPIES:
-            with safe_open(path, framework="pt") as opened:
-                tensors[COPIES[short]] = opened.get_tensor(name)
-    return shift_norms(tensors, norm_offset(target))
+    stored = stored_tensors(
+        target, lambda name: COPIES.get(name.removeprefix("model.").removeprefix("language_model."))
+    )
+    return shift_norms(stored, norm_offset(target))
