@@ -37,6 +37,7 @@ from transformers import LlamaConfig
 from foredraft.heads import llama_config, vocab
 from foredraft.heads.attention.row_parts import RowParts
 from foredraft.heads.caches.kv_cache import KVCache
+from foredraft.heads.layers import ScaledLinear
 from foredraft.heads.target_model import Target
 
 
@@ -152,11 +153,20 @@ class DraftHead(nn.Module, ABC):
     def attach(self, target: Target) -> None:
         """Keep references to the target's modules that the head uses and does not save. Call this before any other use."""
 
+    @property
+    def scaled_layers(self) -> list[ScaledLinear]:
+        """Return the layers that take the aux hidden states without a norm."""
+        return [module for module in self.modules() if isinstance(module, ScaledLinear) and module.takes_raw]
+
     def on_train_begin(self, target: Target) -> None:
         """Add what only training needs. Called once before training, for new and for trained heads."""
+        for layer in self.scaled_layers:
+            layer.scale_inputs(llama_config.aux_sizes(self.layers, target).to(self.device))
 
     def on_train_end(self) -> None:
         """Merge what only training needs. Called once after training."""
+        for layer in self.scaled_layers:
+            layer.scale_inputs(None)
 
     def incompatibilities(self, target: Target) -> list[str]:
         """Return the reasons why the head cannot draft for this target; loading checks the shapes of weights."""

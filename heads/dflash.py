@@ -140,12 +140,6 @@ class DFlashHead(BlockHead):
         llama_config.init_norm(self.norm, target)
         llama_config.init_near_identity(*self.own_layers)
 
-    def on_train_begin(self, target: Target) -> None:
-        self.fc.scale_inputs(llama_config.aux_sizes(self.layers, target).to(self.device))
-
-    def on_train_end(self) -> None:
-        self.fc.scale_inputs(None)
-
     def new_layer(self) -> BlockLayer:
         return BlockLayer(self.config)
 

@@ -91,7 +91,8 @@ class Eagle3Head(LayerHead):
         self.config, self.layers, self.depth, self.norm_output = config, list(layers), depth, norm_output
         self.norm_before_residual, self.window = norm_before_residual, check_window(window, depth)
         width = config.hidden_size
-        self.fc = ScaledLinear(len(layers) * width, width) if use_aux_hidden_state else None
+        takes_raw = not (fc_norm or norm_before_fc)
+        self.fc = ScaledLinear(len(layers) * width, width, takes_raw) if use_aux_hidden_state else None
         self.input_norm = RMSNorm(len(layers) * width, config.rms_norm_eps) if norm_before_fc else None
         norms = [RMSNorm(width, config.rms_norm_eps) for _ in layers] if fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
@@ -137,14 +138,6 @@ class Eagle3Head(LayerHead):
         llama_config.init_near_identity(head.layer)
         head.init_projections(target, counts, lm_head)
         return head.to(target.device)
-
-    def on_train_begin(self, target: Target) -> None:
-        if self.fc is not None and self.input_norm is None and not len(self.fc_norm):
-            self.fc.scale_inputs(llama_config.aux_sizes(self.layers, target).to(self.device))
-
-    def on_train_end(self) -> None:
-        if self.fc is not None:
-            self.fc.scale_inputs(None)
 
     @property
     def latent(self) -> bool:

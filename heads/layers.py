@@ -37,12 +37,14 @@ class ScaledLinear(nn.Linear):
     large as after a norm, so an optimizer's steps on their weights would be 50 times too long.
 
     `sizes` (in_features,) float32 divide the weights in training and are saved in a checkpoint; None for the weights of a
-    head's file. They are powers of two, so multiplying and dividing by them is exact."""
+    head's file. They are powers of two, so multiplying and dividing by them is exact. takes_raw: are they needed, because
+    no norm comes before?"""
 
     sizes: Tensor | None
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, takes_raw: bool = True):
         super().__init__(inputs, outputs, bias=False)
+        self.takes_raw = takes_raw
         self.register_buffer("sizes", None)
 
     def forward(self, x: Tensor) -> Tensor:

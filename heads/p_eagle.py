@@ -59,7 +59,7 @@ class PEagleHead(BlockHead):
         inputs, eps = len(layers) * self.width, config.rms_norm_eps
         self.embed_tokens = nn.Embedding(config.vocab_size, self.width)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, inputs))
-        self.fc = ScaledLinear(inputs, self.width)
+        self.fc = ScaledLinear(inputs, self.width, takes_raw=not norm_before_fc)
         self.input_norm = RMSNorm(inputs, eps) if norm_before_fc else None
         further = (DecoderLayer(config) for _ in range(self.cache_layers - 1))
         self.blocks = nn.ModuleList([MidLayer(config), *further])
@@ -101,13 +101,6 @@ class PEagleHead(BlockHead):
         llama_config.init_near_identity(*head.own_layers)
         head.init_projections(target, counts, lm_head)
         return head.to(target.device)
-
-    def on_train_begin(self, target: Target) -> None:
-        if self.input_norm is None:
-            self.fc.scale_inputs(llama_config.aux_sizes(self.layers, target).to(self.device))
-
-    def on_train_end(self) -> None:
-        self.fc.scale_inputs(None)
 
     @property
     def own_layers(self) -> list[DecoderLayer]:
