@@ -113,10 +113,8 @@ class DFlashHead(BlockHead):
         that it takes; None uses as many as it has layers, spread as in the paper. mask_token_id: None chooses a token that
         hardly occurs in text. window: of all its layers but the last; None for full attention. draft_vocab_size, counts,
         lm_head, rope: as in EAGLE-3. own: as in `own_defaults`."""
-        layers = target_layer_ids
-        if layers is None:
-            layers = spread_layers(target.num_layers, num_hidden_layers)
-        layers = check_layers(layers, target.num_layers - 1)  # below its last norm
+        usual = spread_layers(target.num_layers, num_hidden_layers)
+        layers = check_layers(target_layer_ids, usual, target.num_layers - 1)  # below its last norm
         if block_size < 2 or num_hidden_layers < 1:
             raise ValueError(
                 f"head.block_size={block_size} must be at least 2, head.num_hidden_layers={num_hidden_layers} at least 1"

@@ -124,8 +124,7 @@ class Eagle3Head(LayerHead):
         Initial weights come from the target: the rows of its lm_head, a last norm that gives them inputs of the usual size,
         and an fc whose columns undo the different sizes of the three layers' hidden states, for which the published layer
         has no norm."""
-        layers = default_aux_layer_ids(target.num_layers) if target_layer_ids is None else target_layer_ids
-        layers = check_layers(layers, target.num_layers)
+        layers = check_layers(target_layer_ids, default_aux_layer_ids(target.num_layers), target.num_layers)
         config = llama_config.config_like(target, rope)
         flags = {"fc_norm": fc_norm, "norm_output": norm_output, "qk_norm": qk_norm}
         head = cls(config, layers, ttt_steps, draft_vocab_size, window=window, **flags)
@@ -238,8 +237,9 @@ def default_aux_layer_ids(n: int) -> list[int]:
     return rule if 0 < rule[0] < rule[1] < rule[2] else sorted({max(1, n * quarter // 4) for quarter in (1, 2, 3)})
 
 
-def check_layers(layers: list[int], last: int) -> list[int]:
-    """Return hidden state ids for a new head. Raises ValueError unless they ascend within 0 .. last."""
+def check_layers(layers: list[int] | None, usual: list[int], last: int) -> list[int]:
+    """Return hidden state ids for a new head, `usual` for None. Raises ValueError unless they ascend within 0 .. last."""
+    layers = usual if layers is None else layers
     if sorted(set(layers)) != list(layers) or not layers or not all(0 <= k <= last for k in layers):
         raise ValueError(
             f"head.target_layer_ids={layers} must ascend within 0..{last}, the hidden states of this target"

@@ -17,19 +17,16 @@ from foredraft.heads.attention.text_attention import attend_document
 from foredraft.heads.caches.kv_cache import KVCache
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype != weight.dtype:  # in mixed precision, norms stay in float32
-        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        weight = self.weight
+        if x.dtype != weight.dtype:  # in mixed precision, norms stay in float32
+            return F.rms_norm(x.float(), weight.shape, weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class ScaledLinear(nn.Linear):

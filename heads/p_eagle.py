@@ -82,8 +82,7 @@ class PEagleHead(BlockHead):
         """Make a new head that is initialized from the target as EAGLE-3 is, with a copy of the target's embedding.
         num_depths: tokens drafted. num_hidden_layers: decoder layers of the head. target_layer_ids, draft_vocab_size,
         counts, lm_head: as in EAGLE-3. mask_token_id: None chooses a token that hardly occurs in text."""
-        layers = default_aux_layer_ids(target.num_layers) if target_layer_ids is None else target_layer_ids
-        layers = check_layers(layers, target.num_layers)
+        layers = check_layers(target_layer_ids, default_aux_layer_ids(target.num_layers), target.num_layers)
         if num_depths < 2 or num_hidden_layers < 1:
             raise ValueError(
                 f"head.num_depths={num_depths} must be at least 2, head.num_hidden_layers={num_hidden_layers} at least 1"

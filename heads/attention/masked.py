@@ -31,9 +31,7 @@ FEWEST_ROWS = 4  # of queries: for fewer a CPU, and for a single one a GPU, uses
 GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by group size and presence of sinks
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float = 0.0, scale: float | None = None
-) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
     """Return attention (batch, heads, rows, value dim) of query (batch, heads, rows, dim) over key and value (batch,
     kv_heads, keys, dim). mask: (batch, 1 or heads, rows, keys), or grouped by `group_heads`; None for causal attention with
     as many keys as rows."""
@@ -41,9 +39,7 @@ def attend(
     kv_heads, keys = key.shape[1:3]
     groups = heads // kv_heads
     if mask is None:
-        return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=groups > 1
-        )
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
     if groups > 1:
         query = query.reshape(batch, kv_heads, groups * rows, dim)
         mask = group_heads(mask, groups) if mask.shape[2] == rows else mask
@@ -60,7 +56,7 @@ def attend(
         query = query.reshape(kv_heads, parts, -1, dim).transpose(0, 1)
         mask = mask.reshape(mask.shape[1], parts, -1, keys).transpose(0, 1)
         key, value = key.expand(parts, -1, -1, -1), value.expand(parts, -1, -1, -1)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     if parts > 1:
         out = out.transpose(0, 1).reshape(1, kv_heads, grouped + missing, -1)
     return out[:, :, :grouped].reshape(batch, heads, rows, -1)
@@ -94,7 +90,8 @@ def grouped_sdpa(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Implement transformers' attention interface. `query`: (batch, heads, rows, dim). Returns (batch, rows, heads, dim)."""
+    """Implement transformers' attention interface for a frozen model, without dropout. `query`: (batch, heads, rows, dim).
+    Returns (batch, rows, heads, dim)."""
     sinks = kwargs.get("s_aux")
     if (attention_mask is None and sinks is None) or any(kwargs.get(name) is not None for name in EXTRAS):
         return sdpa_attention_forward(
@@ -117,7 +114,7 @@ def grouped_sdpa(
             mask = attention_mask if sinks is None else F.pad(attention_mask, (0, 1), value=float(is_bool))
             grouped[kind] = group_heads(mask, groups) if groups > 1 else mask
         attention_mask = grouped[kind]
-    out = attend(query, key, value, attention_mask, dropout, scaling)
+    out = attend(query, key, value, attention_mask, scaling)
     if trees is not None:
         pad = (0, 0 if sinks is None else 1)  # all see the sink, which is the last key
 

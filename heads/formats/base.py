@@ -55,6 +55,12 @@ class HeadFiles(NamedTuple):
         methods = self.config.get("speculators_config", {}).get("proposal_methods") or [{}]
         return self.check_depth("speculative_tokens", methods[0].get("speculative_tokens", usual))
 
+    def check_sizes(self, settings: dict[str, Any], *names: str) -> None:
+        """Raise ValueError for a size that cannot be."""
+        for name in names:
+            if type(settings[name]) is not int or settings[name] < 1:
+                raise self.error(f"config.json has {name}={settings[name]!r}, which is not a size")
+
     def check_depth(self, name: str, value: Any) -> int:
         """Return `value` of the setting `name`, a number of drafts. Raises ValueError for an impossible one."""
         if type(value) is not int or not 1 <= value <= LARGEST_DEPTH:

@@ -113,7 +113,11 @@ class DSparkFormat(DFlashFormat):
     kind = DSparkHead
 
     def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
-        return markov_settings(files, block)
+        """Return DSpark's settings; the weights determine omitted ones."""
+        rated = "confidence_head.proj.weight" in files.weights
+        if block.get("enable_confidence_head", rated):
+            check_settings(files, block, {"confidence_head_with_markov": True})
+        return {"markov_head_type": "vanilla", "enable_confidence_head": rated} | block
 
 
 class DominoFormat(DFlashFormat):
@@ -136,22 +140,8 @@ class XPressFormat(DFlashFormat):
 
     def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
         check_settings(files, block, {"xpress_block_size": block["block_size"]})
-        check_sizes(files, block, "xpress_rank", "xpress_mlp_hidden")
+        files.check_sizes(block, "xpress_rank", "xpress_mlp_hidden")
         return {"xpress_num_passes": 6} | block
-
-
-def check_sizes(files: HeadFiles, block: dict[str, Any], *names: str) -> None:
-    for name in names:
-        if type(block[name]) is not int or block[name] < 1:
-            raise files.error(f"config.json has {name}={block[name]!r}, which is not a size")
-
-
-def markov_settings(files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
-    """Return DSpark's settings; the weights determine omitted ones."""
-    rated = "confidence_head.proj.weight" in files.weights
-    if block.get("enable_confidence_head", rated):
-        check_settings(files, block, {"confidence_head_with_markov": True})
-    return {"markov_head_type": "vanilla", "enable_confidence_head": rated} | block
 
 
 def settings_of(files: HeadFiles) -> dict[str, Any]:

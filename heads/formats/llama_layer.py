@@ -32,9 +32,7 @@ def layer_settings(
     check_settings(files, settings, LAYER)
     shown = any(name.endswith(LATENT_WEIGHT) for name in files.weights)
     settings = {name: value for name, value in settings.items() if shown or name not in llama_config.LATENT}
-    for name in (*SIZES, *llama_config.LATENT):
-        if settings.get(name) is not None and (type(settings[name]) is not int or settings[name] < 1):
-            raise files.error(f"config.json has {name}={settings[name]!r}, which is not a size")
+    files.check_sizes(settings, *(name for name in (*SIZES, *llama_config.LATENT) if settings.get(name) is not None))
     if shown:
         settings["head_dim"] = rotated_dim(files, settings, latent)
     heads = settings["num_attention_heads"]

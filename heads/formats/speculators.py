@@ -11,7 +11,7 @@ from foredraft.heads.dflash import SLIDING, DFlashHead
 from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.eagle3 import FLAGS, WINDOWED, Eagle3Head
 from foredraft.heads.formats.base import HeadFiles, check_settings
-from foredraft.heads.formats.dflash import DFlashFormat, layer_ids, markov_settings
+from foredraft.heads.formats.dflash import DFlashFormat, DSparkFormat, layer_ids
 from foredraft.heads.formats.eagle3 import Eagle3Format, has_qk_norms
 from foredraft.heads.formats.layer_ids import IDS
 from foredraft.heads.formats.llama_layer import layer_settings
@@ -124,12 +124,8 @@ class SpeculatorsDFlash(DFlashFormat):
         }
 
 
-class SpeculatorsDSpark(SpeculatorsDFlash):
+class SpeculatorsDSpark(SpeculatorsDFlash, DSparkFormat):
     title = "DSpark in the layout of the speculators package (vLLM)"
-    kind = DSparkHead
-
-    def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
-        return markov_settings(files, block)
 
 
 class SpeculatorsXPress(SpeculatorsDFlash):
