@@ -292,7 +292,7 @@ class BlockHead(DraftHead):
     block_entries: int  # cache entries that a block writes
     correction: int = 0  # size of what a draft takes from those before it; 0 if it depends only on the text
     memory: int = 0  # size of what is remembered along a path
-    candidates: int = 0  # drafts per position that `select` returns; 0 if the whole vocabulary remains
+    candidates: int = 0  # drafts per position that `correct` leaves; 0 if the whole vocabulary remains
     confident: bool = False  # is the last number of a correction the logit of the draft's acceptance?
 
     @abstractmethod
@@ -322,12 +322,6 @@ class BlockHead(DraftHead):
     def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:
         """Return the logits of a draft, given those of `base_logits`."""
         return base
-
-    def select(self, base: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
-        """Return corrected logits and draft ids (..., candidates) of the drafts that `correct` leaves, if `candidates`
-        is set."""
-        best = base.topk(self.candidates)
-        return best.values, best.indices
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         state, correction = hidden.split([self.width, hidden.shape[-1] - self.width], dim=-1)

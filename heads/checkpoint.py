@@ -78,12 +78,9 @@ def write_head(
     weights, config = layout.export_weights(head, target), layout.export_config(head, target)
     config["dtype"] = str(head.dtype).removeprefix("torch.")
     record = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
-    if head.imported:
-        record["imported"] = True
-    if head.own_rope:
-        record["rope"] = "own"
-    if head.lm_head_is_targets:
-        record["lm_head"] = "target"
+    noted = {"imported": head.imported, "rope": head.own_rope and "own"}
+    noted["lm_head"] = head.lm_head_is_targets and "target"
+    record |= {name: value for name, value in noted.items() if value}
     config["foredraft"] = record | config.get("foredraft", {}) | extra
     part = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # left by an interrupted run

@@ -123,7 +123,7 @@ class DFlash2Head(DFlashHead):
 
     def select(self, base: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and draft ids (..., candidates) of the best drafts of `base`."""
-        values, ids = super().select(base, correction)
+        values, ids = base.topk(self.candidates)
         named = self.candidate_selector.successor_codebook[self.to_target_ids(ids)]
         scores = values + (named * correction[..., None, :]).sum(-1)
         return scores, ids.expand_as(scores)

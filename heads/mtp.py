@@ -100,8 +100,7 @@ class MTPHead(HiddenStateHead):
                 f"the MTP layer of {target.name} is not supported ({PREFIX}{other[0]}): it has experts or another kind of "
                 "attention. Use head=eagle, which trains its own layer"
             )
-        offset = norm_offset(target)
-        weights = {name: tensor.float() + offset * ("norm" in name) for name, tensor in shipped.items()}
+        weights = shift_norms(shipped, target)
         self.load_state_dict({name.replace("layers.0.", "layer.", 1): tensor for name, tensor in weights.items()})
 
     @classmethod
@@ -157,6 +156,8 @@ def has_weights(target: Target, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in weight_map(target))
 
 
-def norm_offset(target: Target) -> float:
-    """Return the number that the target's files subtract from the weights of norms."""
-    return 1.0 if target.config.model_type.startswith(ZERO_CENTERED) else 0.0
+def shift_norms(weights: dict[str, Tensor], target: Target, sign: int = 1) -> dict[str, Tensor]:
+    """Add what the target's files subtract from the weights of norms, or subtract it (sign -1), in float32, since a small
+    difference to 1 is lost in half precision."""
+    centered = target.config.model_type.startswith(ZERO_CENTERED)
+    return {name: t.float() + sign if centered and "norm" in name else t for name, t in weights.items()}

@@ -47,11 +47,8 @@ class Refiner(nn.Module):
         super().__init__()
         self.w1, self.w2 = nn.Embedding(vocab, rank), nn.Linear(rank, draft_vocab, bias=False)
         self.down_h, self.down_g = (nn.Linear(hidden, rank, bias=False) for _ in range(2))
-        self.in_proj, self.mix, self.mlp = (
-            nn.Linear(3 * rank, rank, bias=False),
-            Mixer(rank, block_size),
-            GatedMLP(rank, inner),
-        )
+        self.in_proj = nn.Linear(3 * rank, rank, bias=False)
+        self.mix, self.mlp = Mixer(rank, block_size), GatedMLP(rank, inner)
         for name, parameter in self.named_parameters():
             if name.endswith("weight"):
                 nn.init.normal_(parameter, std=0.02)

@@ -54,7 +54,7 @@ def attend_text(
             rows.append(torch.cat(found, dim=2))
         out = torch.cat(rows)
     else:  # the documents would require a synchronization
-        out = attend(query, key, value, text_mask(starts, slice(0, starts.shape[1]), window))
+        out = attend(query, key, value, text_mask(starts, window))
     return out if parts is None else parts.split(out)
 
 

@@ -6,6 +6,7 @@ itself (rope, context length) are read from the files, with one warning for unex
 """
 
 from abc import ABC, abstractmethod
+from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -145,14 +146,9 @@ def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
     problems = weight_problems(weights, expected)
     if problems:
         raise files.error("; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""))
-    dtype = torch.float32
-    floats = [weights[name].dtype for name in expected if weights[name].is_floating_point()]
-    for number, other in enumerate(floats):
-        dtype = torch.promote_types(dtype, other) if number else other
+    dtype = reduce(torch.promote_types, (weights[name].dtype for name in expected if weights[name].is_floating_point()))
     if any(buffer.is_meta for name, buffer in head.named_buffers() if name not in head.state_dict()):
-        head = layout.kind.from_config(
-            config
-        )  # for buffers that are not in files; its sizes are those of the weights by now
+        head = layout.kind.from_config(config)  # for buffers that are not in files; its sizes are those of the weights
     state = {name: weights[layout.disk_name(name)] for name in head.state_dict()}
     state = {name: t.to(dtype if t.is_floating_point() else t.dtype, copy=True) for name, t in state.items()}
     head.load_state_dict(state, assign=True)

@@ -34,8 +34,8 @@ from foredraft.heads.formats.gguf.tensors import (
     to_gguf,
 )
 from foredraft.heads.formats.gguf.vocabulary import add_vocabulary
-from foredraft.heads.formats.mtp import MTPFormat, shift_norms
-from foredraft.heads.mtp import MTPHead, norm_offset
+from foredraft.heads.formats.mtp import MTPFormat
+from foredraft.heads.mtp import MTPHead, shift_norms
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.files import stored_tensors
 
@@ -159,7 +159,7 @@ class NextnFormat(GGUFFormat):
         self.arch = NEXTN
 
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        weights = shift_norms(self.layout.export_weights(head, target), norm_offset(target))
+        weights = shift_norms(self.layout.export_weights(head, target), target)
         block = f"{BLOCK}.{target.num_layers}"
         return copies(target) | {f"{block}.{NEXTN_NAMES[name]}": weights[name] for name in sorted(weights)}
 
@@ -238,4 +238,4 @@ def copies(target: Target) -> dict[str, Tensor]:
     stored = stored_tensors(
         target, lambda name: COPIES.get(name.removeprefix("model.").removeprefix("language_model."))
     )
-    return shift_norms(stored, norm_offset(target))
+    return shift_norms(stored, target)
