@@ -323,6 +323,11 @@ class BlockHead(DraftHead):
         """Return the logits of a draft, given those of `base_logits`."""
         return base
 
+    def select(self, base: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
+        """Return corrected logits and draft ids (..., candidates) of the drafts that `correct` leaves, if `candidates`
+        is set."""
+        raise NotImplementedError
+
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         state, correction = hidden.split([self.width, hidden.shape[-1] - self.width], dim=-1)
         return self.correct(self.base_logits(state), state, correction, depth)

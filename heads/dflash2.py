@@ -122,7 +122,6 @@ class DFlash2Head(DFlashHead):
         return selector.predecessor_codebook[tokens] * selector.hidden_projection(hidden), memory
 
     def select(self, base: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and draft ids (..., candidates) of the best drafts of `base`."""
         values, ids = base.topk(self.candidates)
         named = self.candidate_selector.successor_codebook[self.to_target_ids(ids)]
         scores = values + (named * correction[..., None, :]).sum(-1)
