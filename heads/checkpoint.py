@@ -64,8 +64,7 @@ def published_dtype(target: Target) -> torch.dtype:
 def save_head(head: DraftHead, directory: str | Path, target: Target, **extra: Any) -> None:
     """Write model.safetensors and config.json. `extra` (JSON values) is added under "foredraft", next to what loading
     uses."""
-    layout = formats.default_format(head)
-    write_head(head, directory, target, layout, (layout.own_file,), **extra)
+    write_head(head, directory, target, formats.default_format(head), (WEIGHTS,), **extra)
 
 
 def write_head(

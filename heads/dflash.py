@@ -49,7 +49,7 @@ class DFlashHead(BlockHead):
     """Draft a block of tokens in one pass over mask tokens. Weights have the names of z-lab, SpecForge and DeepSpec: fc,
     hidden_norm, layers.{i}.*, norm."""
 
-    kind, projector, depth_key = "dflash", "dflash", "block_size"
+    kind, depth_key = "dflash", "block_size"
     architecture: ClassVar[str] = "DFlashDraftModel"
     own_defaults: ClassVar[dict[str, Any]] = {}  # settings of a kind in addition to DFlash's, saved in `dflash_config`
     config: LlamaConfig
@@ -185,7 +185,7 @@ class DFlashHead(BlockHead):
             "num_target_layers": self.target.num_layers,
             "draft_vocab_size": self.draft_vocab,
             "dflash_config": {
-                "projector_type": self.projector,
+                "projector_type": self.kind,
                 "target_layer_ids": [layer - 1 for layer in self.layers],
                 "mask_token_id": self.mask_token_id,
                 "sample_from_anchor": self.sample_from_anchor,

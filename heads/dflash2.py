@@ -84,7 +84,7 @@ class DFlash2Head(DFlashHead):
     """Draft like DFlash, with convolutions and a candidate selector. Weights have the names of z-lab and vLLM: DFlash's,
     layers.{i}.{attention,mlp}_conv.*, candidate_selector.*."""
 
-    kind = projector = "dflash2"
+    kind = "dflash2"
     architecture = "DFlash2DraftModel"
     own_defaults = {  # noqa: RUF012
         "conv_kernel_size": 2,

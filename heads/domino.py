@@ -16,7 +16,7 @@ class DominoHead(DFlashHead):
     """Draft like DFlash, with a GRU's correction. Weights have the names of SpecForge: DFlash's, prefix_gru.*,
     embed_proj.{0,2}."""
 
-    kind = projector = "domino"
+    kind = "domino"
     architecture = "DominoDraftModel"
     own_defaults = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}  # noqa: RUF012
 

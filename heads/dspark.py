@@ -46,7 +46,7 @@ class DSparkHead(DFlashHead):
     """Draft like DFlash, with a Markov correction and a rating. Weights have the names of DeepSpec and SpecForge: DFlash's,
     markov_head.*, confidence_head.proj."""
 
-    kind = projector = "dspark"
+    kind = "dspark"
     architecture = "DSparkDraftModel"
     own_defaults = {  # noqa: RUF012
         "markov_rank": 256,

@@ -86,12 +86,11 @@ class HydraHead(RecurrentHead):
         prefix: LlamaConfig | None = None,
         dropout: float = 0.0,
         draft_vocab_size: int | None = None,
-        target_name: str = "",
     ):
         super().__init__()
         self.config = prefix
         self.hidden, self.vocab_size, self.depth, self.limit = hidden, vocab_size, depth, depth
-        self.mlp_layers, self.dropout, self.target_name = mlp_layers, dropout, target_name
+        self.mlp_layers, self.dropout = mlp_layers, dropout
         self.kind = "hydra" if prefix is None else "hydra_pp"
         self.cache_layers = 0 if prefix is None else 1
         drafts_from = self.prune_vocabulary(draft_vocab_size, vocab_size)
@@ -128,7 +127,7 @@ class HydraHead(RecurrentHead):
         draft_vocab_size, counts, lm_head: as in EAGLE-3."""
         config = llama_config.config_like(target) if prefix else None
         sizes = target.hidden_size, target.vocab_size, num_heads, mlp_layers
-        head = cls(*sizes, config, dropout, draft_vocab_size, target.name)
+        head = cls(*sizes, config, dropout, draft_vocab_size)
         head.attach(target)
         head.init_projections(target, counts, lm_head)
         if prefix:
@@ -164,7 +163,6 @@ class HydraHead(RecurrentHead):
             llama_config.from_json(record["prefix"]) if arch == "prefix-mlp" else None,
             record.get("dropout", 0.0),
             record.get("draft_vocab_size"),
-            config["base_model_name_or_path"],
         )
 
     def to_config(self) -> dict:
@@ -174,7 +172,6 @@ class HydraHead(RecurrentHead):
         if self.draft_ids is not None:
             record["draft_vocab_size"] = len(self.draft_ids)
         return {
-            "base_model_name_or_path": self.target_name,
             "hydra_num_heads": self.depth,
             "hydra_num_layers": self.mlp_layers,
             "hydra_head_arch": "prefix-mlp" if self.cache_layers else "mlp",

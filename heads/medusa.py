@@ -26,11 +26,10 @@ class MedusaHead(ParallelHead):
         last_layer: int,
         depth: int = 4,
         blocks: int = 1,
-        target: str = "",
         draft_vocab_size: int | None = None,
     ):
         super().__init__()
-        self.hidden, self.vocab, self.depth, self.blocks, self.target_name = hidden, vocab, depth, blocks, target
+        self.hidden, self.vocab, self.depth, self.blocks = hidden, vocab, depth, blocks
         drafts_from = self.prune_vocabulary(draft_vocab_size, vocab)
         self.layers = [last_layer]
         for i in range(depth):
@@ -49,7 +48,7 @@ class MedusaHead(ParallelHead):
         """Make a new head whose projections are copies of the target's lm_head, so that its first drafts are the target's
         own prediction. draft_vocab_size, counts: as in EAGLE-3."""
         sizes = target.hidden_size, target.vocab_size, target.num_layers
-        head = cls(*sizes, num_heads, blocks, target.name, draft_vocab_size)
+        head = cls(*sizes, num_heads, blocks, draft_vocab_size)
         head.init_projections(target, counts)
         return head.to(target.device)
 
@@ -70,14 +69,12 @@ class MedusaHead(ParallelHead):
             record["layers"][0],
             depth=config["medusa_num_heads"],
             blocks=config["medusa_num_layers"],
-            target=config["base_model_name_or_path"],
             draft_vocab_size=record.get("draft_vocab_size"),
         )
 
     def to_config(self) -> dict:
         pruned = {} if self.draft_ids is None else {"draft_vocab_size": len(self.draft_ids)}
         return {
-            "base_model_name_or_path": self.target_name,
             "medusa_num_heads": self.depth,
             "medusa_num_layers": self.blocks,
             "foredraft": {"hidden_size": self.hidden, "vocab_size": self.vocab, "layers": self.layers} | pruned,

@@ -70,7 +70,7 @@ class Refiner(nn.Module):
 class XPressHead(DFlashHead):
     """Draft like DFlash, with a refiner. Weights have the names of the authors' code for vLLM: DFlash's, xpress_head.*."""
 
-    kind = projector = "xpress"
+    kind = "xpress"
     architecture = "Qwen3XPressModel"
     # xpress_num_passes: how often engines refine. It is not used here.
     own_defaults = {"xpress_rank": 256, "xpress_mlp_hidden": 512, "xpress_num_passes": 6}  # noqa: RUF012

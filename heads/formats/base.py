@@ -77,7 +77,6 @@ class Format(ABC):
     is_default: ClassVar[bool] = False  # does training save heads of this kind in it?
     # Names of the weight files; .pt only if an engine requires it.
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
-    own_file: ClassVar[str] = "model.safetensors"  # written by training
     embeddings = False  # are the target's written, too?
 
     @classmethod

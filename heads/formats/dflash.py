@@ -49,7 +49,7 @@ class DFlashFormat(Format):
         named = ARCHITECTURES.keys() & set(files.config.get("architectures") or [])
         if not (named or "dflash_config" in files.config) or "speculators_model_type" in files.config:
             return None
-        return cls() if projector(files, settings_of(files)) == cls.kind.projector else None
+        return cls() if projector(files, settings_of(files)) == cls.kind.kind else None
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         block = settings_of(files)

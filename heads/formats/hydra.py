@@ -47,7 +47,7 @@ class HydraFormat(Format):
         return weights
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
-        return head.to_config() | {"base_model_name_or_path": target.name}
+        return {"base_model_name_or_path": target.name} | head.to_config()
 
 
 def check_tied(head: HydraHead) -> None:

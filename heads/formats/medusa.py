@@ -45,7 +45,6 @@ class MedusaFormat(Format):
                 f"it takes hidden states {record['layers']}, but a Medusa head takes the target's last, {target.num_layers}"
             )
         return {
-            "base_model_name_or_path": files.config.get("base_model_name_or_path", target.name),
             "medusa_num_heads": stored,
             "medusa_num_layers": files.count("medusa_num_layers"),
             "foredraft": record,
@@ -67,4 +66,4 @@ class MedusaFormat(Format):
         return files.weights | dict.fromkeys(names, rows.detach().cpu())
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
-        return head.to_config() | {"base_model_name_or_path": target.name}
+        return {"base_model_name_or_path": target.name} | head.to_config()

@@ -88,7 +88,7 @@ class SpeculatorsDFlash(DFlashFormat):
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
-        return cls() if files.config.get("speculators_model_type") == cls.kind.projector else None
+        return cls() if files.config.get("speculators_model_type") == cls.kind.kind else None
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         config, layer = files.config, files.config["transformer_layer_config"] or {}
@@ -110,8 +110,8 @@ class SpeculatorsDFlash(DFlashFormat):
         layer |= {name: block[name] for name in ("layer_types", "sliding_window", "use_sliding_window")}
         return {
             "architectures": config["architectures"],
-            "speculators_model_type": head.projector,
-            "speculators_config": speculators_config(head.projector, head.depth, target),
+            "speculators_model_type": head.kind,
+            "speculators_config": speculators_config(head.kind, head.depth, target),
             "transformer_layer_config": layer | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
             "draft_vocab_size": head.draft_vocab,
             "target_hidden_size": None,  # the head is as wide as the target
