@@ -40,13 +40,8 @@ class HeadFiles(NamedTuple):
     def error(self, message: str) -> ValueError:
         return ValueError(f"the head in {self.directory}: {message}")
 
-    def count(self, name: str) -> int:
-        """Return the number `name` of the config. Raises ValueError unless these weights can have that many parts, KeyError
-        if it is missing."""
-        return self.check_count(name, self.config[name])
-
     def check_count(self, name: str, value: Any) -> int:
-        """Return `value` of the setting `name`, checked as `count` does."""
+        """Return `value` of the setting `name`. Raises ValueError unless these weights can have that many parts."""
         if type(value) is not int or not 0 <= value <= len(self.weights):
             raise self.error(f"config.json has {name}={value!r}, and the weights are {len(self.weights)} tensors")
         return value

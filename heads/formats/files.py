@@ -21,10 +21,10 @@ from foredraft.heads.formats.gguf.tensors import FILE, read_gguf
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-# In this order: if a directory has both, pickles are never read.
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
 SAFE = ("model.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+WEIGHTS = (*SAFE, FILE, *PICKLED)  # in this order: if a directory has both, pickles are never read
 LARGEST_JSON = 2**24  # bytes; a config has a few thousand
 # Published drafters that are not supported: parts of an architecture's or a model type's name, in lower case -> what it is,
 # and the remedy.
@@ -46,10 +46,7 @@ KNOWN = "Medusa, Hydra, EAGLE-1/2/3, P-EAGLE, DFlash, DFlash-2, JetSpec, DSpark,
 def read(directory: Path) -> HeadFiles:
     """Read the config and the weights in `directory`. Raises ValueError with the file and what is wrong with it."""
     config = read_config(directory)
-    known = (*SAFE, FILE, *PICKLED)
-    weights = next((directory / name for name in known if (directory / name).is_file()), None)
-    if weights is None:
-        raise ValueError(f"{directory} contains no weights: none of {', '.join(known)}")
+    weights = weights_file(directory)
     if weights.name == INDEX:
         tensors = read_shards(weights)
     elif weights.suffix == ".safetensors":
@@ -59,6 +56,14 @@ def read(directory: Path) -> HeadFiles:
     else:
         tensors = read_pickled(weights)
     return HeadFiles(config, tensors, directory, [])
+
+
+def weights_file(directory: Path) -> Path:
+    """Return the file with the weights of the head in `directory`, the first of WEIGHTS."""
+    file = next((directory / name for name in WEIGHTS if (directory / name).is_file()), None)
+    if file is None:
+        raise ValueError(f"{directory} contains no weights: none of {', '.join(WEIGHTS)}")
+    return file
 
 
 def read_config(directory: Path, name: str = "") -> dict:

@@ -26,7 +26,8 @@ class HydraFormat(Format):
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         """Return a config with the target's sizes and shape of the prefix layer, which published configs omit."""
         check_settings(files, files.config, {"quantization_config": None})
-        files.count("hydra_num_heads"), files.count("hydra_num_layers")
+        for name in ("hydra_num_heads", "hydra_num_layers"):
+            files.check_count(name, files.config[name])
         record: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         if files.config["hydra_head_arch"] == "prefix-mlp":
             record["prefix"] = llama_config.to_json(llama_config.config_like(target))

@@ -46,7 +46,7 @@ class MedusaFormat(Format):
             )
         return {
             "medusa_num_heads": stored,
-            "medusa_num_layers": files.count("medusa_num_layers"),
+            "medusa_num_layers": files.check_count("medusa_num_layers", files.config["medusa_num_layers"]),
             "foredraft": record,
         }
 
