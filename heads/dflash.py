@@ -55,38 +55,24 @@ class DFlashHead(BlockHead):
     config: LlamaConfig
     target: Target
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        layers: list[int],
-        block_size: int,
-        mask_token_id: int,
-        sample_from_anchor: bool = False,
-        causal: bool = False,
-        window: int | None = None,
-        layer_types: list[str] | None = None,
-        draft_vocab_size: int | None = None,
-        **own: Any,
-    ):
-        """Build the modules. config: its num_hidden_layers are the head's. window: of sliding layers. layer_types: None if
-        all are full. draft_vocab_size: None drafts from the whole vocabulary with the target's lm_head. own: as in
-        `own_defaults`."""
+    def __init__(self, config: dict[str, Any]):
+        """Build the modules of a config.json. Its `layer_types` have the window `sliding_window` or none."""
         super().__init__()
-        if unknown := sorted(own.keys() - self.own_defaults.keys()):
-            raise TypeError(f"head={self.kind} has no setting {unknown[0]}")
-        self.own = self.own_defaults | own
-        self.config, self.layers, self.block_size, self.mask_token_id = config, list(layers), block_size, mask_token_id
-        self.causal, self.window, self.sample_from_anchor = causal, window, sample_from_anchor
-        self.depth = self.limit = block_size if sample_from_anchor else block_size - 1
-        self.width, self.cache_layers = config.hidden_size, config.num_hidden_layers
-        self.layer_types = layer_types or [FULL] * self.cache_layers
-        self.block_entries = block_size
-        self.fc = ScaledLinear(len(layers) * self.width, self.width)
-        self.hidden_norm, self.norm = (RMSNorm(self.width, config.rms_norm_eps) for _ in range(2))
+        block, self.config = config["dflash_config"], llama_config.from_json(config)
+        self.own = {name: block[name] for name in self.own_defaults}
+        self.layers = [layer + 1 for layer in block["target_layer_ids"]]
+        self.block_size = self.block_entries = config["block_size"]
+        self.mask_token_id, self.sample_from_anchor = block["mask_token_id"], block["sample_from_anchor"]
+        self.causal, self.window = block.get("causal", False), config["sliding_window"]
+        self.depth = self.limit = self.block_size if self.sample_from_anchor else self.block_size - 1
+        self.width, self.cache_layers = self.config.hidden_size, config["num_hidden_layers"]
+        self.layer_types = config["layer_types"]
+        self.fc = ScaledLinear(len(self.layers) * self.width, self.width)
+        self.hidden_norm, self.norm = (RMSNorm(self.width, self.config.rms_norm_eps) for _ in range(2))
         self.blocks = nn.ModuleList(self.new_layer() for _ in range(self.cache_layers))
-        self.draft_vocab = self.prune_vocabulary(draft_vocab_size, config.vocab_size)
+        self.draft_vocab = self.prune_vocabulary(config["draft_vocab_size"], self.config.vocab_size)
         self.lm_head = nn.Linear(self.width, self.draft_vocab, bias=False) if self.pruned else None
-        self.rotary = Rotary(config)
+        self.rotary = Rotary(self.config)
 
     disk_prefixes = {"blocks.": "layers."}  # noqa: RUF012 -- `layers` are the hidden states that any head takes
 
@@ -120,11 +106,29 @@ class DFlashHead(BlockHead):
                 f"head.block_size={block_size} must be at least 2, head.num_hidden_layers={num_hidden_layers} at least 1"
             )
         mask = check_mask_token(target, mask_token_id)
+        if unknown := sorted(own.keys() - cls.own_defaults.keys()):
+            raise TypeError(f"head={cls.kind} has no setting {unknown[0]}")
         config = llama_config.config_like(target, rope)
-        config.num_hidden_layers, config.attention_bias = num_hidden_layers, False
-        types = None if window is None else [SLIDING] * (num_hidden_layers - 1) + [FULL]
-        layout = sample_from_anchor, causal, window, types, draft_vocab_size
-        head = cls(config, layers, block_size, mask, *layout, **own)
+        config.attention_bias = False
+        sliding = 0 if window is None else num_hidden_layers - 1
+        settings = llama_config.to_json(config) | {
+            "num_hidden_layers": num_hidden_layers,
+            "block_size": block_size,
+            "layer_types": [SLIDING] * sliding + [FULL] * (num_hidden_layers - sliding),
+            "sliding_window": window,
+            "draft_vocab_size": draft_vocab_size,
+        }
+        settings["dflash_config"] = (
+            cls.own_defaults
+            | own
+            | {
+                "target_layer_ids": [layer - 1 for layer in layers],
+                "mask_token_id": mask,
+                "sample_from_anchor": sample_from_anchor,
+                "causal": causal,
+            }
+        )
+        head = cls(settings)
         head.own_rope = rope is not None
         head.init_like(target)
         head.init_projections(target, counts, lm_head)
@@ -147,24 +151,6 @@ class DFlashHead(BlockHead):
 
     def attach(self, target: Target) -> None:
         self.target = target
-
-    @classmethod
-    def from_config(cls, config: dict) -> "DFlashHead":
-        block = config["dflash_config"]
-        shape = llama_config.from_json(config)
-        shape.num_hidden_layers = config["num_hidden_layers"]
-        return cls(
-            shape,
-            [layer + 1 for layer in block["target_layer_ids"]],
-            config["block_size"],
-            block["mask_token_id"],
-            sample_from_anchor=block["sample_from_anchor"],
-            causal=block.get("causal", False),
-            window=config["sliding_window"],
-            layer_types=config["layer_types"],
-            draft_vocab_size=config["draft_vocab_size"],
-            **{name: block[name] for name in cls.own_defaults},
-        )
 
     @property
     def own_settings(self) -> dict[str, Any]:

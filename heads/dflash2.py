@@ -93,8 +93,8 @@ class DFlash2Head(DFlashHead):
         "selector_top_k": 16,
     }
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config)
         taps, group, rank, top_k = self.own.values()
         if min(taps, rank, top_k) < 1 or self.width % group:
             raise ValueError(

@@ -54,8 +54,8 @@ class DSparkHead(DFlashHead):
         "enable_confidence_head": True,
     }
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config)
         self.rank, variant, self.confident = self.own.values()
         if variant not in VARIANTS or self.rank < 1:
             raise ValueError(

@@ -69,37 +69,28 @@ class Eagle3Head(LayerHead):
     disk_prefixes: ClassVar[dict[str, str]] = {"layer.": "midlayer."}
     layer: MidLayer
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        layers: list[int],
-        depth: int,
-        draft_vocab_size: int | None = None,
-        fc_norm: bool = False,
-        norm_output: bool = False,
-        norm_before_fc: bool = False,
-        norm_before_residual: bool = False,
-        use_aux_hidden_state: bool = True,
-        qk_norm: bool = False,
-        window: int | None = None,
-    ):
-        """Build the modules. qk_norm: norms on queries and keys, as in Qwen3's layers. window: positions that the layer looks
-        back; None for no limit. Three settings only occur in heads of other programs: norm_before_fc (one norm over all
-        fused hidden states), norm_before_residual, and use_aux_hidden_state=False, with which the layer takes the target's
-        last hidden state (nvidia/gpt-oss-120b-Eagle3-v2)."""
+    def __init__(self, config: dict[str, Any]):
+        """Build the modules of a config.json. qk_norm: norms on queries and keys, as in Qwen3's layers. sliding_window:
+        positions that the layer looks back. Three settings only occur in heads of other programs: norm_before_fc (one norm
+        over all fused hidden states), norm_before_residual, and use_aux_hidden_state=False, with which the layer takes the
+        target's last hidden state (nvidia/gpt-oss-120b-Eagle3-v2)."""
         super().__init__()
-        self.config, self.layers, self.depth, self.norm_output = config, list(layers), depth, norm_output
-        self.norm_before_residual, self.window = norm_before_residual, check_window(window, depth)
-        width = config.hidden_size
-        takes_raw = not (fc_norm or norm_before_fc)
-        self.fc = ScaledLinear(len(layers) * width, width, takes_raw) if use_aux_hidden_state else None
-        self.input_norm = RMSNorm(len(layers) * width, config.rms_norm_eps) if norm_before_fc else None
-        norms = [RMSNorm(width, config.rms_norm_eps) for _ in layers] if fc_norm else []
-        self.fc_norm = nn.ModuleList(norms)
-        self.layer = MidLayer(config, qk_norm)
-        self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, self.prune_vocabulary(draft_vocab_size, config.vocab_size), bias=False)
-        self.rotary = Rotary(config)
+        self.config, self.layers = llama_config.from_json(config), list(config["eagle_aux_hidden_state_layer_ids"])
+        self.depth = config.get("foredraft", {}).get("depth", 7)
+        window = config["sliding_window"] if config.get("layer_types") == [SLIDING] else None
+        self.window = check_window(window, self.depth)
+        flags = {name: bool(config.get(name, False)) for name in FLAGS}
+        self.norm_before_residual, self.norm_output = flags["norm_before_residual"], flags["norm_output"]
+        width, eps, count = self.config.hidden_size, self.config.rms_norm_eps, len(self.layers)
+        takes_raw = not (flags["fc_norm"] or flags["norm_before_fc"])
+        self.fc = ScaledLinear(count * width, width, takes_raw) if config.get("use_aux_hidden_state", True) else None
+        self.input_norm = RMSNorm(count * width, eps) if flags["norm_before_fc"] else None
+        self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(count if flags["fc_norm"] else 0))
+        self.layer = MidLayer(self.config, flags["qk_norm"])
+        self.norm = RMSNorm(width, eps)
+        drafts_from = self.prune_vocabulary(config.get("draft_vocab_size"), self.config.vocab_size)
+        self.lm_head = nn.Linear(width, drafts_from, bias=False)
+        self.rotary = Rotary(self.config)
 
     @classmethod
     def for_target(
@@ -125,9 +116,15 @@ class Eagle3Head(LayerHead):
         and an fc whose columns undo the different sizes of the three layers' hidden states, for which the published layer
         has no norm."""
         layers = check_layers(target_layer_ids, default_aux_layer_ids(target.num_layers), target.num_layers)
-        config = llama_config.config_like(target, rope)
-        flags = {"fc_norm": fc_norm, "norm_output": norm_output, "qk_norm": qk_norm}
-        head = cls(config, layers, ttt_steps, draft_vocab_size, window=window, **flags)
+        settings = llama_config.to_json(llama_config.config_like(target, rope)) | {
+            "eagle_aux_hidden_state_layer_ids": layers,
+            "foredraft": {"depth": ttt_steps},
+            "draft_vocab_size": draft_vocab_size,
+            "fc_norm": fc_norm,
+            "norm_output": norm_output,
+            "qk_norm": qk_norm,
+        }
+        head = cls(settings if window is None else settings | WINDOWED | {"sliding_window": window})
         head.own_rope = rope is not None
         if not fc_norm:
             assert head.fc is not None
@@ -150,18 +147,6 @@ class Eagle3Head(LayerHead):
     @property
     def projections(self) -> list[nn.Linear]:
         return [self.lm_head]
-
-    @classmethod
-    def from_config(cls, config: dict) -> "Eagle3Head":
-        return cls(
-            llama_config.from_json(config),
-            layers=config["eagle_aux_hidden_state_layer_ids"],
-            depth=config.get("foredraft", {}).get("depth", 7),
-            draft_vocab_size=config.get("draft_vocab_size"),
-            use_aux_hidden_state=config.get("use_aux_hidden_state", True),
-            window=config["sliding_window"] if config.get("layer_types") == [SLIDING] else None,
-            **{name: bool(config.get(name, False)) for name in FLAGS},
-        )
 
     def to_config(self) -> dict:
         # vLLM supports other kinds of attention only in these two classes.

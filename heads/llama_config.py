@@ -108,7 +108,7 @@ def rope_parameters(settings: dict[str, Any]) -> dict[str, Any]:
     if "full_attention" in rope:  # Beam has no rope there, only in its sliding layers
         rope = dict(rope["full_attention"] or next(filter(None, rope.values()), {}))
     older_name = rope.pop("type", None)
-    kind = rope.pop("rope_type", None) or older_name or "default"
+    kind = rope.get("rope_type") or older_name or "default"
     if kind in ("default", "mrope"):
         kind, rope = "default", {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     rope |= {"rope_type": kind, "rope_theta": rope.get("rope_theta") or settings.get("rope_theta") or 10000.0}

@@ -75,8 +75,8 @@ class XPressHead(DFlashHead):
     # xpress_num_passes: how often engines refine. It is not used here.
     own_defaults = {"xpress_rank": 256, "xpress_mlp_hidden": 512, "xpress_num_passes": 6}  # noqa: RUF012
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config)
         rank, self.inner, self.passes = self.own.values()
         if min(self.own.values()) < 1:
             raise ValueError(
