@@ -114,11 +114,6 @@ def test_llama3_turns_by_factors_in_the_file(embedded, tmp_path):
 
 REFUSED = [
     ("medusa", {}, "llama.cpp does not support medusa heads: it loads EAGLE-3, DFlash"),
-    ("hydra", {}, "does not support hydra"),
-    ("eagle", {}, "does not support eagle heads: it loads EAGLE-3"),
-    ("domino", {}, "does not support domino"),
-    ("p_eagle", {}, "does not support p_eagle"),
-    ("xpress", {}, "does not support xpress"),
     ("mtp", {}, "of Qwen3.5, .* belongs to a target of type llama, without these: train head=eagle3"),
     ("eagle3_1", {}, "llama.cpp does not support fc_norm, norm_output"),
     ("eagle3", {"target_layer_ids": [2, 5]}, r"fuses three layers, and this head reads hidden states \[2, 5\]"),
