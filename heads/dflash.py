@@ -108,27 +108,17 @@ class DFlashHead(BlockHead):
         mask = check_mask_token(target, mask_token_id)
         if unknown := sorted(own.keys() - cls.own_defaults.keys()):
             raise TypeError(f"head={cls.kind} has no setting {unknown[0]}")
-        config = llama_config.config_like(target, rope)
-        config.attention_bias = False
         sliding = 0 if window is None else num_hidden_layers - 1
-        settings = llama_config.to_json(config) | {
+        settings = llama_config.settings_like(target, rope) | {
             "num_hidden_layers": num_hidden_layers,
             "block_size": block_size,
             "layer_types": [SLIDING] * sliding + [FULL] * (num_hidden_layers - sliding),
             "sliding_window": window,
             "draft_vocab_size": draft_vocab_size,
         }
-        settings["dflash_config"] = (
-            cls.own_defaults
-            | own
-            | {
-                "target_layer_ids": [layer - 1 for layer in layers],
-                "mask_token_id": mask,
-                "sample_from_anchor": sample_from_anchor,
-                "causal": causal,
-            }
-        )
-        head = cls(settings)
+        block = {"target_layer_ids": [layer - 1 for layer in layers], "mask_token_id": mask, "causal": causal}
+        block |= {"sample_from_anchor": sample_from_anchor, **cls.own_defaults, **own}
+        head = cls(settings | {"dflash_config": block})
         head.own_rope = rope is not None
         head.init_like(target)
         head.init_projections(target, counts, lm_head)

@@ -131,8 +131,7 @@ class EagleHead(HiddenStateHead):
         """Make a new head that passes the hidden state through, so that its first drafts are the target's own prediction.
         ttt_steps: 1 for EAGLE-1 and 3 for HASS. noise: width of the uniform noise on hidden states in training, for the
         paper's sequences of 512 tokens. bias: of fc; vLLM loads heads without one."""
-        settings = {"bias": bias, "foredraft": {"depth": ttt_steps}}
-        head = cls(llama_config.to_json(llama_config.config_like(target)) | settings)
+        head = cls(llama_config.settings_like(target) | {"bias": bias, "foredraft": {"depth": ttt_steps}})
         head.noise = noise
         head.init_passthrough()
         if bias:

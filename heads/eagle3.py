@@ -79,8 +79,7 @@ class Eagle3Head(LayerHead):
         self.depth = config.get("foredraft", {}).get("depth", 7)
         window = config["sliding_window"] if config.get("layer_types") == [SLIDING] else None
         self.window = check_window(window, self.depth)
-        flags = {name: bool(config.get(name, False)) for name in FLAGS}
-        self.norm_before_residual, self.norm_output = flags["norm_before_residual"], flags["norm_output"]
+        flags = self.flags = {name: bool(config.get(name, False)) for name in FLAGS}
         width, eps, count = self.config.hidden_size, self.config.rms_norm_eps, len(self.layers)
         takes_raw = not (flags["fc_norm"] or flags["norm_before_fc"])
         self.fc = ScaledLinear(count * width, width, takes_raw) if config.get("use_aux_hidden_state", True) else None
@@ -110,13 +109,13 @@ class Eagle3Head(LayerHead):
         """Make a new head. target_layer_ids: None uses the three of the paper, the outputs of decoder layers 1, n // 2 - 1
         and n - 4, counted from 0. draft_vocab_size: needs `counts` (vocab,), how often each token occurs in the training
         text; None, or a size that is not below the target's, drafts from the whole vocabulary. lm_head: see
-        `DraftHead.init_projections`. rope: see `llama_config.config_like`.
+        `DraftHead.init_projections`. rope: see `llama_config.settings_like`.
 
         Initial weights come from the target: the rows of its lm_head, a last norm that gives them inputs of the usual size,
         and an fc whose columns undo the different sizes of the three layers' hidden states, for which the published layer
         has no norm."""
         layers = check_layers(target_layer_ids, default_aux_layer_ids(target.num_layers), target.num_layers)
-        settings = llama_config.to_json(llama_config.config_like(target, rope)) | {
+        settings = llama_config.settings_like(target, rope) | {
             "eagle_aux_hidden_state_layer_ids": layers,
             "foredraft": {"depth": ttt_steps},
             "draft_vocab_size": draft_vocab_size,
@@ -126,10 +125,9 @@ class Eagle3Head(LayerHead):
         }
         head = cls(settings if window is None else settings | WINDOWED | {"sliding_window": window})
         head.own_rope = rope is not None
-        if not fc_norm:
-            assert head.fc is not None
+        for fc in head.scaled_layers:
             with torch.no_grad():
-                head.fc.weight.div_(llama_config.aux_sizes(layers, target).to(head.fc.weight.device))
+                fc.weight.div_(llama_config.aux_sizes(layers, target).to(fc.weight.device))
         llama_config.init_norm(head.norm, target)
         llama_config.init_near_identity(head.layer)
         head.init_projections(target, counts, lm_head)
@@ -141,27 +139,20 @@ class Eagle3Head(LayerHead):
         return isinstance(self.layer.self_attn, LatentAttention)
 
     @property
-    def qk_norm(self) -> bool:
-        return isinstance(self.layer.self_attn, NormedAttention)
-
-    @property
     def projections(self) -> list[nn.Linear]:
         return [self.lm_head]
 
     def to_config(self) -> dict:
         # vLLM supports other kinds of attention only in these two classes.
-        other = "Eagle3DeepseekV2ForCausalLM" if self.latent else "Eagle3Qwen3ForCausalLM" if self.qk_norm else None
+        qwen3 = self.flags["qk_norm"]
+        other = "Eagle3DeepseekV2ForCausalLM" if self.latent else "Eagle3Qwen3ForCausalLM" if qwen3 else None
         return llama_config.to_json(self.config) | {
             "architectures": [other or "LlamaForCausalLMEagle3"],
-            **({"model_type": "qwen3"} if self.qk_norm else {}),
+            **({"model_type": "qwen3"} if qwen3 else {}),
             **({} if self.window is None else WINDOWED | {"sliding_window": self.window}),
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self.config.hidden_size,
-            "norm_before_residual": self.norm_before_residual,
-            "norm_before_fc": self.input_norm is not None,
-            "fc_norm": len(self.fc_norm) > 0,
-            "norm_output": self.norm_output,
-            "qk_norm": self.qk_norm,
+            **self.flags,
             "use_aux_hidden_state": self.fc is not None,
             "eagle_aux_hidden_state_layer_ids": self.layers,
             "num_aux_hidden_states": len(self.layers),
@@ -180,11 +171,11 @@ class Eagle3Head(LayerHead):
         return self.fc(aux_hidden_states)
 
     def feed_back(self, out: Tensor) -> Tensor:
-        return self.norm(out) if self.norm_output else out
+        return self.norm(out) if self.flags["norm_output"] else out
 
     def inputs(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         x = self.layer.concat_inputs(embeddings.to(hidden.dtype), hidden)
-        return x, self.layer.residual(hidden, self.norm_before_residual)
+        return x, self.layer.residual(hidden, self.flags["norm_before_residual"])
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
@@ -202,7 +193,7 @@ class Eagle3Head(LayerHead):
             q, k, v, _ = attention.split_heads(embed_qkv + F.linear(layer.hidden_norm(hidden), weight), cos, sin)
             steps.append(at_start(k, v, len(steps), text))
             attended = attention.project_out(attend_steps(q, steps, document_starts, text.parts, window))
-            outs.append(layer.feed_forward(layer.residual(hidden, self.norm_before_residual), attended))
+            outs.append(layer.feed_forward(layer.residual(hidden, self.flags["norm_before_residual"]), attended))
             hidden = shift_right(self.feed_back(outs[-1]), 1)
         return outs
 

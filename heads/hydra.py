@@ -134,7 +134,7 @@ class HydraHead(RecurrentHead):
             "dropout": dropout,
         }
         if prefix:
-            record["prefix"] = llama_config.to_json(llama_config.config_like(target))
+            record["prefix"] = llama_config.settings_like(target)
         settings = {
             "hydra_num_heads": num_heads,
             "hydra_num_layers": mlp_layers,

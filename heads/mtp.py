@@ -68,11 +68,11 @@ class MTPHead(HiddenStateHead):
     def for_target(cls, target: Target, ttt_steps: int = 3) -> "MTPHead":
         """Make a new head from the layer that the target ships. ttt_steps: training steps, each on the output of the one
         before. Raises ValueError if the shipped layer is not supported."""
-        config, shipped = llama_config.config_like(target), shipped_layer(target)
+        layer, shipped = llama_config.settings_like(target), shipped_layer(target)
         rows = len(shipped.get("layers.0.self_attn.q_proj.weight", ()))
-        settings = llama_config.to_json(config) | {
+        settings = layer | {
             "attention_bias": "layers.0.self_attn.q_proj.bias" in shipped,
-            "attn_output_gate": rows == 2 * config.num_attention_heads * config.head_dim,
+            "attn_output_gate": rows == 2 * layer["num_attention_heads"] * layer["head_dim"],
             "qk_norm": "layers.0.self_attn.q_norm.weight" in shipped,
             "foredraft": {"depth": ttt_steps},
         }

@@ -80,9 +80,7 @@ class PEagleHead(BlockHead):
                 f"head.num_depths={num_depths} must be at least 2, head.num_hidden_layers={num_hidden_layers} at least 1"
             )
         mask = check_mask_token(target, mask_token_id)
-        config = llama_config.config_like(target)
-        config.attention_bias = False
-        settings = llama_config.to_json(config) | {
+        settings = llama_config.settings_like(target) | {
             "num_hidden_layers": num_hidden_layers,
             "eagle_aux_hidden_state_layer_ids": layers,
             "foredraft": {"depth": num_depths},

@@ -30,7 +30,7 @@ class HydraFormat(Format):
             files.check_count(name, files.config[name])
         record: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         if files.config["hydra_head_arch"] == "prefix-mlp":
-            record["prefix"] = llama_config.to_json(llama_config.config_like(target))
+            record["prefix"] = llama_config.settings_like(target)
         return files.config | {"foredraft": record | files.config.get("foredraft", {})}
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:

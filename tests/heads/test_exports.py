@@ -208,7 +208,7 @@ def test_what_an_engine_has_learnt_is_said(deep):
         in engines.export_for("sglang", ours("eagle3_1", deep), deep).note
     )
     head = ours("eagle3", deep)
-    head.norm_before_residual = True
+    head.flags["norm_before_residual"] = True
     with pytest.raises(ValueError, match="SGLang does not support norm_before_residual"):
         engines.export_for("sglang", head, deep)
 

@@ -256,7 +256,7 @@ def test_flags_in_eagle_config_are_ours(tmp_path):
     flags = {"return_hidden_post_norm": True, "norm_before_fc": True, "next_layer_regular": True}
     config = shrink_head(NAMED | ids([1, 3, 4], **flags))
     head, _ = load(golden.write(tmp_path, config, eagle3(config, "midlayer")), tiny_target(8))
-    assert head.norm_output and head.input_norm is not None
+    assert head.flags["norm_output"] and head.input_norm is not None
     golden.write(tmp_path, config | {"norm_output": False}, eagle3(config, "midlayer"))
     with pytest.raises(ValueError, match=r"norm_output=False and eagle_config\.return_hidden_post_norm=True"):
         load_head(tmp_path, tiny_target(8))

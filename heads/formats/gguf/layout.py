@@ -120,8 +120,8 @@ class GGUFFormat(Format):
         if isinstance(head, Eagle3Head):
             writer.add_array("eagle3.target_layers", head.layers)
             writer.add_uint32("eagle3.target_hidden_size", target.hidden_size)
-            writer.add_bool("eagle3.norm_before_residual", head.norm_before_residual)
-            writer.add_bool("eagle3.norm_before_fc", head.input_norm is not None)
+            writer.add_bool("eagle3.norm_before_residual", head.flags["norm_before_residual"])
+            writer.add_bool("eagle3.norm_before_fc", head.flags["norm_before_fc"])
         self.add_layer_settings(writer, head, target, head.cache_layers)
         if isinstance(head, Eagle3Head):
             writer.add_vocab_size(head.config.vocab_size)
