@@ -203,8 +203,8 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def projections(self) -> list[nn.Linear]:
-        """Return the head's projections to the draft vocabulary."""
-        return []
+        """Return the head's projections to the draft vocabulary: its `lm_head`, unless it has others or uses the target's."""
+        return [part for name, part in self.named_children() if name == "lm_head" and isinstance(part, nn.Linear)]
 
     @property
     def vocabulary_parameters(self) -> list[nn.Parameter]:

@@ -172,10 +172,6 @@ class DFlashHead(BlockHead):
             },
         }
 
-    @property
-    def projections(self) -> list[nn.Linear]:
-        return [] if self.lm_head is None else [self.lm_head]
-
     def base_logits(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
 

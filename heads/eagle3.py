@@ -138,10 +138,6 @@ class Eagle3Head(LayerHead):
         """Return whether the layer has multi-head latent attention."""
         return isinstance(self.layer.self_attn, LatentAttention)
 
-    @property
-    def projections(self) -> list[nn.Linear]:
-        return [self.lm_head]
-
     def to_config(self) -> dict:
         # vLLM supports other kinds of attention only in these two classes.
         qwen3 = self.flags["qk_norm"]

@@ -102,10 +102,6 @@ class PEagleHead(BlockHead):
     def own_layers(self) -> list[DecoderLayer]:
         return list(self.blocks)  # type: ignore[arg-type]
 
-    @property
-    def projections(self) -> list[nn.Linear]:
-        return [self.lm_head]
-
     def to_config(self) -> dict:
         return llama_config.to_json(self.config) | {
             # vLLM's method eagle3 prepends Eagle3 to a name without it, and has no class for PeagleLlamaForCausalLM.
