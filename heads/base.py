@@ -37,6 +37,7 @@ from transformers import LlamaConfig
 from foredraft.heads import llama_config, vocab
 from foredraft.heads.attention.row_parts import RowParts
 from foredraft.heads.caches.kv_cache import KVCache
+from foredraft.heads.layers import ScaledLinear
 from foredraft.heads.target_model import Target
 
 
@@ -141,9 +142,9 @@ class DraftHead(nn.Module, ABC):
         """Make a new head for this target. The arguments are the keys of conf/head/<kind>.yaml."""
 
     @classmethod
-    @abstractmethod
     def from_config(cls, config: dict) -> "DraftHead":
         """Make a head of the shape that a saved config.json describes, without its weights."""
+        return cls(config)
 
     @abstractmethod
     def to_config(self) -> dict:
@@ -152,11 +153,20 @@ class DraftHead(nn.Module, ABC):
     def attach(self, target: Target) -> None:
         """Keep references to the target's modules that the head uses and does not save. Call this before any other use."""
 
+    @property
+    def scaled_layers(self) -> list[ScaledLinear]:
+        """Return the layers that take the aux hidden states without a norm."""
+        return [module for module in self.modules() if isinstance(module, ScaledLinear) and module.takes_raw]
+
     def on_train_begin(self, target: Target) -> None:
         """Add what only training needs. Called once before training, for new and for trained heads."""
+        for layer in self.scaled_layers:
+            layer.scale_inputs(llama_config.aux_sizes(self.layers, target).to(self.device))
 
     def on_train_end(self) -> None:
         """Merge what only training needs. Called once after training."""
+        for layer in self.scaled_layers:
+            layer.scale_inputs(None)
 
     def incompatibilities(self, target: Target) -> list[str]:
         """Return the reasons why the head cannot draft for this target; loading checks the shapes of weights."""
@@ -193,8 +203,8 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def projections(self) -> list[nn.Linear]:
-        """Return the head's projections to the draft vocabulary."""
-        return []
+        """Return the head's projections to the draft vocabulary: its `lm_head`, unless it has others or uses the target's."""
+        return [part for name, part in self.named_children() if name == "lm_head" and isinstance(part, nn.Linear)]
 
     @property
     def vocabulary_parameters(self) -> list[nn.Parameter]:
@@ -282,7 +292,7 @@ class BlockHead(DraftHead):
     block_entries: int  # cache entries that a block writes
     correction: int = 0  # size of what a draft takes from those before it; 0 if it depends only on the text
     memory: int = 0  # size of what is remembered along a path
-    candidates: int = 0  # drafts per position that `select` returns; 0 if the whole vocabulary remains
+    candidates: int = 0  # drafts per position that `correct` leaves; 0 if the whole vocabulary remains
     confident: bool = False  # is the last number of a correction the logit of the draft's acceptance?
 
     @abstractmethod
@@ -316,8 +326,7 @@ class BlockHead(DraftHead):
     def select(self, base: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
         """Return corrected logits and draft ids (..., candidates) of the drafts that `correct` leaves, if `candidates`
         is set."""
-        best = base.topk(self.candidates)
-        return best.values, best.indices
+        raise NotImplementedError
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         state, correction = hidden.split([self.width, hidden.shape[-1] - self.width], dim=-1)

@@ -64,8 +64,7 @@ def published_dtype(target: Target) -> torch.dtype:
 def save_head(head: DraftHead, directory: str | Path, target: Target, **extra: Any) -> None:
     """Write model.safetensors and config.json. `extra` (JSON values) is added under "foredraft", next to what loading
     uses."""
-    layout = formats.default_format(head)
-    write_head(head, directory, target, layout, (layout.own_file,), **extra)
+    write_head(head, directory, target, formats.default_format(head), (WEIGHTS,), **extra)
 
 
 def write_head(
@@ -78,12 +77,9 @@ def write_head(
     weights, config = layout.export_weights(head, target), layout.export_config(head, target)
     config["dtype"] = str(head.dtype).removeprefix("torch.")
     record = {"kind": head.kind, "depth": head.depth, "target": fingerprint(target)}
-    if head.imported:
-        record["imported"] = True
-    if head.own_rope:
-        record["rope"] = "own"
-    if head.lm_head_is_targets:
-        record["lm_head"] = "target"
+    noted = {"imported": head.imported, "rope": head.own_rope and "own"}
+    noted["lm_head"] = head.lm_head_is_targets and "target"
+    record |= {name: value for name, value in noted.items() if value}
     config["foredraft"] = record | config.get("foredraft", {}) | extra
     part = directory.with_name(f".{directory.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # left by an interrupted run

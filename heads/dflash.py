@@ -49,44 +49,30 @@ class DFlashHead(BlockHead):
     """Draft a block of tokens in one pass over mask tokens. Weights have the names of z-lab, SpecForge and DeepSpec: fc,
     hidden_norm, layers.{i}.*, norm."""
 
-    kind, projector, depth_key = "dflash", "dflash", "block_size"
+    kind, depth_key = "dflash", "block_size"
     architecture: ClassVar[str] = "DFlashDraftModel"
     own_defaults: ClassVar[dict[str, Any]] = {}  # settings of a kind in addition to DFlash's, saved in `dflash_config`
     config: LlamaConfig
     target: Target
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        layers: list[int],
-        block_size: int,
-        mask_token_id: int,
-        sample_from_anchor: bool = False,
-        causal: bool = False,
-        window: int | None = None,
-        layer_types: list[str] | None = None,
-        draft_vocab_size: int | None = None,
-        **own: Any,
-    ):
-        """Build the modules. config: its num_hidden_layers are the head's. window: of sliding layers. layer_types: None if
-        all are full. draft_vocab_size: None drafts from the whole vocabulary with the target's lm_head. own: as in
-        `own_defaults`."""
+    def __init__(self, config: dict[str, Any]):
+        """Build the modules of a config.json. Its `layer_types` have the window `sliding_window` or none."""
         super().__init__()
-        if unknown := sorted(own.keys() - self.own_defaults.keys()):
-            raise TypeError(f"head={self.kind} has no setting {unknown[0]}")
-        self.own = self.own_defaults | own
-        self.config, self.layers, self.block_size, self.mask_token_id = config, list(layers), block_size, mask_token_id
-        self.causal, self.window, self.sample_from_anchor = causal, window, sample_from_anchor
-        self.depth = self.limit = block_size if sample_from_anchor else block_size - 1
-        self.width, self.cache_layers = config.hidden_size, config.num_hidden_layers
-        self.layer_types = layer_types or [FULL] * self.cache_layers
-        self.block_entries = block_size
-        self.fc = ScaledLinear(len(layers) * self.width, self.width)
-        self.hidden_norm, self.norm = (RMSNorm(self.width, config.rms_norm_eps) for _ in range(2))
+        block, self.config = config["dflash_config"], llama_config.from_json(config)
+        self.own = {name: block[name] for name in self.own_defaults}
+        self.layers = [layer + 1 for layer in block["target_layer_ids"]]
+        self.block_size = self.block_entries = config["block_size"]
+        self.mask_token_id, self.sample_from_anchor = block["mask_token_id"], block["sample_from_anchor"]
+        self.causal, self.window = block.get("causal", False), config["sliding_window"]
+        self.depth = self.limit = self.block_size if self.sample_from_anchor else self.block_size - 1
+        self.width, self.cache_layers = self.config.hidden_size, config["num_hidden_layers"]
+        self.layer_types = config["layer_types"]
+        self.fc = ScaledLinear(len(self.layers) * self.width, self.width)
+        self.hidden_norm, self.norm = (RMSNorm(self.width, self.config.rms_norm_eps) for _ in range(2))
         self.blocks = nn.ModuleList(self.new_layer() for _ in range(self.cache_layers))
-        self.draft_vocab = self.prune_vocabulary(draft_vocab_size, config.vocab_size)
+        self.draft_vocab = self.prune_vocabulary(config["draft_vocab_size"], self.config.vocab_size)
         self.lm_head = nn.Linear(self.width, self.draft_vocab, bias=False) if self.pruned else None
-        self.rotary = Rotary(config)
+        self.rotary = Rotary(self.config)
 
     disk_prefixes = {"blocks.": "layers."}  # noqa: RUF012 -- `layers` are the hidden states that any head takes
 
@@ -113,20 +99,26 @@ class DFlashHead(BlockHead):
         that it takes; None uses as many as it has layers, spread as in the paper. mask_token_id: None chooses a token that
         hardly occurs in text. window: of all its layers but the last; None for full attention. draft_vocab_size, counts,
         lm_head, rope: as in EAGLE-3. own: as in `own_defaults`."""
-        layers = target_layer_ids
-        if layers is None:
-            layers = spread_layers(target.num_layers, num_hidden_layers)
-        layers = check_layers(layers, target.num_layers - 1)  # below its last norm
+        usual = spread_layers(target.num_layers, num_hidden_layers)
+        layers = check_layers(target_layer_ids, usual, target.num_layers - 1)  # below its last norm
         if block_size < 2 or num_hidden_layers < 1:
             raise ValueError(
                 f"head.block_size={block_size} must be at least 2, head.num_hidden_layers={num_hidden_layers} at least 1"
             )
         mask = check_mask_token(target, mask_token_id)
-        config = llama_config.config_like(target, rope)
-        config.num_hidden_layers, config.attention_bias = num_hidden_layers, False
-        types = None if window is None else [SLIDING] * (num_hidden_layers - 1) + [FULL]
-        layout = sample_from_anchor, causal, window, types, draft_vocab_size
-        head = cls(config, layers, block_size, mask, *layout, **own)
+        if unknown := sorted(own.keys() - cls.own_defaults.keys()):
+            raise TypeError(f"head={cls.kind} has no setting {unknown[0]}")
+        sliding = 0 if window is None else num_hidden_layers - 1
+        settings = llama_config.settings_like(target, rope) | {
+            "num_hidden_layers": num_hidden_layers,
+            "block_size": block_size,
+            "layer_types": [SLIDING] * sliding + [FULL] * (num_hidden_layers - sliding),
+            "sliding_window": window,
+            "draft_vocab_size": draft_vocab_size,
+        }
+        block = {"target_layer_ids": [layer - 1 for layer in layers], "mask_token_id": mask, "causal": causal}
+        block |= {"sample_from_anchor": sample_from_anchor, **cls.own_defaults, **own}
+        head = cls(settings | {"dflash_config": block})
         head.own_rope = rope is not None
         head.init_like(target)
         head.init_projections(target, counts, lm_head)
@@ -140,12 +132,6 @@ class DFlashHead(BlockHead):
         llama_config.init_norm(self.norm, target)
         llama_config.init_near_identity(*self.own_layers)
 
-    def on_train_begin(self, target: Target) -> None:
-        self.fc.scale_inputs(llama_config.aux_sizes(self.layers, target).to(self.device))
-
-    def on_train_end(self) -> None:
-        self.fc.scale_inputs(None)
-
     def new_layer(self) -> BlockLayer:
         return BlockLayer(self.config)
 
@@ -155,24 +141,6 @@ class DFlashHead(BlockHead):
 
     def attach(self, target: Target) -> None:
         self.target = target
-
-    @classmethod
-    def from_config(cls, config: dict) -> "DFlashHead":
-        block = config["dflash_config"]
-        shape = llama_config.from_json(config)
-        shape.num_hidden_layers = config["num_hidden_layers"]
-        return cls(
-            shape,
-            [layer + 1 for layer in block["target_layer_ids"]],
-            config["block_size"],
-            block["mask_token_id"],
-            sample_from_anchor=block["sample_from_anchor"],
-            causal=block.get("causal", False),
-            window=config["sliding_window"],
-            layer_types=config["layer_types"],
-            draft_vocab_size=config["draft_vocab_size"],
-            **{name: block[name] for name in cls.own_defaults},
-        )
 
     @property
     def own_settings(self) -> dict[str, Any]:
@@ -193,7 +161,7 @@ class DFlashHead(BlockHead):
             "num_target_layers": self.target.num_layers,
             "draft_vocab_size": self.draft_vocab,
             "dflash_config": {
-                "projector_type": self.projector,
+                "projector_type": self.kind,
                 "target_layer_ids": [layer - 1 for layer in self.layers],
                 "mask_token_id": self.mask_token_id,
                 "sample_from_anchor": self.sample_from_anchor,
@@ -203,10 +171,6 @@ class DFlashHead(BlockHead):
                 **self.own_settings,
             },
         }
-
-    @property
-    def projections(self) -> list[nn.Linear]:
-        return [] if self.lm_head is None else [self.lm_head]
 
     def base_logits(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)

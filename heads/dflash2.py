@@ -84,7 +84,7 @@ class DFlash2Head(DFlashHead):
     """Draft like DFlash, with convolutions and a candidate selector. Weights have the names of z-lab and vLLM: DFlash's,
     layers.{i}.{attention,mlp}_conv.*, candidate_selector.*."""
 
-    kind = projector = "dflash2"
+    kind = "dflash2"
     architecture = "DFlash2DraftModel"
     own_defaults = {  # noqa: RUF012
         "conv_kernel_size": 2,
@@ -93,8 +93,8 @@ class DFlash2Head(DFlashHead):
         "selector_top_k": 16,
     }
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config)
         taps, group, rank, top_k = self.own.values()
         if min(taps, rank, top_k) < 1 or self.width % group:
             raise ValueError(
@@ -122,8 +122,7 @@ class DFlash2Head(DFlashHead):
         return selector.predecessor_codebook[tokens] * selector.hidden_projection(hidden), memory
 
     def select(self, base: Tensor, correction: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and draft ids (..., candidates) of the best drafts of `base`."""
-        values, ids = super().select(base, correction)
+        values, ids = base.topk(self.candidates)
         named = self.candidate_selector.successor_codebook[self.to_target_ids(ids)]
         scores = values + (named * correction[..., None, :]).sum(-1)
         return scores, ids.expand_as(scores)

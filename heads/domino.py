@@ -16,12 +16,12 @@ class DominoHead(DFlashHead):
     """Draft like DFlash, with a GRU's correction. Weights have the names of SpecForge: DFlash's, prefix_gru.*,
     embed_proj.{0,2}."""
 
-    kind = projector = "domino"
+    kind = "domino"
     architecture = "DominoDraftModel"
     own_defaults = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}  # noqa: RUF012
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config)
         emb_dim, gru_hidden_dim, self.pure = self.own.values()
         if min(emb_dim, gru_hidden_dim) < 1 or self.pure < 0:
             raise ValueError(

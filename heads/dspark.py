@@ -42,20 +42,11 @@ class MarkovHead(nn.Module):
         return out.tanh(), gate * memory + (1 - gate) * candidate.tanh()
 
 
-class ConfidenceHead(nn.Module):
-    def __init__(self, inputs: int):
-        super().__init__()
-        self.proj = nn.Linear(inputs, 1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.proj(hidden)
-
-
 class DSparkHead(DFlashHead):
     """Draft like DFlash, with a Markov correction and a rating. Weights have the names of DeepSpec and SpecForge: DFlash's,
     markov_head.*, confidence_head.proj."""
 
-    kind = projector = "dspark"
+    kind = "dspark"
     architecture = "DSparkDraftModel"
     own_defaults = {  # noqa: RUF012
         "markov_rank": 256,
@@ -63,8 +54,8 @@ class DSparkHead(DFlashHead):
         "enable_confidence_head": True,
     }
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config)
         self.rank, variant, self.confident = self.own.values()
         if variant not in VARIANTS or self.rank < 1:
             raise ValueError(
@@ -74,7 +65,7 @@ class DSparkHead(DFlashHead):
         self.correction = self.rank + self.confident
         self.memory = self.rank if variant == "rnn" else 0
         self.markov_head = MarkovHead(variant, self.width, self.rank, self.config.vocab_size, self.draft_vocab)
-        self.confidence_head = ConfidenceHead(self.width + self.rank) if self.confident else None
+        self.confidence_head = nn.ModuleDict({"proj": nn.Linear(self.width + self.rank, 1)} if self.confident else {})
 
     @property
     def vocabulary_parameters(self) -> list[nn.Parameter]:
@@ -87,9 +78,9 @@ class DSparkHead(DFlashHead):
     def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         previous = self.markov_head.markov_w1(tokens)
         out, memory = self.markov_head(hidden, previous, memory)
-        if self.confidence_head is None:
+        if not self.confident:
             return out, memory
-        rating = self.confidence_head(torch.cat([hidden, previous], dim=-1))
+        rating = self.confidence_head["proj"](torch.cat([hidden, previous], dim=-1))
         return torch.cat([out, rating], dim=-1), memory
 
     def correct(self, base: Tensor, hidden: Tensor, correction: Tensor, depth: int) -> Tensor:

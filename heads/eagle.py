@@ -12,7 +12,7 @@ step on its own output, as HASS does (arXiv:2408.15766, section 3.2). Keys and m
 """
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -117,30 +117,27 @@ class EagleHead(HiddenStateHead):
     format = "EAGLE-1 as SafeAILab and SGLang read it (LlamaForCausalLMEagle)"
     disk_prefixes: ClassVar[dict[str, str]] = {"layer.": "layers.0."}
 
-    def __init__(self, config: LlamaConfig, depth: int = 1, bias: bool = False, noise: float = 0.2):
+    def __init__(self, config: dict[str, Any]):
         super().__init__()
-        self.config, self.depth, self.noise = config, depth, noise
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
-        self.layer = DecoderLayer(config, first_norm=False)
-        self.rotary = Rotary(config)
+        self.config, self.depth = llama_config.from_json(config), config.get("foredraft", {}).get("depth", 1)
+        self.noise = 0.2
+        bias = config.get("bias", True)  # absent means true in the authors' code
+        self.fc = nn.Linear(2 * self.config.hidden_size, self.config.hidden_size, bias=bias)
+        self.layer = DecoderLayer(self.config, first_norm=False)
+        self.rotary = Rotary(self.config)
 
     @classmethod
     def for_target(cls, target: Target, ttt_steps: int = 1, bias: bool = False, noise: float = 0.2) -> "EagleHead":
         """Make a new head that passes the hidden state through, so that its first drafts are the target's own prediction.
         ttt_steps: 1 for EAGLE-1 and 3 for HASS. noise: width of the uniform noise on hidden states in training, for the
         paper's sequences of 512 tokens. bias: of fc; vLLM loads heads without one."""
-        head = cls(llama_config.config_like(target), ttt_steps, bias, noise)
+        head = cls(llama_config.settings_like(target) | {"bias": bias, "foredraft": {"depth": ttt_steps}})
+        head.noise = noise
         head.init_passthrough()
         if bias:
             nn.init.zeros_(head.fc.bias)
         head.attach(target)
         return head.to(target.device)
-
-    @classmethod
-    def from_config(cls, config: dict) -> "EagleHead":
-        depth = config.get("foredraft", {}).get("depth", 1)
-        bias = config.get("bias", True)  # absent means true in the authors' code
-        return cls(llama_config.from_json(config), depth, bias)
 
     def to_config(self) -> dict:
         settings = {"architectures": ["LlamaForCausalLMEagle"], "bias": self.fc.bias is not None}

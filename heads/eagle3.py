@@ -69,36 +69,27 @@ class Eagle3Head(LayerHead):
     disk_prefixes: ClassVar[dict[str, str]] = {"layer.": "midlayer."}
     layer: MidLayer
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        layers: list[int],
-        depth: int,
-        draft_vocab_size: int | None = None,
-        fc_norm: bool = False,
-        norm_output: bool = False,
-        norm_before_fc: bool = False,
-        norm_before_residual: bool = False,
-        use_aux_hidden_state: bool = True,
-        qk_norm: bool = False,
-        window: int | None = None,
-    ):
-        """Build the modules. qk_norm: norms on queries and keys, as in Qwen3's layers. window: positions that the layer looks
-        back; None for no limit. Three settings only occur in heads of other programs: norm_before_fc (one norm over all
-        fused hidden states), norm_before_residual, and use_aux_hidden_state=False, with which the layer takes the target's
-        last hidden state (nvidia/gpt-oss-120b-Eagle3-v2)."""
+    def __init__(self, config: dict[str, Any]):
+        """Build the modules of a config.json. qk_norm: norms on queries and keys, as in Qwen3's layers. sliding_window:
+        positions that the layer looks back. Three settings only occur in heads of other programs: norm_before_fc (one norm
+        over all fused hidden states), norm_before_residual, and use_aux_hidden_state=False, with which the layer takes the
+        target's last hidden state (nvidia/gpt-oss-120b-Eagle3-v2)."""
         super().__init__()
-        self.config, self.layers, self.depth, self.norm_output = config, list(layers), depth, norm_output
-        self.norm_before_residual, self.window = norm_before_residual, check_window(window, depth)
-        width = config.hidden_size
-        self.fc = ScaledLinear(len(layers) * width, width) if use_aux_hidden_state else None
-        self.input_norm = RMSNorm(len(layers) * width, config.rms_norm_eps) if norm_before_fc else None
-        norms = [RMSNorm(width, config.rms_norm_eps) for _ in layers] if fc_norm else []
-        self.fc_norm = nn.ModuleList(norms)
-        self.layer = MidLayer(config, qk_norm)
-        self.norm = RMSNorm(width, config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, self.prune_vocabulary(draft_vocab_size, config.vocab_size), bias=False)
-        self.rotary = Rotary(config)
+        self.config, self.layers = llama_config.from_json(config), list(config["eagle_aux_hidden_state_layer_ids"])
+        self.depth = config.get("foredraft", {}).get("depth", 7)
+        window = config["sliding_window"] if config.get("layer_types") == [SLIDING] else None
+        self.window = check_window(window, self.depth)
+        flags = self.flags = {name: bool(config.get(name, False)) for name in FLAGS}
+        width, eps, count = self.config.hidden_size, self.config.rms_norm_eps, len(self.layers)
+        takes_raw = not (flags["fc_norm"] or flags["norm_before_fc"])
+        self.fc = ScaledLinear(count * width, width, takes_raw) if config.get("use_aux_hidden_state", True) else None
+        self.input_norm = RMSNorm(count * width, eps) if flags["norm_before_fc"] else None
+        self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(count if flags["fc_norm"] else 0))
+        self.layer = MidLayer(self.config, flags["qk_norm"])
+        self.norm = RMSNorm(width, eps)
+        drafts_from = self.prune_vocabulary(config.get("draft_vocab_size"), self.config.vocab_size)
+        self.lm_head = nn.Linear(width, drafts_from, bias=False)
+        self.rotary = Rotary(self.config)
 
     @classmethod
     def for_target(
@@ -118,73 +109,46 @@ class Eagle3Head(LayerHead):
         """Make a new head. target_layer_ids: None uses the three of the paper, the outputs of decoder layers 1, n // 2 - 1
         and n - 4, counted from 0. draft_vocab_size: needs `counts` (vocab,), how often each token occurs in the training
         text; None, or a size that is not below the target's, drafts from the whole vocabulary. lm_head: see
-        `DraftHead.init_projections`. rope: see `llama_config.config_like`.
+        `DraftHead.init_projections`. rope: see `llama_config.settings_like`.
 
         Initial weights come from the target: the rows of its lm_head, a last norm that gives them inputs of the usual size,
         and an fc whose columns undo the different sizes of the three layers' hidden states, for which the published layer
         has no norm."""
-        layers = default_aux_layer_ids(target.num_layers) if target_layer_ids is None else target_layer_ids
-        layers = check_layers(layers, target.num_layers)
-        config = llama_config.config_like(target, rope)
-        flags = {"fc_norm": fc_norm, "norm_output": norm_output, "qk_norm": qk_norm}
-        head = cls(config, layers, ttt_steps, draft_vocab_size, window=window, **flags)
+        layers = check_layers(target_layer_ids, default_aux_layer_ids(target.num_layers), target.num_layers)
+        settings = llama_config.settings_like(target, rope) | {
+            "eagle_aux_hidden_state_layer_ids": layers,
+            "foredraft": {"depth": ttt_steps},
+            "draft_vocab_size": draft_vocab_size,
+            "fc_norm": fc_norm,
+            "norm_output": norm_output,
+            "qk_norm": qk_norm,
+        }
+        head = cls(settings if window is None else settings | WINDOWED | {"sliding_window": window})
         head.own_rope = rope is not None
-        if not fc_norm:
-            assert head.fc is not None
+        for fc in head.scaled_layers:
             with torch.no_grad():
-                head.fc.weight.div_(llama_config.aux_sizes(layers, target).to(head.fc.weight.device))
+                fc.weight.div_(llama_config.aux_sizes(layers, target).to(fc.weight.device))
         llama_config.init_norm(head.norm, target)
         llama_config.init_near_identity(head.layer)
         head.init_projections(target, counts, lm_head)
         return head.to(target.device)
-
-    def on_train_begin(self, target: Target) -> None:
-        if self.fc is not None and self.input_norm is None and not len(self.fc_norm):
-            self.fc.scale_inputs(llama_config.aux_sizes(self.layers, target).to(self.device))
-
-    def on_train_end(self) -> None:
-        if self.fc is not None:
-            self.fc.scale_inputs(None)
 
     @property
     def latent(self) -> bool:
         """Return whether the layer has multi-head latent attention."""
         return isinstance(self.layer.self_attn, LatentAttention)
 
-    @property
-    def qk_norm(self) -> bool:
-        return isinstance(self.layer.self_attn, NormedAttention)
-
-    @property
-    def projections(self) -> list[nn.Linear]:
-        return [self.lm_head]
-
-    @classmethod
-    def from_config(cls, config: dict) -> "Eagle3Head":
-        return cls(
-            llama_config.from_json(config),
-            layers=config["eagle_aux_hidden_state_layer_ids"],
-            depth=config.get("foredraft", {}).get("depth", 7),
-            draft_vocab_size=config.get("draft_vocab_size"),
-            use_aux_hidden_state=config.get("use_aux_hidden_state", True),
-            window=config["sliding_window"] if config.get("layer_types") == [SLIDING] else None,
-            **{name: bool(config.get(name, False)) for name in FLAGS},
-        )
-
     def to_config(self) -> dict:
         # vLLM supports other kinds of attention only in these two classes.
-        other = "Eagle3DeepseekV2ForCausalLM" if self.latent else "Eagle3Qwen3ForCausalLM" if self.qk_norm else None
+        qwen3 = self.flags["qk_norm"]
+        other = "Eagle3DeepseekV2ForCausalLM" if self.latent else "Eagle3Qwen3ForCausalLM" if qwen3 else None
         return llama_config.to_json(self.config) | {
             "architectures": [other or "LlamaForCausalLMEagle3"],
-            **({"model_type": "qwen3"} if self.qk_norm else {}),
+            **({"model_type": "qwen3"} if qwen3 else {}),
             **({} if self.window is None else WINDOWED | {"sliding_window": self.window}),
             "draft_vocab_size": self.lm_head.out_features,
             "target_hidden_size": self.config.hidden_size,
-            "norm_before_residual": self.norm_before_residual,
-            "norm_before_fc": self.input_norm is not None,
-            "fc_norm": len(self.fc_norm) > 0,
-            "norm_output": self.norm_output,
-            "qk_norm": self.qk_norm,
+            **self.flags,
             "use_aux_hidden_state": self.fc is not None,
             "eagle_aux_hidden_state_layer_ids": self.layers,
             "num_aux_hidden_states": len(self.layers),
@@ -203,11 +167,11 @@ class Eagle3Head(LayerHead):
         return self.fc(aux_hidden_states)
 
     def feed_back(self, out: Tensor) -> Tensor:
-        return self.norm(out) if self.norm_output else out
+        return self.norm(out) if self.flags["norm_output"] else out
 
     def inputs(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         x = self.layer.concat_inputs(embeddings.to(hidden.dtype), hidden)
-        return x, self.layer.residual(hidden, self.norm_before_residual)
+        return x, self.layer.residual(hidden, self.flags["norm_before_residual"])
 
     def logits(self, hidden: Tensor, depth: int) -> Tensor:
         return self.lm_head(self.norm(hidden))
@@ -225,7 +189,7 @@ class Eagle3Head(LayerHead):
             q, k, v, _ = attention.split_heads(embed_qkv + F.linear(layer.hidden_norm(hidden), weight), cos, sin)
             steps.append(at_start(k, v, len(steps), text))
             attended = attention.project_out(attend_steps(q, steps, document_starts, text.parts, window))
-            outs.append(layer.feed_forward(layer.residual(hidden, self.norm_before_residual), attended))
+            outs.append(layer.feed_forward(layer.residual(hidden, self.flags["norm_before_residual"]), attended))
             hidden = shift_right(self.feed_back(outs[-1]), 1)
         return outs
 
@@ -245,8 +209,9 @@ def default_aux_layer_ids(n: int) -> list[int]:
     return rule if 0 < rule[0] < rule[1] < rule[2] else sorted({max(1, n * quarter // 4) for quarter in (1, 2, 3)})
 
 
-def check_layers(layers: list[int], last: int) -> list[int]:
-    """Return hidden state ids for a new head. Raises ValueError unless they ascend within 0 .. last."""
+def check_layers(layers: list[int] | None, usual: list[int], last: int) -> list[int]:
+    """Return hidden state ids for a new head, `usual` for None. Raises ValueError unless they ascend within 0 .. last."""
+    layers = usual if layers is None else layers
     if sorted(set(layers)) != list(layers) or not layers or not all(0 <= k <= last for k in layers):
         raise ValueError(
             f"head.target_layer_ids={layers} must ascend within 0..{last}, the hidden states of this target"

@@ -8,6 +8,8 @@ by a small MLP and a projection of that depth. These concatenated vectors are ha
 node appends its own embedding. Hydra++ (section 5) sends the text's hidden states through a decoder layer first.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +21,8 @@ from foredraft.heads.base import PackedBatch, RecurrentHead, shift_right
 from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.layers import DecoderLayer, ResidualBlock, RMSNorm, Rotary
 from foredraft.heads.target_model import Target
+
+GROUNDED = {"grounded_heads": True, "hidden_state_offset": 0}  # the only kind that is supported
 
 
 class WideBlock(nn.Module):
@@ -77,28 +81,26 @@ class HydraHead(RecurrentHead):
     kind, depth_key = "hydra", "num_heads"
     format = "Hydra as zankner/Hydra names its weights, in safetensors"
 
-    def __init__(
-        self,
-        hidden: int,
-        vocab_size: int,
-        depth: int = 4,
-        mlp_layers: int = 1,
-        prefix: LlamaConfig | None = None,
-        dropout: float = 0.0,
-        draft_vocab_size: int | None = None,
-        target_name: str = "",
-    ):
+    def __init__(self, config: dict[str, Any]):
         super().__init__()
-        self.config = prefix
-        self.hidden, self.vocab_size, self.depth, self.limit = hidden, vocab_size, depth, depth
-        self.mlp_layers, self.dropout, self.target_name = mlp_layers, dropout, target_name
+        arch, record = config["hydra_head_arch"], config["foredraft"]
+        if arch not in ("mlp", "prefix-mlp") or not config["grounded_heads"] or config["hidden_state_offset"]:
+            raise ValueError(
+                f"a Hydra head with hydra_head_arch={arch}, grounded_heads={config['grounded_heads']} and "
+                f"hidden_state_offset={config['hidden_state_offset']} is not supported, only grounded mlp and prefix-mlp "
+                "heads on the last hidden state"
+            )
+        prefix = self.config = llama_config.from_json(record["prefix"]) if arch == "prefix-mlp" else None
+        self.hidden, self.vocab_size, dropout = record["hidden_size"], record["vocab_size"], record.get("dropout", 0.0)
+        self.depth = self.limit = depth = config["hydra_num_heads"]
+        self.mlp_layers, self.dropout = config["hydra_num_layers"], dropout
         self.kind = "hydra" if prefix is None else "hydra_pp"
         self.cache_layers = 0 if prefix is None else 1
-        drafts_from = self.prune_vocabulary(draft_vocab_size, vocab_size)
+        hidden, drafts_from = self.hidden, self.prune_vocabulary(record.get("draft_vocab_size"), self.vocab_size)
         stacks: list[nn.Module] = []
         projections: list[nn.Module] = []
         for i in range(depth):
-            blocks = [WideBlock((i + 2) * hidden, hidden), *(ResidualBlock(hidden) for _ in range(mlp_layers - 1))]
+            blocks = [WideBlock((i + 2) * hidden, hidden), *(ResidualBlock(hidden) for _ in range(self.mlp_layers - 1))]
             projection = nn.Linear(hidden, drafts_from)
             nn.init.zeros_(projection.bias)
             if prefix is None:
@@ -126,9 +128,20 @@ class HydraHead(RecurrentHead):
         """Make a new head whose first drafts are the target's own prediction: every MLP passes the hidden state through,
         and every projection is the target's lm_head. prefix: add Hydra++'s layer. dropout: only with prefix.
         draft_vocab_size, counts, lm_head: as in EAGLE-3."""
-        config = llama_config.config_like(target) if prefix else None
-        sizes = target.hidden_size, target.vocab_size, num_heads, mlp_layers
-        head = cls(*sizes, config, dropout, draft_vocab_size, target.name)
+        record: dict[str, Any] = {
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "dropout": dropout,
+        }
+        if prefix:
+            record["prefix"] = llama_config.settings_like(target)
+        settings = {
+            "hydra_num_heads": num_heads,
+            "hydra_num_layers": mlp_layers,
+            "hydra_head_arch": "prefix-mlp" if prefix else "mlp",
+            "foredraft": record | {"draft_vocab_size": draft_vocab_size},
+        }
+        head = cls(settings | GROUNDED)
         head.attach(target)
         head.init_projections(target, counts, lm_head)
         if prefix:
@@ -146,27 +159,6 @@ class HydraHead(RecurrentHead):
     def projections(self) -> list[nn.Linear]:
         return [module for module in self.hydra_lm_head.modules() if isinstance(module, nn.Linear)]
 
-    @classmethod
-    def from_config(cls, config: dict) -> "HydraHead":
-        arch = config["hydra_head_arch"]
-        if arch not in ("mlp", "prefix-mlp") or not config["grounded_heads"] or config["hidden_state_offset"]:
-            raise ValueError(
-                f"a Hydra head with hydra_head_arch={arch}, grounded_heads={config['grounded_heads']} and "
-                f"hidden_state_offset={config['hidden_state_offset']} is not supported, only grounded mlp and prefix-mlp "
-                "heads on the last hidden state"
-            )
-        record = config["foredraft"]
-        return cls(
-            record["hidden_size"],
-            record["vocab_size"],
-            config["hydra_num_heads"],
-            config["hydra_num_layers"],
-            llama_config.from_json(record["prefix"]) if arch == "prefix-mlp" else None,
-            record.get("dropout", 0.0),
-            record.get("draft_vocab_size"),
-            config["base_model_name_or_path"],
-        )
-
     def to_config(self) -> dict:
         record: dict = {"hidden_size": self.hidden, "vocab_size": self.vocab_size, "dropout": self.dropout}
         if self.config is not None:
@@ -174,12 +166,10 @@ class HydraHead(RecurrentHead):
         if self.draft_ids is not None:
             record["draft_vocab_size"] = len(self.draft_ids)
         return {
-            "base_model_name_or_path": self.target_name,
             "hydra_num_heads": self.depth,
             "hydra_num_layers": self.mlp_layers,
             "hydra_head_arch": "prefix-mlp" if self.cache_layers else "mlp",
-            "grounded_heads": True,
-            "hidden_state_offset": 0,
+            **GROUNDED,
             "foredraft": record,
         }
 

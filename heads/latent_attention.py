@@ -21,11 +21,8 @@ class LatentAttention(Attention):
     def __init__(self, config: LlamaConfig, width: int):
         nn.Module.__init__(self)
         self.heads, self.rank = config.num_attention_heads, config.kv_lora_rank
-        self.nope_dim, self.rope_dim, self.value_dim = (
-            config.qk_nope_head_dim,
-            config.qk_rope_head_dim,
-            config.v_head_dim,
-        )
+        self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.value_dim = config.v_head_dim
         self.dim = self.nope_dim + self.rope_dim
         if config.q_lora_rank is None:
             self.q_proj = nn.Linear(width, self.heads * self.dim, bias=False)

@@ -17,19 +17,16 @@ from foredraft.heads.attention.text_attention import attend_document
 from foredraft.heads.caches.kv_cache import KVCache
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    if x.dtype != weight.dtype:  # in mixed precision, norms stay in float32
-        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
 class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float):
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        weight = self.weight
+        if x.dtype != weight.dtype:  # in mixed precision, norms stay in float32
+            return F.rms_norm(x.float(), weight.shape, weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class ScaledLinear(nn.Linear):
@@ -37,12 +34,14 @@ class ScaledLinear(nn.Linear):
     large as after a norm, so an optimizer's steps on their weights would be 50 times too long.
 
     `sizes` (in_features,) float32 divide the weights in training and are saved in a checkpoint; None for the weights of a
-    head's file. They are powers of two, so multiplying and dividing by them is exact."""
+    head's file. They are powers of two, so multiplying and dividing by them is exact. takes_raw: are they needed, because
+    no norm comes before?"""
 
     sizes: Tensor | None
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs: int, outputs: int, takes_raw: bool = True):
         super().__init__(inputs, outputs, bias=False)
+        self.takes_raw = takes_raw
         self.register_buffer("sizes", None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,7 +183,7 @@ class Attention(nn.Module):
         q, k, v, gate = self.project(x, cos, sin)
         keys, values = cache.update(k, v, layer)
         if mask is None:
-            return self.project_out(attend_document(q, keys, values, window, None, None), gate)
+            return self.project_out(attend_document(q, keys, values, window), gate)
         return self.project_out(attend(q, keys, values, mask[:, None]), gate)
 
     def project_out(self, out: Tensor, gate: Tensor | None = None) -> Tensor:

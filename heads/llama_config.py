@@ -60,10 +60,10 @@ def shape_of(target: Target) -> dict[str, Any]:
     return shape
 
 
-def config_like(target: Target, rope: dict[str, Any] | None = None) -> LlamaConfig:
-    """Describe one Llama layer of the target's shape. rope: replaces the target's, such as {rope_type: yarn, factor: 4.0,
-    original_max_position_embeddings: 2048}; the target's theta stays. Raises ValueError if the target's config has no
-    such shape, or for a rope that heads do not support."""
+def settings_like(target: Target, rope: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the config.json settings of one Llama layer of the target's shape. rope: replaces the target's, such as
+    {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 2048}; the target's theta stays. Raises ValueError if
+    the target's config has no such shape, or for a rope that heads do not support."""
     settings, copied = settings_of(target.config), shape_of(target)
     copied["vocab_size"] = target.vocab_size
     if target.max_positions is not None:  # some configs use another name for it
@@ -72,7 +72,7 @@ def config_like(target: Target, rope: dict[str, Any] | None = None) -> LlamaConf
         copied["rope_parameters"] = checked_rope(rope, head_rope(settings))
     elif settings.get("rope_parameters"):
         copied["rope_parameters"] = head_rope(settings)
-    return LayerConfig(num_hidden_layers=1, tie_word_embeddings=False, **copied)
+    return to_json(LayerConfig(num_hidden_layers=1, tie_word_embeddings=False, **copied))
 
 
 def from_json(settings: dict[str, Any]) -> LlamaConfig:
@@ -108,7 +108,7 @@ def rope_parameters(settings: dict[str, Any]) -> dict[str, Any]:
     if "full_attention" in rope:  # Beam has no rope there, only in its sliding layers
         rope = dict(rope["full_attention"] or next(filter(None, rope.values()), {}))
     older_name = rope.pop("type", None)
-    kind = rope.pop("rope_type", None) or older_name or "default"
+    kind = rope.get("rope_type") or older_name or "default"
     if kind in ("default", "mrope"):
         kind, rope = "default", {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     rope |= {"rope_type": kind, "rope_theta": rope.get("rope_theta") or settings.get("rope_theta") or 10000.0}

@@ -4,6 +4,8 @@ Head i (from 0) takes the hidden state of position t and drafts token t + 2 + i.
 other heads, so every depth costs one small product and the tree is static.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -19,23 +21,14 @@ class MedusaHead(ParallelHead):
     kind, depth_key = "medusa", "num_heads"
     format = "Medusa-1 as FasterDecoding names its weights, in safetensors"
 
-    def __init__(
-        self,
-        hidden: int,
-        vocab: int,
-        last_layer: int,
-        depth: int = 4,
-        blocks: int = 1,
-        target: str = "",
-        draft_vocab_size: int | None = None,
-    ):
+    def __init__(self, config: dict[str, Any]):
         super().__init__()
-        self.hidden, self.vocab, self.depth, self.blocks, self.target_name = hidden, vocab, depth, blocks, target
-        drafts_from = self.prune_vocabulary(draft_vocab_size, vocab)
-        self.layers = [last_layer]
-        for i in range(depth):
-            residual = [ResidualBlock(hidden) for _ in range(blocks)]
-            self.add_module(str(i), nn.Sequential(*residual, nn.Linear(hidden, drafts_from, bias=False)))
+        record, self.depth, self.blocks = config["foredraft"], config["medusa_num_heads"], config["medusa_num_layers"]
+        self.hidden, self.vocab, self.layers = record["hidden_size"], record["vocab_size"], record["layers"][:1]
+        drafts_from = self.prune_vocabulary(record.get("draft_vocab_size"), self.vocab)
+        for i in range(self.depth):
+            residual = [ResidualBlock(self.hidden) for _ in range(self.blocks)]
+            self.add_module(str(i), nn.Sequential(*residual, nn.Linear(self.hidden, drafts_from, bias=False)))
 
     @classmethod
     def for_target(
@@ -48,8 +41,9 @@ class MedusaHead(ParallelHead):
     ) -> "MedusaHead":
         """Make a new head whose projections are copies of the target's lm_head, so that its first drafts are the target's
         own prediction. draft_vocab_size, counts: as in EAGLE-3."""
-        sizes = target.hidden_size, target.vocab_size, target.num_layers
-        head = cls(*sizes, num_heads, blocks, target.name, draft_vocab_size)
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layers": [target.num_layers]}
+        record = sizes | {"draft_vocab_size": draft_vocab_size}
+        head = cls({"medusa_num_heads": num_heads, "medusa_num_layers": blocks, "foredraft": record})
         head.init_projections(target, counts)
         return head.to(target.device)
 
@@ -61,23 +55,9 @@ class MedusaHead(ParallelHead):
     def projections(self) -> list[nn.Linear]:
         return [stack[-1] for stack in self.stacks]  # type: ignore[misc]
 
-    @classmethod
-    def from_config(cls, config: dict) -> "MedusaHead":
-        record = config["foredraft"]
-        return cls(
-            record["hidden_size"],
-            record["vocab_size"],
-            record["layers"][0],
-            depth=config["medusa_num_heads"],
-            blocks=config["medusa_num_layers"],
-            target=config["base_model_name_or_path"],
-            draft_vocab_size=record.get("draft_vocab_size"),
-        )
-
     def to_config(self) -> dict:
         pruned = {} if self.draft_ids is None else {"draft_vocab_size": len(self.draft_ids)}
         return {
-            "base_model_name_or_path": self.target_name,
             "medusa_num_heads": self.depth,
             "medusa_num_layers": self.blocks,
             "foredraft": {"hidden_size": self.hidden, "vocab_size": self.vocab, "layers": self.layers} | pruned,

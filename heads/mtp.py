@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
 
 from foredraft.heads import llama_config
 from foredraft.heads.eagle import HiddenStateHead
@@ -54,31 +53,34 @@ class MTPHead(HiddenStateHead):
         **{name: PREFIX + name for name in ("fc.", "norm.", "pre_fc_norm_")},
     }
 
-    def __init__(self, config: LlamaConfig, depth: int = 3, gated: bool = False, normed: bool = False):
+    def __init__(self, config: dict[str, Any]):
         super().__init__()
-        self.config, self.depth = config, depth
-        width, eps = config.hidden_size, config.rms_norm_eps
+        self.config, self.depth = llama_config.from_json(config), config["foredraft"]["depth"]
+        width, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = RMSNorm(width, eps), RMSNorm(width, eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layer = DecoderLayer(config, NormedAttention(config, config.hidden_size, normed, gated))
+        attention = NormedAttention(self.config, width, normed=config["qk_norm"], gated=config["attn_output_gate"])
+        self.layer = DecoderLayer(self.config, attention)
         self.norm = RMSNorm(width, eps)
-        self.rotary = Rotary(config)
+        self.rotary = Rotary(self.config)
 
     @classmethod
     def for_target(cls, target: Target, ttt_steps: int = 3) -> "MTPHead":
         """Make a new head from the layer that the target ships. ttt_steps: training steps, each on the output of the one
         before. Raises ValueError if the shipped layer is not supported."""
-        config = llama_config.config_like(target)
-        shipped = shipped_layer(target)
-        if not shipped:
-            head = cls(config, ttt_steps)
-            head.init_like(target)
-        else:
-            config.attention_bias = "layers.0.self_attn.q_proj.bias" in shipped
-            rows = shipped.get("layers.0.self_attn.q_proj.weight", torch.empty(0)).shape[0]
-            gated = rows == 2 * config.num_attention_heads * config.head_dim
-            head = cls(config, ttt_steps, gated, "layers.0.self_attn.q_norm.weight" in shipped)
+        layer, shipped = llama_config.settings_like(target), shipped_layer(target)
+        rows = len(shipped.get("layers.0.self_attn.q_proj.weight", ()))
+        settings = layer | {
+            "attention_bias": "layers.0.self_attn.q_proj.bias" in shipped,
+            "attn_output_gate": rows == 2 * layer["num_attention_heads"] * layer["head_dim"],
+            "qk_norm": "layers.0.self_attn.q_norm.weight" in shipped,
+            "foredraft": {"depth": ttt_steps},
+        }
+        head = cls(settings)
+        if shipped:
             head.load_shipped(shipped, target)
+        else:
+            head.init_like(target)
         head.attach(target)
         return head.to(target.device)
 
@@ -100,15 +102,8 @@ class MTPHead(HiddenStateHead):
                 f"the MTP layer of {target.name} is not supported ({PREFIX}{other[0]}): it has experts or another kind of "
                 "attention. Use head=eagle, which trains its own layer"
             )
-        offset = norm_offset(target)
-        weights = {name: tensor.float() + offset * ("norm" in name) for name, tensor in shipped.items()}
+        weights = shift_norms(shipped, target)
         self.load_state_dict({name.replace("layers.0.", "layer.", 1): tensor for name, tensor in weights.items()})
-
-    @classmethod
-    def from_config(cls, config: dict) -> "MTPHead":
-        shape = llama_config.from_json(config)
-        record = config["foredraft"]
-        return cls(shape, record["depth"], gated=config["attn_output_gate"], normed=config["qk_norm"])
 
     def to_config(self) -> dict[str, Any]:
         attention = self.layer.self_attn
@@ -140,7 +135,7 @@ def shipped_layer(target: Target) -> dict[str, Tensor]:
                 "download all of its files, or use head=eagle, which trains its own layer"
             )
         return {}
-    stored = stored_tensors(target, prefix)
+    stored = stored_tensors(target, lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None)
     if not names:
         return stored
     layer: dict[str, Tensor] = {}
@@ -157,6 +152,8 @@ def has_weights(target: Target, prefix: str) -> bool:
     return any(name.startswith(prefix) for name in weight_map(target))
 
 
-def norm_offset(target: Target) -> float:
-    """Return the number that the target's files subtract from the weights of norms."""
-    return 1.0 if target.config.model_type.startswith(ZERO_CENTERED) else 0.0
+def shift_norms(weights: dict[str, Tensor], target: Target, sign: int = 1) -> dict[str, Tensor]:
+    """Add what the target's files subtract from the weights of norms, or subtract it (sign -1), in float32, since a small
+    difference to 1 is lost in half precision."""
+    centered = target.config.model_type.startswith(ZERO_CENTERED)
+    return {name: t.float() + sign if centered and "norm" in name else t for name, t in weights.items()}

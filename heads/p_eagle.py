@@ -12,7 +12,7 @@ takes the embedding of a mask token and the learned `mask_hidden` instead, at th
 The head has its own trained embedding (section 5 of the paper: +5 % acceptance length).
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,34 +38,26 @@ class PEagleHead(BlockHead):
     disk_prefixes: ClassVar[dict[str, str]] = {"blocks.": "layers."}
     config: LlamaConfig
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        layers: list[int],
-        depth: int,
-        mask_token_id: int,
-        draft_vocab_size: int | None = None,
-        norm_before_fc: bool = False,
-        norm_before_residual: bool = False,
-    ):
-        """Build the modules. config: its num_hidden_layers are the head's. norm_before_fc and norm_before_residual only
-        occur in heads of other programs."""
+    def __init__(self, config: dict[str, Any]):
+        """Build the modules of a config.json, in which norm_before_fc and norm_before_residual only occur in heads of other
+        programs."""
         super().__init__()
-        self.config, self.layers, self.mask_token_id = config, list(layers), mask_token_id
-        self.norm_before_residual = norm_before_residual
-        self.depth = self.limit = depth
-        self.block_entries = depth - 1
-        self.width, self.cache_layers = config.hidden_size, config.num_hidden_layers
-        inputs, eps = len(layers) * self.width, config.rms_norm_eps
-        self.embed_tokens = nn.Embedding(config.vocab_size, self.width)
+        self.config, self.layers = llama_config.from_json(config), list(config["eagle_aux_hidden_state_layer_ids"])
+        self.mask_token_id, self.depth = config["pard_token"], config["foredraft"]["depth"]
+        self.norm_before_residual = bool(config.get("norm_before_residual", False))
+        self.limit, self.block_entries = self.depth, self.depth - 1
+        self.width, self.cache_layers = self.config.hidden_size, config["num_hidden_layers"]
+        inputs, eps, vocab = len(self.layers) * self.width, self.config.rms_norm_eps, self.config.vocab_size
+        normed = bool(config.get("norm_before_fc", False))
+        self.embed_tokens = nn.Embedding(vocab, self.width)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, inputs))
-        self.fc = ScaledLinear(inputs, self.width)
-        self.input_norm = RMSNorm(inputs, eps) if norm_before_fc else None
-        further = (DecoderLayer(config) for _ in range(self.cache_layers - 1))
-        self.blocks = nn.ModuleList([MidLayer(config), *further])
+        self.fc = ScaledLinear(inputs, self.width, takes_raw=not normed)
+        self.input_norm = RMSNorm(inputs, eps) if normed else None
+        further = (DecoderLayer(self.config) for _ in range(self.cache_layers - 1))
+        self.blocks = nn.ModuleList([MidLayer(self.config), *further])
         self.norm = RMSNorm(self.width, eps)
-        self.lm_head = nn.Linear(self.width, self.prune_vocabulary(draft_vocab_size, config.vocab_size), bias=False)
-        self.rotary = Rotary(config)
+        self.lm_head = nn.Linear(self.width, self.prune_vocabulary(config["draft_vocab_size"], vocab), bias=False)
+        self.rotary = Rotary(self.config)
 
     @classmethod
     def for_target(
@@ -82,16 +74,20 @@ class PEagleHead(BlockHead):
         """Make a new head that is initialized from the target as EAGLE-3 is, with a copy of the target's embedding.
         num_depths: tokens drafted. num_hidden_layers: decoder layers of the head. target_layer_ids, draft_vocab_size,
         counts, lm_head: as in EAGLE-3. mask_token_id: None chooses a token that hardly occurs in text."""
-        layers = default_aux_layer_ids(target.num_layers) if target_layer_ids is None else target_layer_ids
-        layers = check_layers(layers, target.num_layers)
+        layers = check_layers(target_layer_ids, default_aux_layer_ids(target.num_layers), target.num_layers)
         if num_depths < 2 or num_hidden_layers < 1:
             raise ValueError(
                 f"head.num_depths={num_depths} must be at least 2, head.num_hidden_layers={num_hidden_layers} at least 1"
             )
         mask = check_mask_token(target, mask_token_id)
-        config = llama_config.config_like(target)
-        config.num_hidden_layers, config.attention_bias = num_hidden_layers, False
-        head = cls(config, layers, num_depths, mask, draft_vocab_size)
+        settings = llama_config.settings_like(target) | {
+            "num_hidden_layers": num_hidden_layers,
+            "eagle_aux_hidden_state_layer_ids": layers,
+            "foredraft": {"depth": num_depths},
+            "pard_token": mask,
+            "draft_vocab_size": draft_vocab_size,
+        }
+        head = cls(settings)
         sizes = llama_config.aux_sizes(layers, target).to(head.device)
         llama_config.init_norm(head.norm, target)
         with torch.no_grad():
@@ -102,34 +98,9 @@ class PEagleHead(BlockHead):
         head.init_projections(target, counts, lm_head)
         return head.to(target.device)
 
-    def on_train_begin(self, target: Target) -> None:
-        if self.input_norm is None:
-            self.fc.scale_inputs(llama_config.aux_sizes(self.layers, target).to(self.device))
-
-    def on_train_end(self) -> None:
-        self.fc.scale_inputs(None)
-
     @property
     def own_layers(self) -> list[DecoderLayer]:
         return list(self.blocks)  # type: ignore[arg-type]
-
-    @property
-    def projections(self) -> list[nn.Linear]:
-        return [self.lm_head]
-
-    @classmethod
-    def from_config(cls, config: dict) -> "PEagleHead":
-        shape = llama_config.from_json(config)
-        shape.num_hidden_layers = config["num_hidden_layers"]
-        return cls(
-            shape,
-            layers=config["eagle_aux_hidden_state_layer_ids"],
-            depth=config["foredraft"]["depth"],
-            mask_token_id=config["pard_token"],
-            draft_vocab_size=config["draft_vocab_size"],
-            norm_before_fc=bool(config.get("norm_before_fc", False)),
-            norm_before_residual=bool(config.get("norm_before_residual", False)),
-        )
 
     def to_config(self) -> dict:
         return llama_config.to_json(self.config) | {

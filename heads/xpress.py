@@ -47,11 +47,8 @@ class Refiner(nn.Module):
         super().__init__()
         self.w1, self.w2 = nn.Embedding(vocab, rank), nn.Linear(rank, draft_vocab, bias=False)
         self.down_h, self.down_g = (nn.Linear(hidden, rank, bias=False) for _ in range(2))
-        self.in_proj, self.mix, self.mlp = (
-            nn.Linear(3 * rank, rank, bias=False),
-            Mixer(rank, block_size),
-            GatedMLP(rank, inner),
-        )
+        self.in_proj = nn.Linear(3 * rank, rank, bias=False)
+        self.mix, self.mlp = Mixer(rank, block_size), GatedMLP(rank, inner)
         for name, parameter in self.named_parameters():
             if name.endswith("weight"):
                 nn.init.normal_(parameter, std=0.02)
@@ -73,13 +70,13 @@ class Refiner(nn.Module):
 class XPressHead(DFlashHead):
     """Draft like DFlash, with a refiner. Weights have the names of the authors' code for vLLM: DFlash's, xpress_head.*."""
 
-    kind = projector = "xpress"
+    kind = "xpress"
     architecture = "Qwen3XPressModel"
     # xpress_num_passes: how often engines refine. It is not used here.
     own_defaults = {"xpress_rank": 256, "xpress_mlp_hidden": 512, "xpress_num_passes": 6}  # noqa: RUF012
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config)
         rank, self.inner, self.passes = self.own.values()
         if min(self.own.values()) < 1:
             raise ValueError(

@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 
 from foredraft.config import read
 from foredraft.heads import Target
-from foredraft.heads.formats.engines import FORMATS
+from foredraft.heads.formats.engines import FORMATS, export_for
 from foredraft.inference import drafter_for
 from foredraft.scripts.bench import tables
 from foredraft.words import CONF, shipped
@@ -41,9 +41,9 @@ def answers() -> dict[str, dict[str, Any]]:
         counts = {"counts": torch.arange(target.vocab_size)} if "draft_vocab_size" in settings else {}
         head = instantiate(settings, target=target, **counts)
         said[kind] = {"tree": drafter_for(head, target).branches}
-        for name, (_, exporter) in FORMATS.items():
+        for name in FORMATS:
             try:
-                export = exporter(head, target)
+                export = export_for(name, head, target)
             except ValueError as error:
                 said[kind][name] = error
             else:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from foredraft.cli import entry
 from foredraft.heads import hub
 from foredraft.heads.checkpoint import read_config, read_head, save_head, write_head
-from foredraft.heads.formats.engines import LLAMACPP_TARGET, exporter_for
+from foredraft.heads.formats.engines import LLAMACPP_TARGET, check_options, export_for
 from foredraft.train import publish
 
 
@@ -20,13 +20,13 @@ def main(cfg: DictConfig) -> None:
     if OmegaConf.is_missing(cfg, "checkpoint") and cfg.format == "gguf":
         convert = LLAMACPP_TARGET.format(target=cfg.target.path or "TARGET")
         raise ValueError(f"set checkpoint=...; export writes only heads. Convert the target with llama.cpp: {convert}")
-    exporter, out = exporter_for(cfg.format, dtype=cfg.dtype, target_gguf=cfg.target_gguf), Path(cfg.output_dir)
+    options, out = check_options(cfg.format, dtype=cfg.dtype, target_gguf=cfg.target_gguf), Path(cfg.output_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"output_dir={out} already exists and is not empty. Use another directory, or remove it.")
     target = publish.open_target(cfg.target, cfg.checkpoint)
     found = hub.find(cfg.checkpoint)
     head = read_head(found, target)
-    export = exporter(head, target)
+    export = export_for(cfg.format, head, target, **options)
     recorded = read_config(found).get("foredraft", {})
     measured = {name: recorded[name] for name in ("accuracies",) if name in recorded}
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -95,30 +95,20 @@ def attend_blocks(
     """Return attention (batch, heads, n * block_size, dim) of blocks' queries q of that shape over keys and values of the
     text (rows, kv heads, row length, dim) and of the blocks (batch, kv heads, n * block_size, dim). window: visible
     positions, the query's own included."""
-    if blocks.parts is not None:
-        q, block_kv = blocks.parts.join(q), (blocks.parts.join(block_kv[0]), blocks.parts.join(block_kv[1]))
-    attended = attend_rows(q, text, block_kv, blocks, causal, window)
-    return attended if blocks.parts is None else blocks.parts.split(attended)
-
-
-def attend_rows(
-    q: Tensor,
-    text: tuple[Tensor, Tensor],
-    block_kv: tuple[Tensor, Tensor],
-    blocks: Blocks,
-    causal: bool,
-    window: int | None,
-) -> Tensor:
-    """Return the same for queries and blocks of whole rows."""
+    parts = blocks.parts
+    if parts is not None:
+        q, block_kv = parts.join(q), (parts.join(block_kv[0]), parts.join(block_kv[1]))
     # Under autocast rotary positions may have promoted queries and keys.
     dtype = text[1].dtype
     q, pairs = q.to(dtype), [(a.to(dtype), b.to(dtype)) for a, b in zip(text, block_kv, strict=True)]
     if flex.is_supported(q, pairs[0][0]):
         keys, values = (torch.cat(pair, dim=2) for pair in pairs)
         sees = flex.blocks_mask(blocks.first, blocks.last, blocks.block_size, blocks.length, causal, window)
-        return flex.attend(q, keys, values, sees)[0]
-    inside = intra_block_mask(blocks.block_size, causal, window, q.device)
-    return attend_by_chunk(q, pairs[0], pairs[1], blocks, inside, window)
+        attended = flex.attend(q, keys, values, sees)[0]
+    else:
+        inside = intra_block_mask(blocks.block_size, causal, window, q.device)
+        attended = attend_by_chunk(q, pairs[0], pairs[1], blocks, inside, window)
+    return attended if parts is None else parts.split(attended)
 
 
 def attend_by_chunk(

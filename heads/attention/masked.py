@@ -36,7 +36,6 @@ def attend(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    dropout: float = 0.0,
     scale: float | None = None,
     softcap: float | None = None,
 ) -> Tensor:
@@ -47,9 +46,7 @@ def attend(
     kv_heads, keys = key.shape[1:3]
     groups = heads // kv_heads
     if mask is None:
-        return F.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, scale=scale, enable_gqa=groups > 1
-        )
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
     if groups > 1:
         query = query.reshape(batch, kv_heads, groups * rows, dim)
         mask = group_heads(mask, groups) if mask.shape[2] == rows else mask
@@ -67,7 +64,7 @@ def attend(
         mask = mask.reshape(mask.shape[1], parts, -1, keys).transpose(0, 1)
         key, value = key.expand(parts, -1, -1, -1), value.expand(parts, -1, -1, -1)
     if softcap is None:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     else:
         out = capped_attention(query, key, value, mask, scale, softcap)
     if parts > 1:
@@ -114,7 +111,8 @@ def grouped_sdpa(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Implement transformers' attention interface. `query`: (batch, heads, rows, dim). Returns (batch, rows, heads, dim)."""
+    """Implement transformers' attention interface for a frozen model, without dropout. `query`: (batch, heads, rows, dim).
+    Returns (batch, rows, heads, dim)."""
     sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
     if attention_mask is None and softcap is not None:
         attention_mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
@@ -139,7 +137,7 @@ def grouped_sdpa(
             mask = attention_mask if sinks is None else F.pad(attention_mask, (0, 1), value=float(is_bool))
             grouped[kind] = group_heads(mask, groups) if groups > 1 else mask
         attention_mask = grouped[kind]
-    out = attend(query, key, value, attention_mask, dropout, scaling, softcap)
+    out = attend(query, key, value, attention_mask, scaling, softcap)
     if trees is not None:
         pad = (0, 0 if sinks is None else 1)  # all see the sink, which is the last key
 

@@ -34,10 +34,10 @@ def within_window(mask: Tensor, positions: Tensor, window: int | None) -> Tensor
     return mask & (positions[..., None] < torch.arange(mask.shape[-1], device=mask.device) + window)
 
 
-def text_mask(doc_starts: Tensor, rows: slice, window: int | None = None) -> Tensor:
-    """Return (batch, 1, rows, rows.stop) bool: what tokens of packed documents see."""
-    columns = torch.arange(rows.stop, device=doc_starts.device)
-    return ((columns >= first_keys(doc_starts, window)[:, rows, None]) & (columns <= columns[rows, None]))[:, None]
+def text_mask(doc_starts: Tensor, window: int | None = None) -> Tensor:
+    """Return (batch, 1, length, length) bool: what tokens of packed documents see."""
+    columns = torch.arange(doc_starts.shape[1], device=doc_starts.device)
+    return ((columns >= first_keys(doc_starts, window)[..., None]) & (columns <= columns[:, None]))[:, None]
 
 
 class PackedMask(Tensor):
@@ -53,9 +53,7 @@ class PackedMask(Tensor):
     parts: RowParts | None  # as in PackedBatch; only our attention can use them
 
     @staticmethod
-    def __new__(
-        cls, starts: Tensor, dtype: torch.dtype, window: int | None, parts: RowParts | None = None
-    ) -> "PackedMask":
+    def __new__(cls, starts: Tensor, dtype: torch.dtype, *args: Any) -> "PackedMask":
         batch, length = starts.shape
         return torch.Tensor._make_wrapper_subclass(cls, (batch, 1, length, length), dtype=dtype, device=starts.device)
 
@@ -65,7 +63,7 @@ class PackedMask(Tensor):
     def dense(self) -> Tensor:
         if self.parts is not None:
             raise ValueError("the target's attention cannot read parts of rows: set context_parallel=1")
-        return additive_mask(text_mask(self.starts, slice(0, self.starts.shape[1]), self.window), self.dtype)
+        return additive_mask(text_mask(self.starts, self.window), self.dtype)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

@@ -44,48 +44,35 @@ def attend_steps(
     and those of its draft's earlier steps included."""
     (keys, values), drafted = steps[0], steps[1:]
     dtype = values.dtype  # under autocast, rotary positions may have promoted the others
-    q = q.to(dtype).roll(-len(drafted), 2)
+    q, keys = q.to(dtype).roll(-len(drafted), 2), keys.to(dtype)
     if parts is not None:
         q, drafted = parts.join(q), [(parts.join(k), parts.join(v)) for k, v in drafted]
     # The query of step i stands i positions after the text.
     near = None if window is None else window - len(drafted)
-    attended = attend_starts(q, keys.to(dtype), values, drafted, doc_starts, parts, near)
-    return (attended if parts is None else parts.split(attended)).roll(len(drafted), 2)
-
-
-def attend_starts(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    drafted: Sequence[tuple[Tensor, Tensor]],
-    doc_starts: Tensor,
-    parts: RowParts | None,
-    window: int | None,
-) -> Tensor:
-    """Return attention of queries at the positions where their drafts started, over the text, at most `window` columns of it,
-    and the drafts' later steps."""
     if flex.is_supported(q, keys):
-        text, log_sums = flex.attend(q, keys, values, flex.text_mask(doc_starts, window, parts))
-    elif parts is None and window is None and by_document(q):
+        out, log_sums = flex.attend(q, keys, values, flex.text_mask(doc_starts, near, parts))
+        out = merge_attention(out, log_sums, q, drafted)
+    elif parts is None and near is None and by_document(q):
         repeated = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (keys, values))
-        text, log_sums = TextAttention.apply(q, *repeated, doc_starts)
+        out, log_sums = TextAttention.apply(q, *repeated, doc_starts)
+        out = merge_attention(out, log_sums, q, drafted)
     else:  # a block with one query for each token, and its later steps as keys
         blocks = Blocks.everywhere_in(doc_starts, parts)
         none = [(keys[:, :, :0], values[:, :, :0])]
         own_keys, own_values = (
-            torch.stack(later, dim=3).flatten(2, 3).to(values.dtype) for later in zip(*(drafted or none), strict=True)
+            torch.stack(later, dim=3).flatten(2, 3).to(dtype) for later in zip(*(drafted or none), strict=True)
         )
         inside = doc_starts.new_ones(1, len(drafted)).bool()
-        # A block stands one column after the text.
-        return attend_by_chunk(
-            q, (keys, own_keys), (values, own_values), blocks, inside, None if window is None else window + 1
-        )
-    return merge_attention(text, log_sums, q, drafted) if drafted else text
+        from_block = None if near is None else near + 1  # a block stands one column after the text
+        out = attend_by_chunk(q, (keys, own_keys), (values, own_values), blocks, inside, from_block)
+    return (out if parts is None else parts.split(out)).roll(len(drafted), 2)
 
 
 def merge_attention(text: Tensor, text_sums: Tensor, q: Tensor, drafted: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Merge attention of q (batch, heads, length, dim) over the text, with its log-sums of exponentials (batch, heads,
     length), with attention over q's own later steps, whose keys and values are (batch, kv heads, length, dim)."""
+    if not drafted:
+        return text
     steps = [(k.to(q.dtype)[:, :, None], v[:, :, None]) for k, v in drafted]
     # Heads that share a key/value head form a group: (batch, kv heads, group, length, ...).
     queries, text, text_sums = (x.unflatten(1, (drafted[0][0].shape[1], -1)) for x in (q, text, text_sums))

@@ -33,7 +33,7 @@ from transformers.cache_utils import (
 )
 
 from foredraft.heads.caches.cuda_graphs import CudaGraphs
-from foredraft.heads.target_model.output import TargetOutput
+from foredraft.heads.target_model.logits import TargetOutput
 
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target

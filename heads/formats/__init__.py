@@ -10,9 +10,14 @@ from foredraft.heads.formats.hydra import HydraFormat
 from foredraft.heads.formats.medusa import MedusaFormat
 from foredraft.heads.formats.mtp import MTPFormat
 from foredraft.heads.formats.native import NativeFormat
-from foredraft.heads.formats.p_eagle import PEagleFormat, SpeculatorsPEagle
-from foredraft.heads.formats.speculators import SpeculatorsFormat
-from foredraft.heads.formats.speculators_blocks import SpeculatorsDFlash, SpeculatorsDSpark, SpeculatorsXPress
+from foredraft.heads.formats.p_eagle import PEagleFormat
+from foredraft.heads.formats.speculators import (
+    SpeculatorsDFlash,
+    SpeculatorsDSpark,
+    SpeculatorsFormat,
+    SpeculatorsPEagle,
+    SpeculatorsXPress,
+)
 
 # The first match is used, so the more specific ones come first.
 FORMATS: tuple[type[Format], ...] = (

@@ -5,8 +5,8 @@ built from the config, and the files must contain exactly its tensors, with the 
 itself (rope, context length) are read from the files, with one warning for unexpected ones.
 """
 
-import re
 from abc import ABC, abstractmethod
+from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -19,6 +19,7 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.sharding import full_tensor
 
+EMBEDDINGS = "embed_tokens.weight"  # in all layouts
 LARGEST_DEPTH = 512  # of drafts, and of positions in a block: a config with more is damaged
 
 
@@ -39,16 +40,22 @@ class HeadFiles(NamedTuple):
     def error(self, message: str) -> ValueError:
         return ValueError(f"the head in {self.directory}: {message}")
 
-    def count(self, name: str) -> int:
-        """Return the number `name` of the config. Raises ValueError unless these weights can have that many parts, KeyError
-        if it is missing."""
-        return self.check_count(name, self.config[name])
-
     def check_count(self, name: str, value: Any) -> int:
-        """Return `value` of the setting `name`, checked as `count` does."""
+        """Return `value` of the setting `name`. Raises ValueError unless these weights can have that many parts."""
         if type(value) is not int or not 0 <= value <= len(self.weights):
             raise self.error(f"config.json has {name}={value!r}, and the weights are {len(self.weights)} tensors")
         return value
+
+    def speculative_tokens(self, usual: int) -> int:
+        """Return the number of drafts that files of the speculators package recommend, and `usual` for other files."""
+        methods = self.config.get("speculators_config", {}).get("proposal_methods") or [{}]
+        return self.check_depth("speculative_tokens", methods[0].get("speculative_tokens", usual))
+
+    def check_sizes(self, settings: dict[str, Any], *names: str) -> None:
+        """Raise ValueError for a size that cannot be."""
+        for name in names:
+            if type(settings[name]) is not int or settings[name] < 1:
+                raise self.error(f"config.json has {name}={settings[name]!r}, which is not a size")
 
     def check_depth(self, name: str, value: Any) -> int:
         """Return `value` of the setting `name`, a number of drafts. Raises ValueError for an impossible one."""
@@ -65,7 +72,7 @@ class Format(ABC):
     is_default: ClassVar[bool] = False  # does training save heads of this kind in it?
     # Names of the weight files; .pt only if an engine requires it.
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
-    own_file: ClassVar[str] = "model.safetensors"  # written by training
+    embeddings = False  # are the target's written, too?
 
     @classmethod
     @abstractmethod
@@ -93,7 +100,11 @@ class Format(ABC):
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
         """Return the tensors to write, on the CPU and without shared memory."""
         state = head.state_dict().items()
-        return {self.disk_name(name): tensor.detach().cpu().clone().contiguous() for name, tensor in state}
+        weights = {self.disk_name(name): tensor.detach().cpu().clone().contiguous() for name, tensor in state}
+        if self.embeddings:
+            rows = target.embeddings.detach().cpu()
+            weights[EMBEDDINGS] = rows.to(head.dtype, copy=True).contiguous()
+        return weights
 
     def stored(self, head: DraftHead, target: Target) -> DraftHead:
         """Return the head as files in this layout store it: unchanged, unless they round its weights."""
@@ -129,14 +140,9 @@ def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
     problems = weight_problems(weights, expected)
     if problems:
         raise files.error("; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""))
-    dtype = torch.float32
-    floats = [weights[name].dtype for name in expected if weights[name].is_floating_point()]
-    for number, other in enumerate(floats):
-        dtype = torch.promote_types(dtype, other) if number else other
+    dtype = reduce(torch.promote_types, (weights[name].dtype for name in expected if weights[name].is_floating_point()))
     if any(buffer.is_meta for name, buffer in head.named_buffers() if name not in head.state_dict()):
-        head = layout.kind.from_config(
-            config
-        )  # for buffers that are not in files; its sizes are those of the weights by now
+        head = layout.kind.from_config(config)  # for buffers that are not in files; its sizes are those of the weights
     state = {name: weights[layout.disk_name(name)] for name in head.state_dict()}
     state = {name: t.to(dtype if t.is_floating_point() else t.dtype, copy=True) for name, t in state.items()}
     head.load_state_dict(state, assign=True)
@@ -167,28 +173,13 @@ def check_settings(files: HeadFiles, settings: dict[str, Any], supported: dict[s
             raise files.error(f"config.json has {name}={settings[name]}; only {value} is supported")
 
 
-def check_one_layer(files: HeadFiles) -> None:
-    """Raise ValueError for weights of several decoder layers. The config's num_hidden_layers is often the target's."""
-    other = sorted(name for name in files.weights if re.match(r"layers\.[1-9]", name))
-    if other:
-        raise files.error(f"{other[0]} belongs to a second decoder layer; only heads with one are supported")
-
-
-def drop_embeddings(files: HeadFiles, name: str, target: Target) -> dict[str, Tensor]:
-    """Return the weights without `name`, the frozen copy of the target's embedding. Raises ValueError if it is not a
+def drop_copy(files: HeadFiles, name: str, module: Any, target: Target) -> HeadFiles:
+    """Return the files without `name`, the frozen copy of this module of the target. Raises ValueError if it is not a
     copy."""
-    return drop_copy(files.weights, name, target.model.get_input_embeddings(), files, target)
-
-
-def drop_copy(
-    weights: dict[str, Tensor], name: str, module: Any, files: HeadFiles, target: Target
-) -> dict[str, Tensor]:
-    """Return `weights` without `name`, the frozen copy of this module of the target. Raises ValueError if it is not a
-    copy."""
-    weights, stored, ours = dict(weights), weights.get(name), full_tensor(module.weight)
+    weights, stored, ours = dict(files.weights), files.weights.get(name), full_tensor(module.weight)
     if stored is None or not ours.is_floating_point():  # a quantized lm_head cannot be compared
         weights.pop(name, None)
-        return weights
+        return files._replace(weights=weights)
     rows = target.vocab_size
     if stored.ndim == 2 and min(len(stored), len(ours)) >= rows:  # either may have padding, or rows for image tokens
         stored, ours = stored[:rows], ours[:rows]
@@ -201,7 +192,11 @@ def drop_copy(
         what = name.removesuffix(".weight")
         raise files.error(f"{name} differs from the {what} of {target.name}: it was trained for another target")
     del weights[name]
-    return weights
+    return files._replace(weights=weights)
+
+
+def drop_embeddings(files: HeadFiles, target: Target) -> HeadFiles:
+    return drop_copy(files, EMBEDDINGS, target.model.get_input_embeddings(), target)
 
 
 def draft_vocabulary(files: HeadFiles, target: Target) -> int:

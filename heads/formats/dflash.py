@@ -14,7 +14,7 @@ from foredraft.heads.dflash import FULL, SLIDING, DFlashHead
 from foredraft.heads.dflash2 import DFlash2Head
 from foredraft.heads.domino import DominoHead
 from foredraft.heads.dspark import DSparkHead
-from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_copy
+from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_copy, drop_embeddings
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.target_model import Target
 from foredraft.heads.xpress import XPressHead
@@ -49,7 +49,7 @@ class DFlashFormat(Format):
         named = ARCHITECTURES.keys() & set(files.config.get("architectures") or [])
         if not (named or "dflash_config" in files.config) or "speculators_model_type" in files.config:
             return None
-        return cls() if projector(files, settings_of(files)) == cls.kind.projector else None
+        return cls() if projector(files, settings_of(files)) == cls.kind.kind else None
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         block = settings_of(files)
@@ -102,10 +102,10 @@ class DFlashFormat(Format):
         return next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), False)
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        weights = drop_copy(files.weights, "embed_tokens.weight", target.model.get_input_embeddings(), files, target)
-        if head.pruned:
-            return weights
-        return drop_copy(weights, "lm_head.weight", target.model.get_output_embeddings(), files, target)
+        files = drop_embeddings(files, target)
+        if not head.pruned:
+            files = drop_copy(files, "lm_head.weight", target.model.get_output_embeddings(), target)
+        return files.weights
 
 
 class DSparkFormat(DFlashFormat):
@@ -113,7 +113,11 @@ class DSparkFormat(DFlashFormat):
     kind = DSparkHead
 
     def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
-        return markov_settings(files, block)
+        """Return DSpark's settings; the weights determine omitted ones."""
+        rated = "confidence_head.proj.weight" in files.weights
+        if block.get("enable_confidence_head", rated):
+            check_settings(files, block, {"confidence_head_with_markov": True})
+        return {"markov_head_type": "vanilla", "enable_confidence_head": rated} | block
 
 
 class DominoFormat(DFlashFormat):
@@ -136,22 +140,8 @@ class XPressFormat(DFlashFormat):
 
     def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
         check_settings(files, block, {"xpress_block_size": block["block_size"]})
-        check_sizes(files, block, "xpress_rank", "xpress_mlp_hidden")
+        files.check_sizes(block, "xpress_rank", "xpress_mlp_hidden")
         return {"xpress_num_passes": 6} | block
-
-
-def check_sizes(files: HeadFiles, block: dict[str, Any], *names: str) -> None:
-    for name in names:
-        if type(block[name]) is not int or block[name] < 1:
-            raise files.error(f"config.json has {name}={block[name]!r}, which is not a size")
-
-
-def markov_settings(files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
-    """Return DSpark's settings; the weights determine omitted ones."""
-    rated = "confidence_head.proj.weight" in files.weights
-    if block.get("enable_confidence_head", rated):
-        check_settings(files, block, {"confidence_head_with_markov": True})
-    return {"markov_head_type": "vanilla", "enable_confidence_head": rated} | block
 
 
 def settings_of(files: HeadFiles) -> dict[str, Any]:

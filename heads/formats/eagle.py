@@ -16,7 +16,6 @@ from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.target_model import Target
 
 ARCHITECTURES = {"LlamaForCausalLMEagle", "EagleLlamaForCausalLM"}
-EMBEDDINGS = "embed_tokens.weight"
 
 
 class EagleFormat(Format):
@@ -46,7 +45,7 @@ class EagleFormat(Format):
         return layer_settings(files, config, target)
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        return drop_embeddings(files, EMBEDDINGS, target)
+        return drop_embeddings(files, target).weights
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         config = head.to_config()
@@ -56,7 +55,4 @@ class EagleFormat(Format):
         weights = super().export_weights(head, target)
         if self.bias:
             weights.setdefault("fc.bias", torch.zeros(target.hidden_size, dtype=head.dtype))
-        if self.embeddings:
-            rows = target.embeddings.detach().cpu()
-            weights[EMBEDDINGS] = rows.to(head.dtype, copy=True).contiguous()
         return weights

@@ -36,9 +36,10 @@ class Eagle3Format(Format):
     title = "EAGLE-3 as SafeAILab, vLLM and SGLang read it (LlamaForCausalLMEagle3)"
     kind: type[DraftHead] = Eagle3Head
     is_default = True
+    usual_layer = "midlayer"
 
-    def __init__(self, layer: str = "midlayer"):
-        self.layer = layer  # ModelOpt, and some of SpecForge's heads, call it layers.0
+    def __init__(self, layer: str = ""):
+        self.layer = layer or self.usual_layer  # ModelOpt, and some of SpecForge's heads, call it layers.0
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
@@ -47,9 +48,7 @@ class Eagle3Format(Format):
         layer = next(prefixes, "")
         # SafeAILab's own files have LlamaForCausalLM; these conditions distinguish them from EAGLE-1.
         is_eagle3 = layer == "midlayer" or f"{layer}.hidden_norm.weight" in files.weights
-        return (
-            cls(layer or "midlayer") if named or is_eagle3 or (layer and "draft_vocab_size" in files.config) else None
-        )
+        return cls(layer) if named or is_eagle3 or (layer and "draft_vocab_size" in files.config) else None
 
     def disk_name(self, name: str) -> str:
         return f"{self.layer}.{name[len('layer.') :]}" if name.startswith("layer.") else name
@@ -78,7 +77,7 @@ class Eagle3Format(Format):
         )
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        weights = drop_embeddings(files, "embed_tokens.weight", target)
+        weights = drop_embeddings(files, target).weights
         if "lm_head.weight" not in weights and not head.pruned and not files.trained_here:
             rows = target.lm_head_rows
             if rows is None:

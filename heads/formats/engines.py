@@ -18,8 +18,7 @@ from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engine_checks as checks
 from foredraft.heads.formats.base import Format
-from foredraft.heads.formats.gguf.layout import GGUFFormat
-from foredraft.heads.formats.gguf.nextn import NextnFormat
+from foredraft.heads.formats.gguf.layout import GGUFFormat, NextnFormat
 from foredraft.heads.formats.gguf.tensors import DTYPES
 from foredraft.heads.formats.hydra import check_tied
 from foredraft.heads.hydra import HydraHead
@@ -81,9 +80,6 @@ class Export(NamedTuple):
         step; None for the head's depth."""
         names = {"method": head.kind, "algorithm": head.kind.upper()}
         return self.use.format(target=target, head=directory, depth=drafts or head.depth, **names)
-
-
-Exporter = Callable[..., Export]  # of a head and its target
 
 
 def flags_note(head: DraftHead, target: Target) -> str:
@@ -178,46 +174,15 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
 }
 
 
-def export_for(engine: str, head: DraftHead, target: Target, *arguments: Any) -> Export:
-    """Return the layout, command and note of a head for one engine of RULES. arguments: of the layout."""
-    rule = RULES[engine].get(type(head))
-    if rule is None:
-        others = ": it loads EAGLE-3, DFlash, JetSpec, DFlash-2, DSpark and MTP" if engine == "llama.cpp" else ""
-        raise ValueError(f"{engine} does not support {head.kind} heads{others}")
-    for verify in rule.checks:
-        verify(head, target)
-    note = rule.note if isinstance(rule.note, str) else rule.note(head, target)
-    note = note.format(target=target.name, kind=head.kind)
-    return Export(rule.layout(*arguments), rule.use, f"{note}\n{window_note(engine, head, target)}".strip())
-
-
-def llamacpp(head: DraftHead, target: Target, dtype: str = "float16", target_gguf: str | None = None) -> Export:
-    """Export for llama.cpp. dtype: one of heads/formats/gguf's DTYPES. target_gguf: a GGUF of the target, whose tokenizer
-    is copied."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype} is not one of {', '.join(DTYPES)}")
-    layouts = [] if isinstance(head, MTPHead) else [formats.default_format(head)]
-    return export_for("llama.cpp", head, target, *layouts, dtype, target_gguf)
-
-
-vllm: Exporter = partial(export_for, "vLLM")
-sglang: Exporter = partial(export_for, "SGLang")
-speculators: Exporter = partial(export_for, "the speculators package")
-eagle: Exporter = partial(export_for, "SafeAILab's code")
-medusa: Exporter = partial(export_for, "FasterDecoding's code")
-hydra: Exporter = partial(export_for, "zankner's code")
-mtp: Exporter = partial(export_for, "a target's own file")
-gguf: Exporter = llamacpp
-
-FORMATS = {  # each with the description that --help shows
-    "vllm": ("The layout that vLLM loads.", vllm),
-    "sglang": ("The layout that SGLang loads.", sglang),
-    "speculators": ("The layout of the speculators library, which vLLM loads too.", speculators),
-    "eagle": ("The layout of the EAGLE authors.", eagle),
-    "medusa": ("The layout of the Medusa authors, which Text Generation Inference loads too.", medusa),
-    "hydra": ("The layout of the Hydra authors.", hydra),
-    "mtp": ("The target's own files with this MTP layer in place of theirs.", mtp),
-    "gguf": ("GGUF, which llama.cpp loads; dtype= and target_gguf= are for this format.", gguf),
+FORMATS = {  # each with the description that --help shows, and who reads it
+    "vllm": ("The layout that vLLM loads.", "vLLM"),
+    "sglang": ("The layout that SGLang loads.", "SGLang"),
+    "speculators": ("The layout of the speculators library, which vLLM loads too.", "the speculators package"),
+    "eagle": ("The layout of the EAGLE authors.", "SafeAILab's code"),
+    "medusa": ("The layout of the Medusa authors, which Text Generation Inference loads too.", "FasterDecoding's code"),
+    "hydra": ("The layout of the Hydra authors.", "zankner's code"),
+    "mtp": ("The target's own files with this MTP layer in place of theirs.", "a target's own file"),
+    "gguf": ("GGUF, which llama.cpp loads; dtype= and target_gguf= are for this format.", "llama.cpp"),
 }
 # Engines, and the formats that they read: a card names the first that supports the head.
 ENGINES = {
@@ -228,14 +193,34 @@ ENGINES = {
 }
 
 
-def exporter_for(name: str, **options: str | None) -> Exporter:
-    """Return the function for the format of this name. options: dtype and target_gguf of "gguf", None unless given."""
+def check_options(name: str, **options: str | None) -> dict[str, str]:
+    """Return the options of `export_for` that are not None. Raises ValueError for one that the format does not have."""
     if name not in FORMATS:
         raise ValueError(f"format={name} is not one of {', '.join(FORMATS)}")
     given = {key: value for key, value in options.items() if value is not None}
     for key, value in given.items() if name != "gguf" else ():
         raise ValueError(f"{key}={value} is only for format=gguf: leave it out with format={name}")
-    return partial(FORMATS[name][1], **given)
+    return given
+
+
+def export_for(
+    name: str, head: DraftHead, target: Target, dtype: str = "float16", target_gguf: str | None = None
+) -> Export:
+    """Return the layout, command and note of a head in the format of this name. Only for "gguf": dtype, one of
+    heads/formats/gguf's DTYPES, and target_gguf, a GGUF of the target, whose tokenizer is copied."""
+    engine = FORMATS[name][1]
+    rule = RULES[engine].get(type(head))
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype} is not one of {', '.join(DTYPES)}")
+    if rule is None:
+        others = ": it loads EAGLE-3, DFlash, JetSpec, DFlash-2, DSpark and MTP" if name == "gguf" else ""
+        raise ValueError(f"{engine} does not support {head.kind} heads{others}")
+    for verify in rule.checks:
+        verify(head, target)
+    note = rule.note if isinstance(rule.note, str) else rule.note(head, target)
+    note = f"{note.format(target=target.name, kind=head.kind)}\n{window_note(engine, head, target)}".strip()
+    arguments = (formats.default_format(head), dtype, target_gguf) if name == "gguf" else ()
+    return Export(rule.layout(*arguments), rule.use, note)
 
 
 def engines(head: DraftHead, target: Target, name: str, drafts: int | None = None) -> list[dict[str, Any]]:
@@ -246,7 +231,7 @@ def engines(head: DraftHead, target: Target, name: str, drafts: int | None = Non
     for engine, names in ENGINES.items():
         for layout in names:
             try:
-                export = FORMATS[layout][1](head, target)
+                export = export_for(layout, head, target)
             except ValueError:
                 continue
             same = type(export.layout) is type(trained) and vars(export.layout) == vars(trained)

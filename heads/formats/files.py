@@ -9,6 +9,7 @@ import json
 import pickle
 import zipfile
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -17,24 +18,35 @@ from torch import Tensor
 
 from foredraft.heads.formats.base import HeadFiles
 from foredraft.heads.formats.gguf.tensors import FILE, read_gguf
-from foredraft.heads.formats.unsupported import check_supported_drafter
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-# In this order: if a directory has both, pickles are never read.
 ADAPTER_CONFIG = "adapter_config.json"  # peft's
 SAFE = ("model.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+WEIGHTS = (*SAFE, FILE, *PICKLED)  # in this order: if a directory has both, pickles are never read
 LARGEST_JSON = 2**24  # bytes; a config has a few thousand
+# Published drafters that are not supported: parts of an architecture's or a model type's name, in lower case -> what it is,
+# and the remedy.
+DRAFTERS = {
+    "dflare": ("a DFlare block drafter", "train head=dflash for its target"),
+    "lilicorr": ("a LiLiCorr block drafter", "train head=dflash for its target"),
+    "mlp_speculator": ("an MLP speculator (IBM's accelerators)", "train head=hydra for its target"),
+    "mlpspeculator": ("an MLP speculator (IBM's accelerators)", "train head=hydra for its target"),
+    "mtp": ("a multi-token-prediction layer", "train head=mtp, which starts from the layer in its target's checkpoint"),
+    "medusamodel": ("Medusa in the layout that vLLM read up to 0.32", "use the head that it was converted from"),
+    "eaglespeculator": (
+        "EAGLE-1 in the first layout (0.1) of the speculators package",
+        "use the head that it was converted from",
+    ),
+}
+KNOWN = "Medusa, Hydra, EAGLE-1/2/3, P-EAGLE, DFlash, DFlash-2, JetSpec, DSpark, Domino and xPress"
 
 
 def read(directory: Path) -> HeadFiles:
     """Read the config and the weights in `directory`. Raises ValueError with the file and what is wrong with it."""
     config = read_config(directory)
-    known = (*SAFE, FILE, *PICKLED)
-    weights = next((directory / name for name in known if (directory / name).is_file()), None)
-    if weights is None:
-        raise ValueError(f"{directory} contains no weights: none of {', '.join(known)}")
+    weights = weights_file(directory)
     if weights.name == INDEX:
         tensors = read_shards(weights)
     elif weights.suffix == ".safetensors":
@@ -44,6 +56,14 @@ def read(directory: Path) -> HeadFiles:
     else:
         tensors = read_pickled(weights)
     return HeadFiles(config, tensors, directory, [])
+
+
+def weights_file(directory: Path) -> Path:
+    """Return the file with the weights of the head in `directory`, the first of WEIGHTS."""
+    file = next((directory / name for name in WEIGHTS if (directory / name).is_file()), None)
+    if file is None:
+        raise ValueError(f"{directory} contains no weights: none of {', '.join(WEIGHTS)}")
+    return file
 
 
 def read_config(directory: Path, name: str = "") -> dict:
@@ -71,6 +91,24 @@ def read_config(directory: Path, name: str = "") -> dict:
             "executed; remove the entry if the weights are in a published layout"
         )
     return config
+
+
+def check_supported_drafter(config: dict[str, Any], where: str | Path) -> None:
+    """Raise ValueError, with the kind, for a drafter that is not supported, before any download of its weights."""
+    names = [*(config.get("architectures") or []), config.get("model_type"), config.get("speculators_model_type")]
+    own = config.get("foredraft") or {}
+    if str(own.get("class")).endswith("medusa2:Medusa2Head"):
+        raise ValueError(
+            f"the head in {where} is a Medusa-2 head with an adapter that changes the target's text. It was removed: train "
+            "head=medusa for its target"
+        )
+    for name in (str(name).lower() for name in names if name not in (None, "Eagle3Speculator", "PEagleSpeculator")):
+        unsupported = next((words for part, words in DRAFTERS.items() if part in name), None)
+        if unsupported:
+            what, remedy = unsupported
+            raise ValueError(
+                f"the head in {where} is {what}, which is not supported: {remedy}, or choose another ({KNOWN})"
+            )
 
 
 def read_json(path: Path) -> object:

@@ -26,10 +26,11 @@ class HydraFormat(Format):
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         """Return a config with the target's sizes and shape of the prefix layer, which published configs omit."""
         check_settings(files, files.config, {"quantization_config": None})
-        files.count("hydra_num_heads"), files.count("hydra_num_layers")
+        for name in ("hydra_num_heads", "hydra_num_layers"):
+            files.check_count(name, files.config[name])
         record: dict[str, Any] = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         if files.config["hydra_head_arch"] == "prefix-mlp":
-            record["prefix"] = llama_config.to_json(llama_config.config_like(target))
+            record["prefix"] = llama_config.settings_like(target)
         return files.config | {"foredraft": record | files.config.get("foredraft", {})}
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
@@ -47,7 +48,7 @@ class HydraFormat(Format):
         return weights
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
-        return head.to_config() | {"base_model_name_or_path": target.name}
+        return {"base_model_name_or_path": target.name} | head.to_config()
 
 
 def check_tied(head: HydraHead) -> None:

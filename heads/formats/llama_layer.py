@@ -1,10 +1,11 @@
 """The decoder layer of an imported EAGLE head: which of its settings are supported, and which are refused."""
 
+import re
 from typing import Any
 
 from foredraft.heads import llama_config
 from foredraft.heads.eagle3 import SLIDING
-from foredraft.heads.formats.base import HeadFiles, check_one_layer, check_settings
+from foredraft.heads.formats.base import HeadFiles, check_settings
 from foredraft.heads.target_model import Target
 
 # The only values that our decoder layer supports.
@@ -24,16 +25,14 @@ def layer_settings(
     """Return `settings` with missing ones filled in. Unusual ones that are used go to `files.notes`: the weights determine
     the number of layers and biases, and rope and context length are the head's own. latent: may it have multi-head latent
     attention? windowed: may it look back through a window? Raises ValueError for an unsupported layer."""
-    if count is None:
-        check_one_layer(files)
-    else:
+    if count is not None:
         files.check_count("num_hidden_layers", count)
+    elif other := sorted(name for name in files.weights if re.match(r"layers\.[1-9]", name)):
+        raise files.error(f"{other[0]} belongs to a second decoder layer; only heads with one are supported")
     check_settings(files, settings, LAYER)
     shown = any(name.endswith(LATENT_WEIGHT) for name in files.weights)
     settings = {name: value for name, value in settings.items() if shown or name not in llama_config.LATENT}
-    for name in (*SIZES, *llama_config.LATENT):
-        if settings.get(name) is not None and (type(settings[name]) is not int or settings[name] < 1):
-            raise files.error(f"config.json has {name}={settings[name]!r}, which is not a size")
+    files.check_sizes(settings, *(name for name in (*SIZES, *llama_config.LATENT) if settings.get(name) is not None))
     if shown:
         settings["head_dim"] = rotated_dim(files, settings, latent)
     heads = settings["num_attention_heads"]

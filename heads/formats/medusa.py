@@ -11,22 +11,6 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target_model import Target
 
 
-def medusa_config(files: HeadFiles, target: Target, depth: int, blocks: int) -> dict[str, Any]:
-    """Return a Medusa config with the target's sizes, which published configs omit."""
-    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layers": [target.num_layers]}
-    record = sizes | files.config.get("foredraft", {})
-    if record["layers"] != sizes["layers"]:
-        raise files.error(
-            f"it takes hidden states {record['layers']}, but a Medusa head takes the target's last, {target.num_layers}"
-        )
-    return {
-        "base_model_name_or_path": files.config.get("base_model_name_or_path", target.name),
-        "medusa_num_heads": depth,
-        "medusa_num_layers": blocks,
-        "foredraft": record,
-    }
-
-
 def count_heads(files: HeadFiles, pattern: str) -> int:
     """Return the number of heads in the weights: those numbered from 0 without a gap."""
     numbers = {int(match[1]) for key in files.weights if (match := re.match(pattern, key))}
@@ -53,7 +37,18 @@ class MedusaFormat(Format):
         if stored != declared:
             files.notes.append(f"config.json has medusa_num_heads={declared}, but the weights are of {stored} heads")
         check_settings(files, files.config, {"version": "2", "quantization_config": None})
-        return medusa_config(files, target, stored, files.count("medusa_num_layers"))
+        # Published configs omit the target's sizes.
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layers": [target.num_layers]}
+        record = sizes | files.config.get("foredraft", {})
+        if record["layers"] != sizes["layers"]:
+            raise files.error(
+                f"it takes hidden states {record['layers']}, but a Medusa head takes the target's last, {target.num_layers}"
+            )
+        return {
+            "medusa_num_heads": stored,
+            "medusa_num_layers": files.check_count("medusa_num_layers", files.config["medusa_num_layers"]),
+            "foredraft": record,
+        }
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         if files.config.get("version") is None:
@@ -71,4 +66,4 @@ class MedusaFormat(Format):
         return files.weights | dict.fromkeys(names, rows.detach().cpu())
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
-        return head.to_config() | {"base_model_name_or_path": target.name}
+        return {"base_model_name_or_path": target.name} | head.to_config()

@@ -15,7 +15,7 @@ from torch import Tensor
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.mtp import PREFIX, MTPHead, has_weights, norm_offset
+from foredraft.heads.mtp import PREFIX, MTPHead, has_weights, shift_norms
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.files import INDEX, checkpoint_file, weight_map
 
@@ -45,7 +45,7 @@ class MTPFormat(Format):
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         weights = {name: tensor for name, tensor in files.weights.items() if name.startswith(PREFIX)}
-        return shift_norms(weights, norm_offset(target))
+        return shift_norms(weights, target)
 
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
         other = next(
@@ -55,7 +55,7 @@ class MTPFormat(Format):
             raise ValueError(
                 f"{target.name} names its MTP layer {other}*, but this writes {self.title}, which no engine would read"
             )
-        return shift_norms(super().export_weights(head, target), -norm_offset(target))
+        return shift_norms(super().export_weights(head, target), target, sign=-1)
 
     def complete_files(self, directory: Path, target: Target) -> None:
         written = directory / self.weight_files[0]
@@ -69,11 +69,6 @@ class MTPFormat(Format):
         for file in source.parent.iterdir():
             if file.suffix in COPIED and file.name not in (config.name, INDEX):
                 shutil.copy(file, directory)
-
-
-def shift_norms(weights: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
-    """Add `offset` to the weights of norms, in float32, since a small difference to 1 is lost in half precision."""
-    return {name: t.float() + offset if offset and "norm" in name else t for name, t in weights.items()}
 
 
 def merge_into_target(layer: dict[str, Tensor], directory: Path, target: Target) -> None:

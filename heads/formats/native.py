@@ -24,7 +24,7 @@ class NativeFormat(Format):
         layers = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
         for name in (*layers, "depth", "medusa_num_heads", "medusa_num_layers"):
             if files.config.get(name) is not None:
-                files.count(name)
+                files.check_count(name, files.config[name])
         return files.config
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:

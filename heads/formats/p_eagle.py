@@ -1,38 +1,32 @@
-"""P-EAGLE as vLLM reads it, and in the layout of the `speculators` package: EAGLE-3's tensors with further layers, the
-head's own embedding, and `mask_hidden`. Drafts after the first take the token `pard_token` (`ptd_token_id` in older files,
-`mask_token_id` in speculators)."""
+"""P-EAGLE as vLLM reads it: EAGLE-3's tensors with further layers, the head's own embedding, and `mask_hidden`. Drafts after
+the first take the token `pard_token` (`ptd_token_id` in older files, `mask_token_id` in speculators)."""
 
 from typing import Any, Self
 
 from torch import Tensor
 
 from foredraft.heads.base import DraftHead
-from foredraft.heads.formats.base import HeadFiles, check_settings
+from foredraft.heads.formats.base import EMBEDDINGS, HeadFiles, check_settings
 from foredraft.heads.formats.eagle3 import Eagle3Format
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.formats.speculators import speculative_tokens, speculators_settings
 from foredraft.heads.p_eagle import PEagleHead
 from foredraft.heads.target_model import Target
 
 ARCHITECTURES = {"PeagleLlamaForCausalLM", "PEagleDraftModel"}
 TOKEN = ("pard_token", "ptd_token_id", "mask_token_id")  # names of one setting
 FLAGS = ("norm_before_residual", "norm_before_fc")
-EMBEDDINGS = "embed_tokens.weight"
 
 
 class PEagleFormat(Eagle3Format):
     title = "P-EAGLE as vLLM reads it (LlamaForCausalLMEagle3 with mask_hidden)"
-    kind = PEagleHead
-
-    def __init__(self, layer: str = "layers.0"):
-        super().__init__(layer)
+    kind, usual_layer = PEagleHead, "layers.0"
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
         named = ARCHITECTURES & set(files.config.get("architectures") or [])
         if not (named or "mask_hidden" in files.weights) or "speculators_model_type" in files.config:
             return None
-        return cls("midlayer" if any(name.startswith("midlayer.") for name in files.weights) else "layers.0")
+        return cls("midlayer" if any(name.startswith("midlayer.") for name in files.weights) else "")
 
     def disk_name(self, name: str) -> str:
         return super(Eagle3Format, self).disk_name(name).replace("layers.0", self.layer, 1)
@@ -58,7 +52,7 @@ class PEagleFormat(Eagle3Format):
                 f"config.json has {TOKEN[0]}={token}, which must lie between 0 and {target.vocab_size - 1}"
             )
         # This is how far an engine should draft. The head is the same at all depths, and drafts at least two tokens.
-        record = {"depth": max(2, speculative_tokens(files, usual=8))} | config.get("foredraft", {})
+        record = {"depth": max(2, files.speculative_tokens(usual=8))} | config.get("foredraft", {})
         shared = self.shared_config(files, {name: config.get(name) for name in FLAGS}, target)
         own_settings = {"num_hidden_layers": count, "pard_token": token, "foredraft": record}
         return layer_settings(files, layer, target, count) | shared | own_settings
@@ -74,19 +68,3 @@ class PEagleFormat(Eagle3Format):
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         return head.to_config()
-
-
-class SpeculatorsPEagle(PEagleFormat):
-    title, is_default = "P-EAGLE in the layout of the speculators package (vLLM)", False
-
-    @classmethod
-    def match(cls, files: HeadFiles) -> Self | None:
-        return cls() if files.config.get("speculators_model_type") == "peagle" else None
-
-    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
-        return self.settings(files, files.config["transformer_layer_config"] or {}, target)
-
-    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
-        assert isinstance(head, PEagleHead)
-        shared = speculators_settings("peagle", "PEagleDraftModel", head, target)
-        return shared | {"mask_token_id": head.mask_token_id, "embed_requires_grad": True}

@@ -1,32 +1,35 @@
-"""EAGLE-3 in vLLM's own layout, that of the `speculators` package.
+"""vLLM's own layout, that of the `speculators` package: EAGLE-3, P-EAGLE, DFlash, DSpark and xPress.
 
-The decoder layer is `layers.0`, its config is in `transformer_layer_config`, and the target's embeddings are stored too.
-All flags are written, because engines have different defaults.
+The config of the decoder layers is in `transformer_layer_config`, and other settings are at the top level. All flags are
+written, because engines have different defaults. Hidden states have our numbers, one more than those of layers' outputs.
 """
 
-from typing import Any, Self
-
-from torch import Tensor
+from typing import Any, ClassVar, Self
 
 from foredraft.heads.base import DraftHead
+from foredraft.heads.dflash import SLIDING, DFlashHead
+from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.eagle3 import FLAGS, WINDOWED, Eagle3Head
 from foredraft.heads.formats.base import HeadFiles, check_settings
+from foredraft.heads.formats.dflash import DFlashFormat, DSparkFormat, layer_ids
 from foredraft.heads.formats.eagle3 import Eagle3Format, has_qk_norms
 from foredraft.heads.formats.layer_ids import IDS
 from foredraft.heads.formats.llama_layer import layer_settings
+from foredraft.heads.formats.p_eagle import PEagleFormat
 from foredraft.heads.p_eagle import PEagleHead
 from foredraft.heads.target_model import Target
+from foredraft.heads.xpress import XPressHead
 
 ARCHITECTURES = {"Eagle3Speculator", "Eagle3DraftModel"}
-EMBEDDINGS = "embed_tokens.weight"
+BLOCK_IDS = "aux_hidden_state_layer_ids"  # of heads that draft blocks
+NAMES = ("block_size", "mask_token_id", "sample_from_anchor")
+MARKOV = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
 LAYERS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}  # the model that the head's layer belongs to
 
 
 class SpeculatorsFormat(Eagle3Format):
     title, is_default = "EAGLE-3 in the layout of the speculators package (vLLM)", False
-
-    def __init__(self, layer: str = "layers.0"):
-        super().__init__(layer)
+    embeddings, usual_layer = True, "layers.0"
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
@@ -48,7 +51,7 @@ class SpeculatorsFormat(Eagle3Format):
         )
         check_settings(files, config, {"target_hidden_size": layer["hidden_size"]})
         flags = {name: config.get(name) for name in FLAGS}
-        record = {"depth": speculative_tokens(files, usual=7)} | config.get("foredraft", {})
+        record = {"depth": files.speculative_tokens(usual=7)} | config.get("foredraft", {})
         return (
             layer_settings(files, layer, target, windowed=True)
             | self.shared_config(files, flags, target)
@@ -63,15 +66,100 @@ class SpeculatorsFormat(Eagle3Format):
             )
         return speculators_settings("eagle3", "Eagle3Speculator", head, target)
 
-    def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        rows = target.embeddings.detach().cpu().to(head.dtype, copy=True)
-        return super().export_weights(head, target) | {EMBEDDINGS: rows.contiguous()}
+
+class SpeculatorsPEagle(PEagleFormat):
+    title, is_default = "P-EAGLE in the layout of the speculators package (vLLM)", False
+
+    @classmethod
+    def match(cls, files: HeadFiles) -> Self | None:
+        return cls() if files.config.get("speculators_model_type") == "peagle" else None
+
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        return self.settings(files, files.config["transformer_layer_config"] or {}, target)
+
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        assert isinstance(head, PEagleHead)
+        shared = speculators_settings("peagle", "PEagleDraftModel", head, target)
+        return shared | {"mask_token_id": head.mask_token_id, "embed_requires_grad": True}
 
 
-def speculative_tokens(files: HeadFiles, usual: int) -> int:
-    """Return the number of drafts that the files recommend."""
-    methods = files.config.get("speculators_config", {}).get("proposal_methods") or [{}]
-    return files.check_depth("speculative_tokens", methods[0].get("speculative_tokens", usual))
+class SpeculatorsDFlash(DFlashFormat):
+    title, is_default = "DFlash in the layout of the speculators package (vLLM)", False
+
+    @classmethod
+    def match(cls, files: HeadFiles) -> Self | None:
+        return cls() if files.config.get("speculators_model_type") == cls.kind.kind else None
+
+    def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
+        config, layer = files.config, files.config["transformer_layer_config"] or {}
+        check_settings(files, config, {"target_hidden_size": layer["hidden_size"]})
+        ids = layer_ids(files, config[BLOCK_IDS], target, counted_from=1)
+        shared = self.shared_config(files, layer, config | {"target_layer_ids": ids}, target)
+        if SLIDING in shared["layer_types"]:
+            check_settings(files, config, {"sliding_window_non_causal": False})
+        return shared
+
+    def usual_layout(self, files: HeadFiles) -> bool:
+        return self.kind is DSparkHead
+
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        assert isinstance(head, DFlashHead)
+        config = head.to_config()
+        block = config | config["dflash_config"]
+        layer = {name: value for name, value in config.items() if name in head.config.to_dict()}
+        layer |= {name: block[name] for name in ("layer_types", "sliding_window", "use_sliding_window")}
+        return {
+            "architectures": config["architectures"],
+            "speculators_model_type": head.kind,
+            "speculators_config": speculators_config(head.kind, head.depth, target),
+            "transformer_layer_config": layer | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+            "draft_vocab_size": head.draft_vocab,
+            "target_hidden_size": None,  # the head is as wide as the target
+            BLOCK_IDS: head.layers,
+            "causal": head.causal,
+            # For sliding layers in speculators, for all in vLLM, which does not read `causal`; see engines.py.
+            "sliding_window_non_causal": not head.causal and head.window is None,
+            "tie_word_embeddings": False,
+            **{name: block[name] for name in (*NAMES, *MARKOV) if name in block},
+        }
+
+
+class SpeculatorsDSpark(SpeculatorsDFlash, DSparkFormat):
+    title = "DSpark in the layout of the speculators package (vLLM)"
+
+
+class SpeculatorsXPress(SpeculatorsDFlash):
+    title = "xPress in the layout of the speculators package"
+    kind = XPressHead
+    names: ClassVar[dict[str, str]] = {
+        "w1.": "token_embed.",
+        "w2.": "readout.",
+        "mix.L": "mix_l",
+        "mlp.gate_proj.": "mlp_gate.",
+        "mlp.up_proj.": "mlp_up.",
+        "mlp.down_proj.": "mlp_down.",
+    }
+
+    def disk_name(self, name: str) -> str:
+        part = name.removeprefix("xpress_head.")
+        if part == name:
+            return super().disk_name(name)
+        return "refiner_head." + next(
+            (part.replace(*pair) for pair in self.names.items() if part.startswith(pair[0])), part
+        )
+
+    def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
+        rank, ratio = block["xpress_rank"], block.get("xpress_mlp_ratio", 2)
+        return block | {"xpress_mlp_hidden": rank * ratio, "xpress_num_passes": block.get("num_jacobi_passes", 6)}
+
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        assert isinstance(head, XPressHead)
+        return super().export_config(head, target) | {
+            "architectures": ["XPressSpeculator"],
+            "xpress_rank": head.correction,
+            "xpress_mlp_ratio": head.inner // head.correction,
+            "num_jacobi_passes": head.passes,
+        }
 
 
 def speculators_settings(algorithm: str, architecture: str, head: DraftHead, target: Target) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 overwritten, and what is deleted when a head is replaced, and turns errors into one sentence."""
 
 import fnmatch
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +13,9 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from foredraft.heads.formats.files import CONFIG, FILE, INDEX, PICKLED, SAFE, read_config
+from foredraft.heads.formats.files import CONFIG, FILE, INDEX, PICKLED, SAFE, WEIGHTS, read_config, weights_file
+from foredraft.heads.target_model.cache_directory import file_sha256
 
-WEIGHTS = (*SAFE, FILE, *PICKLED)
 HEAD = "head"  # directory in that of a run, and of each of its checkpoints
 # The files of a head in any layout: a repository contains those of the newest head, and no others.
 HEAD_FILES = (*WEIGHTS, "*.safetensors", "adapter_*", "config.json", "config.yaml", "metrics.json", "report.html")
@@ -161,15 +160,7 @@ def check_replaceable(api: HfApi, there: ModelInfo, folder: Path, repo: str, pri
 
 def weights_sha256(folder: Path) -> str:
     """Return the digest of the weights in `folder`, which identifies a head."""
-    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-    if path is None:
-        raise ValueError(f"{folder} contains no weights: none of {', '.join(WEIGHTS)}")
-    return file_sha256(path)
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_sha256(weights_file(folder))
 
 
 def cached_commit(name: str) -> str | None:

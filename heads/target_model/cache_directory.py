@@ -42,6 +42,11 @@ def remember(kind: str, about: dict[str, Any], measured: Any) -> None:
         pass  # a cache that cannot be written: the next run measures again
 
 
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def file_of(kind: str, about: dict[str, Any]) -> Path:
     name = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
     return cache_directory() / kind / f"{name}.json"

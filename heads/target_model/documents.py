@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from foredraft.heads.target_model.output import TargetOutput
+from foredraft.heads.target_model.logits import TargetOutput
 from foredraft.heads.target_model.sharding import largest
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """Read what transformers does not load from the checkpoint of a target."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,11 +37,11 @@ def weight_map(target: "Target") -> dict[str, Path]:
         return dict.fromkeys(opened.keys(), single)
 
 
-def stored_tensors(target: "Target", prefix: str) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors whose names start with `prefix`, which is removed."""
+def stored_tensors(target: "Target", rename: Callable[[str], str | None]) -> dict[str, Tensor]:
+    """Return the checkpoint's tensors that get a name from `rename`."""
     tensors: dict[str, Tensor] = {}
-    for name, path in weight_map(target).items():
-        if name.startswith(prefix) and path.is_file():
+    for name, path in sorted(weight_map(target).items()):
+        if (new := rename(name)) is not None and path.is_file():
             with safe_open(path, framework="pt") as opened:
-                tensors[name.removeprefix(prefix)] = opened.get_tensor(name)
+                tensors[new] = opened.get_tensor(name)
     return tensors

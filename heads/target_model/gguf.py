@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from foredraft.heads.target_model.cache_directory import cache_directory
+from foredraft.heads.target_model.cache_directory import cache_directory, file_sha256
 from foredraft.heads.target_model.gguf_tokenizer import build_tokenizer, end_tokens
 
 MAGIC = b"GGUF"
@@ -76,8 +76,7 @@ def digest_of(file: Path) -> str:
     note = cache_directory() / "gguf" / "digests" / hashlib.sha256(state.encode()).hexdigest()[:16]
     if note.is_file() and (cached := note.read_text().strip()):
         return cached
-    with file.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()[:16]
+    digest = file_sha256(file)[:16]
     note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(digest)
     return digest

@@ -1,5 +1,5 @@
-"""Load a target's model and tokenizer with transformers. Names are looked up first, dtypes and quantization are names, and
-each way to fail has one message."""
+"""Load a target's model and tokenizer with transformers. dtypes and quantization are names, and each way to fail has one
+message."""
 
 import functools
 import importlib.util
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -32,33 +31,6 @@ from foredraft.heads.target_model.images import reads_images
 
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
-
-
-def check_path(path: str | Path) -> str:
-    """Return a directory or an id on the Hub. Raises ValueError if it contains no model."""
-    path = Path(path).expanduser() if str(path).startswith("~") else path
-    if not Path(path).is_dir():
-        check_exists(str(path))
-    elif not (Path(path) / "config.json").is_file():
-        raise ValueError(f"target {path} has no config.json: give a directory saved by transformers, or a Hub id")
-    return str(path)
-
-
-def check_exists(name: str) -> None:
-    """Raise ValueError unless the Hub or its local cache has the model `name`. transformers would first try for a minute to
-    reach the Hub."""
-    if name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise ValueError(
-            f"target {name} is not a directory: give one that transformers saved, or a Hub id like org/name"
-        )
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
-    try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
-    except Exception as error:
-        raise ValueError(
-            f"target {name} is not a directory, and the Hub does not provide it: {first_line(error)}"
-        ) from error
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The logits of a target: what its config does to the output of the lm_head, and positions at which it is not needed."""
+"""The output of a target: what its config does to the output of the lm_head, and positions at which it is not needed."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,6 +12,13 @@ from foredraft.heads.target_model.config_names import settings_of
 
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
+
+
+class TargetOutput(NamedTuple):
+    """Hold the outputs for some tokens."""
+
+    logits: Tensor  # (batch, length or fewer, vocab)
+    aux_hidden_states: Tensor  # (batch, length, len(layers) * hidden); width 0 if no layers were requested
 
 
 class LogitScaling(NamedTuple):

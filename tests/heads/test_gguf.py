@@ -41,7 +41,7 @@ def made(embedded, tmp_path_factory):
 
 
 def write(head, target, folder, **options):
-    layout = engines.llamacpp(head, target, **options).layout
+    layout = engines.export_for("gguf", head, target, **options).layout
     write_head(head, folder, target, layout, layout.weight_files)
     return layout
 
@@ -114,11 +114,6 @@ def test_llama3_turns_by_factors_in_the_file(embedded, tmp_path):
 
 REFUSED = [
     ("medusa", {}, "llama.cpp does not support medusa heads: it loads EAGLE-3, DFlash"),
-    ("hydra", {}, "does not support hydra"),
-    ("eagle", {}, "does not support eagle heads: it loads EAGLE-3"),
-    ("domino", {}, "does not support domino"),
-    ("p_eagle", {}, "does not support p_eagle"),
-    ("xpress", {}, "does not support xpress"),
     ("mtp", {}, "of Qwen3.5, .* belongs to a target of type llama, without these: train head=eagle3"),
     ("eagle3_1", {}, "llama.cpp does not support fc_norm, norm_output"),
     ("eagle3", {"target_layer_ids": [2, 5]}, r"fuses three layers, and this head reads hidden states \[2, 5\]"),
@@ -133,12 +128,12 @@ REFUSED = [
 @pytest.mark.parametrize(("kind", "changes", "message"), REFUSED)
 def test_what_llama_cpp_has_no_loader_for_is_refused(embedded, kind, changes, message):
     with pytest.raises(ValueError, match=message):
-        engines.llamacpp(make_head(kind, embedded, **changes), embedded)
+        engines.export_for("gguf", make_head(kind, embedded, **changes), embedded)
 
 
 def test_an_unknown_number_format_is_an_error(embedded):
     with pytest.raises(ValueError, match=r"^dtype=q9 is not one of float32, float16, bfloat16, q8_0"):
-        engines.llamacpp(gguf_head("eagle3", embedded), embedded, dtype="q9")
+        engines.export_for("gguf", gguf_head("eagle3", embedded), embedded, dtype="q9")
 
 
 def test_other_files_are_no_head(embedded, tmp_path):

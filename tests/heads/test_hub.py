@@ -174,7 +174,7 @@ def test_weights_are_held_against_their_card(server, folder, target):
 
 
 def test_a_head_in_gguf_is_pulled_as_it_is_read_from_a_folder(server, tmp_path, embedded):
-    layout = engines.llamacpp(head := gguf_head("eagle3", embedded), embedded, dtype="float32").layout
+    layout = engines.export_for("gguf", head := gguf_head("eagle3", embedded), embedded, dtype="float32").layout
     write_head(head, tmp_path / "head", embedded, layout, layout.weight_files)
     server.repos[NAME] = repo = Repo(private=False)
     repo.files = {file.name: file.read_bytes() for file in (tmp_path / "head").iterdir()}

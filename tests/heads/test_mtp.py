@@ -175,7 +175,9 @@ def test_the_layer_of_other_targets_is_found_by_its_names(tiny_path, target, tmp
     shipping = Target.from_pretrained(path, dtype="float32", device="cpu")
     torch.testing.assert_close(MTPHead.for_target(shipping).state_dict(), same.state_dict())
     with pytest.raises(ValueError, match=f"names its MTP layer {prefix[:14]}.*no engine would read"):
-        write_head(same, tmp_path / "export", shipping, engines.mtp(same, shipping).layout, ("mtp.safetensors",))
+        write_head(
+            same, tmp_path / "export", shipping, engines.export_for("mtp", same, shipping).layout, ("mtp.safetensors",)
+        )
 
 
 def test_a_layer_that_is_promised_and_missing_is_no_new_one(tiny_path, tmp_path):
@@ -189,4 +191,4 @@ def test_a_layer_that_is_promised_and_missing_is_no_new_one(tiny_path, tmp_path)
 
 def test_targets_without_files_take_no_layer_in(target, shipping):
     with pytest.raises(ValueError, match="a target's own file does not support eagle3 heads"):
-        engines.mtp(make_head("eagle3", target), target)
+        engines.export_for("mtp", make_head("eagle3", target), target)

@@ -157,11 +157,11 @@ def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_
     assert saved["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and saved["kv_lora_rank"] == LATENT["kv_lora_rank"]
     again, _ = load(tmp_path / "ours", target)
     assert same(again, head)
-    for engine in (engines.sglang, engines.speculators, engines.eagle):
+    for name in ("sglang", "speculators", "eagle"):
         with pytest.raises(
             ValueError, match="does not support EAGLE-3 heads with multi-head latent attention: use vLLM"
         ):
-            engine(head, target)
+            engines.export_for(name, head, target)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_flags_in_eagle_config_are_ours(tmp_path):
     flags = {"return_hidden_post_norm": True, "norm_before_fc": True, "next_layer_regular": True}
     config = shrink_head(NAMED | ids([1, 3, 4], **flags))
     head, _ = load(golden.write(tmp_path, config, eagle3(config, "midlayer")), tiny_target(8))
-    assert head.norm_output and head.input_norm is not None
+    assert head.flags["norm_output"] and head.input_norm is not None
     golden.write(tmp_path, config | {"norm_output": False}, eagle3(config, "midlayer"))
     with pytest.raises(ValueError, match=r"norm_output=False and eagle_config\.return_hidden_post_norm=True"):
         load_head(tmp_path, tiny_target(8))

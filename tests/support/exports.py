@@ -5,10 +5,10 @@ from pathlib import Path
 from foredraft.heads import Target
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import write_head
-from foredraft.heads.formats.engines import Export, exporter_for
+from foredraft.heads.formats.engines import Export, export_for
 
 
 def write_export(name: str, head: DraftHead, target: Target, directory: Path) -> Export:
-    export = exporter_for(name)(head, target)
+    export = export_for(name, head, target)
     write_head(head, directory, target, export.layout, export.layout.weight_files)
     return export

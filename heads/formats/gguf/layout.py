@@ -20,20 +20,32 @@ from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats.base import Format, HeadFiles
 from foredraft.heads.formats.gguf.tensors import (
+    BLOCK,
     DTYPES,
     FILE,
+    NEXTN,
+    NEXTN_NAMES,
     ROPE_FREQS,
     dequantize,
     from_gguf,
+    from_nextn,
     package,
     quantize,
     to_gguf,
 )
 from foredraft.heads.formats.gguf.vocabulary import add_vocabulary
-from foredraft.heads.mtp import MTPHead
+from foredraft.heads.formats.mtp import MTPFormat
+from foredraft.heads.mtp import MTPHead, shift_norms
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.files import stored_tensors
 
 Head = Eagle3Head | DFlashHead | MTPHead
+COPIES = {
+    "lm_head.weight": "output.weight",
+    "embed_tokens.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+}
+SECTIONS = [11, 11, 10, 0]  # of Qwen3.5's rotary positions, if its config omits them; in text all are the same
 
 
 class GGUFFormat(Format):
@@ -108,8 +120,8 @@ class GGUFFormat(Format):
         if isinstance(head, Eagle3Head):
             writer.add_array("eagle3.target_layers", head.layers)
             writer.add_uint32("eagle3.target_hidden_size", target.hidden_size)
-            writer.add_bool("eagle3.norm_before_residual", head.norm_before_residual)
-            writer.add_bool("eagle3.norm_before_fc", head.input_norm is not None)
+            writer.add_bool("eagle3.norm_before_residual", head.flags["norm_before_residual"])
+            writer.add_bool("eagle3.norm_before_fc", head.flags["norm_before_fc"])
         self.add_layer_settings(writer, head, target, head.cache_layers)
         if isinstance(head, Eagle3Head):
             writer.add_vocab_size(head.config.vocab_size)
@@ -133,6 +145,43 @@ class GGUFFormat(Format):
         writer.add_value_length(config.head_dim)
         kind = DTYPES[self.dtype]
         writer.add_file_type(package().LlamaFileType[f"{'ALL' if kind == 'F32' else 'MOSTLY'}_{kind}"])
+
+
+class NextnFormat(GGUFFormat):
+    """Write an MTP layer as llama.cpp's `--mtp` converts it: the last block of its target's architecture without the others,
+    and copies of the target's embedding, last norm and lm_head (b11434: src/models/qwen35.cpp, the only layer without
+    experts). `convert_hf_to_gguf.py FOLDER` of an export with format=mtp makes one file of target and layer, which needs no
+    second one."""
+
+    def __init__(self, layout: Format, dtype: str, target_gguf: str | None = None):
+        """Convert the target's names of its MTP layer, in place of those of `layout`."""
+        super().__init__(MTPFormat(), dtype, target_gguf)
+        self.arch = NEXTN
+
+    def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        weights = shift_norms(self.layout.export_weights(head, target), target)
+        block = f"{BLOCK}.{target.num_layers}"
+        return copies(target) | {f"{block}.{NEXTN_NAMES[name]}": weights[name] for name in sorted(weights)}
+
+    def restored(self, tensors: dict[str, Tensor], head: Head) -> dict[str, Tensor]:
+        return from_nextn(tensors)
+
+    def add_settings(self, writer: Any, head: Head, target: Target) -> None:
+        config = target.config
+        self.add_layer_settings(writer, head, target, target.num_layers + 1)
+        writer.add_nextn_predict_layers(1)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        recurrent = [kind == "linear_attention" for kind in config.layer_types]
+        writer.add_array(f"{NEXTN}.attention.recurrent_layers", [*recurrent, False])
+        writer.add_full_attention_interval(config.to_dict().get("full_attention_interval", 4))
+        rope = config.rope_parameters
+        writer.add_rope_dimension_count(int(head.config.head_dim * rope["partial_rotary_factor"]))
+        sections = rope.get("mrope_section", SECTIONS)
+        writer.add_rope_dimension_sections([*sections, 0][:4])
 
 
 def add_rope(writer: Any, config: LlamaConfig) -> None:
@@ -181,3 +230,12 @@ def add_block_settings(writer: Any, head: DFlashHead, target: Target) -> None:
     if isinstance(head, DSparkHead):
         writer.add_bool("dflash.sample_from_anchor", head.sample_from_anchor)
         writer.add_bool("dflash.has_confidence_head", head.confident)
+
+
+def copies(target: Target) -> dict[str, Tensor]:
+    """Return the target's own tensors as stored in its files, with complete norms, and without lm_head if it is the
+    embedding."""
+    stored = stored_tensors(
+        target, lambda name: COPIES.get(name.removeprefix("model.").removeprefix("language_model."))
+    )
+    return shift_norms(stored, target)

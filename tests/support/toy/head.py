@@ -13,23 +13,19 @@ class ToyHead(ParallelHead):
     kind = "toy"
     target: Target
 
-    def __init__(self, hidden: int, depth: int):
+    def __init__(self, config: dict):
         super().__init__()
-        self.hidden, self.depth = hidden, depth
-        self.maps = nn.ModuleList([nn.Linear(hidden, hidden) for _ in range(depth)])
+        self.hidden, self.depth = config["hidden"], config["foredraft"]["depth"]
+        self.maps = nn.ModuleList([nn.Linear(self.hidden, self.hidden) for _ in range(self.depth)])
 
     @classmethod
     def for_target(cls, target: Target, depth: int = 2) -> "ToyHead":
-        head = cls(target.hidden_size, depth)
+        head = cls({"hidden": target.hidden_size, "foredraft": {"depth": depth}})
         head.attach(target)
         return head.to(target.device)
 
     def attach(self, target: Target) -> None:
         self.target, self.layers = target, [target.num_layers]
-
-    @classmethod
-    def from_config(cls, config: dict) -> "ToyHead":
-        return cls(config["hidden"], config["foredraft"]["depth"])
 
     def to_config(self) -> dict:
         return {"hidden": self.hidden}
