@@ -176,8 +176,16 @@ class HeadTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
+            args, vocabulary = self.args, self.distillation.head.vocabulary_parameters
+            betas = args.adam_beta1, args.adam_beta2
             self.optimizer = optimizer.build(
-                self.args.optimizer, model or self.model, self.distillation.head.vocabulary_parameters, self.args
+                args.optimizer,
+                model or self.model,
+                vocabulary,
+                args.learning_rate,
+                betas,
+                args.weight_decay,
+                args.adam_epsilon,
             )
         return self.optimizer
 
