@@ -82,31 +82,25 @@ class MuonAdamW(torch.optim.Optimizer):
         self.share()
 
 
-def build(
-    name: str,
-    module: nn.Module,
-    vocabulary: Sequence[nn.Parameter],
-    learning_rate: float,
-    betas: tuple[float, float],
-    weight_decay: float = 0.0,
-    epsilon: float = 1e-8,
-) -> torch.optim.Optimizer:
-    """Return the optimizer of a name in OPTIMIZERS: AdamW for all weights, as the papers train, or Muon for the matrices and
-    AdamW for the rest. learning_rate: of both, since Muon's updates get the size of AdamW's (arXiv:2502.16982, section 2.2).
-    weight_decay: of both, only on matrices. betas, epsilon: of AdamW. vocabulary: the head's `vocabulary_parameters`."""
+def build(module: nn.Module, vocabulary: Sequence[nn.Parameter], args: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that HeadTrainingArguments choose: AdamW for all weights, as the papers train, or Muon for the
+    matrices and AdamW for the rest. The learning rate is of both, since Muon's updates get the size of AdamW's
+    (arXiv:2502.16982, section 2.2). Only matrices decay. vocabulary: the head's `vocabulary_parameters`."""
     learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
     by_token = {id(parameter) for parameter in vocabulary}
-    matrices = [p for p in learned if name == "muon" and p.ndim == 2 and id(p) not in by_token]
+    matrices = [p for p in learned if args.optimizer == "muon" and p.ndim == 2 and id(p) not in by_token]
     for_muon = {id(p) for p in matrices}
     others = [p for p in learned if id(p) not in for_muon]
-    parts: list[torch.optim.Optimizer] = []
+    first = None
     if matrices:
         kind = torch.optim.Muon if multiplies_faster_in_bfloat16(learned[0].device) else Float32Muon
-        parts.append(kind(matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
-    if others:  # torch refuses an optimizer of nothing
-        decays = groups(others, weight_decay)
-        parts.append(torch.optim.AdamW(decays, learning_rate, betas, epsilon, weight_decay=0.0, fused=fused(others)))
-    return MuonAdamW(*parts) if len(parts) == 2 else parts[0]
+        first = kind(matrices, lr=args.learning_rate, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw")
+        if not others:  # torch refuses an optimizer of nothing
+            return first
+    settings: dict[str, Any] = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+    settings |= {"eps": args.adam_epsilon, "weight_decay": 0.0, "fused": fused(others)}
+    second = torch.optim.AdamW(groups(others, args.weight_decay), **settings)
+    return second if first is None else MuonAdamW(first, second)
 
 
 def fused(parameters: list[nn.Parameter]) -> bool | None:

@@ -4,13 +4,12 @@ Trainer, and not a loop of our own over accelerate, because it brings DDP, FSDP 
 loggers and arguments that users know. It is used by its public methods, callbacks and arguments only.
 """
 
-import contextlib
 import copy
 import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -176,17 +175,8 @@ class HeadTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            args, vocabulary = self.args, self.distillation.head.vocabulary_parameters
-            betas = args.adam_beta1, args.adam_beta2
-            self.optimizer = optimizer.build(
-                args.optimizer,
-                model or self.model,
-                vocabulary,
-                args.learning_rate,
-                betas,
-                args.weight_decay,
-                args.adam_epsilon,
-            )
+            vocabulary = self.distillation.head.vocabulary_parameters
+            self.optimizer = optimizer.build(model or self.model, vocabulary, self.args)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -263,13 +253,6 @@ class HeadTrainer(Trainer):
         self.losses: list[tuple[int, Tensor]] = []  # of each batch, with its step
         self.since = time.perf_counter()
 
-    @contextlib.contextmanager
-    def not_timed(self) -> Iterator[None]:
-        """Exclude what happens inside from all rates."""
-        start = time.perf_counter()
-        yield
-        self.since += time.perf_counter() - start
-
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self.check_finite(logs)
         if "loss" in logs and isinstance(self.hits, Tensor):
@@ -345,14 +328,16 @@ class HeadTrainer(Trainer):
             save_head(finished.to(published_dtype(target)), place, target)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Measure the very weights in training, and keep the best so far."""
-        with self.not_timed(), torch.no_grad():
+        """Measure the very weights in training, and keep the best so far. The time counts in no rate."""
+        start = time.perf_counter()
+        with torch.no_grad():
             head = self.full_head()
             found = distributed.broadcast(self.measure(head) if self.measures else {})
             self.log(dict(found))
             step = self.state.global_step
             if checkpoints.best_step(self.state.log_history) == step:
                 self.save_head(head, checkpoints.best_head(self.folder, step))
+        self.since += time.perf_counter() - start
         metrics = {"eval_acceptance_length": found["acceptance_length"]}
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

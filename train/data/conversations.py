@@ -33,10 +33,8 @@ class HeldOut(Sequence[str | Document]):
 
         left_out = self.documents.with_images() | (pyarrow.compute.binary_length(self.raws).to_numpy() > 0)
         sizes = self.documents.sizes
-        flags = (
-            (n, self.documents.token_slice(n, 0, int(sizes[n]))[1] != 0) for n in np.flatnonzero(~left_out).tolist()
-        )
-        return {number: int(learned.argmax()) for number, learned in flags}
+        flags = ((n, self.documents.token_slice(n, 0, int(sizes[n]))[1]) for n in np.flatnonzero(~left_out).tolist())
+        return {number: int((learned != 0).argmax()) for number, learned in flags}
 
     def select(self, numbers: np.ndarray) -> "HeldOut":
         return HeldOut(self.documents.select(numbers), self.raws.take(numbers))

@@ -20,22 +20,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from foredraft.heads.base import PackedBatch
 from foredraft.heads.hub.card import size
 from foredraft.heads.llama_config import probe_tokens
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.ends import drop_layers, refuse
 from foredraft.inference.evaluation.progress import Progress
-from foredraft.train.data.packing import Packed, collate
-from foredraft.train.hidden_states.online import forward_target
+from foredraft.train.data.packing import Packed
+from foredraft.train.hidden_states.online import batch_of, forward_target
 from foredraft.train.hidden_states.storage import DTYPES, store
 from foredraft.train.runtime import distributed
+from foredraft.train.runtime.locks import write_atomically
 
 MANIFEST, PROBE = "manifest.json", "probe.safetensors"
 SHARD_BYTES = 1 << 30  # of a shard, which a process holds in memory while it writes it; a row may be larger
@@ -211,7 +210,7 @@ def shard(
     found: dict[str, Tensor] = {}
     for start in range(rows.start, rows.stop, batch):
         items = [packed[row] for row in range(start, min(start + batch, rows.stop))]
-        text = PackedBatch(**send_to_device(collate(items), target.device))
+        text = batch_of(items, target)
         aux_hidden_states, last = forward_target(target, text, facts["layers"])
         stored = store("features", aux_hidden_states, facts["dtype"], len(facts["layers"]))
         stored |= store("last", last, facts["dtype"], 1)
@@ -247,9 +246,7 @@ class StoredProbe:
 def write_manifest(facts: dict, directory: Path) -> None:
     """Write the manifest; the same shards give the same bytes."""
     shards = [{"file": name} for name in names(facts)]
-    half = directory / f"{MANIFEST}.part"
-    half.write_text(json.dumps(facts | {"shards": shards}, indent=2) + "\n")
-    half.rename(directory / MANIFEST)
+    write_atomically(directory / MANIFEST, json.dumps(facts | {"shards": shards}, indent=2) + "\n")
 
 
 def wait_for(files: list[Path]) -> None:
