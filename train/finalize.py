@@ -39,7 +39,8 @@ from foredraft.inference.generation import generate, tokens_per_forward
 from foredraft.train import held_out, publish
 from foredraft.train.checks import save_checked
 from foredraft.train.data import data_card, long_prompts, prompt_sets
-from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, has_prompts
+from foredraft.train.data.corpus import Corpus, Held, has_chats, has_prompts
+from foredraft.train.data.packing import Packed
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import time_limit_record

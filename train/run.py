@@ -34,9 +34,10 @@ from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import held_out, losses
 from foredraft.train.checks import check_config, check_data, check_saving, check_target
 from foredraft.train.data import data_card
-from foredraft.train.data.corpus import Corpus, Packed, count_tokens, has_chats, has_prompts, prompts
+from foredraft.train.data.corpus import Corpus, count_tokens, has_chats, has_prompts, prompts
 from foredraft.train.data.documents import Documents
 from foredraft.train.data.loading import load_corpus
+from foredraft.train.data.packing import Packed
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.finalize import finalize
 from foredraft.train.hidden_states.ends import load_target

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.train.data import stdlib
 from foredraft.train.data.documents import Document, Documents
-from foredraft.train.data.packing import Packed as Packed
 
 Held = Sequence[str | Document]  # held-out raw texts, and conversations
 TEXTS = 64  # that are tokenized together

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,12 +80,12 @@ def offline(
         rank = distributed.rank()
         write(packed, target, facts, directory, batch, rank, distributed.world_size())
         distributed.barrier()
-        wait_for([directory / name for name in names(facts)])
+        distributed.appear([directory / name for name in names(facts)])
         if rank == 0:
             write_probe(target, facts["layers"], directory)
             write_manifest(facts, directory)
         distributed.barrier()
-        wait_for([directory / MANIFEST])
+        distributed.appear([directory / MANIFEST])
     if not load_full_target and not target.embeddings_only:
         drop_layers(target)
     return StoredRows(packed, directory, layers)
@@ -247,13 +246,6 @@ def write_manifest(facts: dict, directory: Path) -> None:
     """Write the manifest; the same shards give the same bytes."""
     shards = [{"file": name} for name in names(facts)]
     write_atomically(directory / MANIFEST, json.dumps(facts | {"shards": shards}, indent=2) + "\n")
-
-
-def wait_for(files: list[Path]) -> None:
-    """Wait for files that other processes have written, which a network file system may show later."""
-    until = time.monotonic() + distributed.NFS_DELAY_S
-    while not all(file.exists() for file in files) and time.monotonic() < until:
-        time.sleep(0.2)
 
 
 class StoredRows(Dataset):
