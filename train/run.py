@@ -264,14 +264,8 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
     )
     trainer.remove_callback(PrinterCallback)
     strategy.check_distributed_type(cfg.strategy, trainer.accelerator.distributed_type)
-    named = explain_out_of_memory(
-        cfg.trainer.per_device_train_batch_size,
-        cfg.max_length,
-        f"target={target.name} head={run.head.kind} strategy={cfg.strategy} gpus={distributed.world_size()}"
-        + (f" context_parallel={cfg.context_parallel}" if cfg.context_parallel > 1 else ""),
-    )
     try:
-        with named:
+        with explain_out_of_memory(cfg, target.name, run.head.kind):
             trainer.train(resume_from_checkpoint=run.checkpoint)
     finally:
         stop.restore()
