@@ -38,36 +38,29 @@ from foredraft.train.runtime.context_parallel import ContextParallel
 from foredraft.train.runtime.memory import peak_memory
 from foredraft.train.runtime.strategy import load_full_weights, shard_on_cpus_too, without_weights
 
+SMALLER_BATCHES = "lower trainer.per_device_train_batch_size or max_length"
 NOT_HERE = {  # arguments of Trainer that would change nothing here, and what does
-    "optim_args": "set trainer.learning_rate",
-    "optim_target_modules": "choose trainer.optim=adamw or trainer.optim=muon",
-    "label_smoothing_factor": "the labels are the target's own distributions: choose a loss",
-    **dict.fromkeys(
-        ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
-        "set trainer.compile_head, which leaves the target",
-    ),
-    **dict.fromkeys(("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"), "set eval.steps"),
-    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "set eval.keep_best"),
-    **dict.fromkeys(
-        ("fp16", "bf16_full_eval", "fp16_full_eval"), "products are in bfloat16 or float32: set trainer.bf16"
-    ),
-    **dict.fromkeys(
+    name: remedy
+    for names, remedy in (
+        ("optim_args", "set trainer.learning_rate"),
+        ("optim_target_modules", "choose trainer.optim=adamw or trainer.optim=muon"),
+        ("label_smoothing_factor", "the labels are the target's own distributions: choose a loss"),
+        ("torch_compile torch_compile_backend torch_compile_mode", "set trainer.compile_head, which leaves the target"),
+        ("eval_strategy eval_steps eval_delay eval_on_start", "set eval.steps"),
+        ("load_best_model_at_end metric_for_best_model greater_is_better", "set eval.keep_best"),
+        ("fp16 bf16_full_eval fp16_full_eval", "products are in bfloat16 or float32: set trainer.bf16"),
+        ("activation_checkpointing activation_checkpointing_kwargs", SMALLER_BATCHES),
+        ("gradient_checkpointing gradient_checkpointing_kwargs", SMALLER_BATCHES),  # the same, by their earlier names
+        ("auto_find_batch_size", "set trainer.per_device_train_batch_size (foredraft plan counts what fits)"),
         (
-            "activation_checkpointing",
-            "activation_checkpointing_kwargs",
-            "gradient_checkpointing",  # the same, by their earlier names
-            "gradient_checkpointing_kwargs",
+            "use_liger_kernel liger_kernel_config neftune_noise_alpha",
+            "it is for a model with embeddings: leave it out",
         ),
-        "lower trainer.per_device_train_batch_size or max_length",
-    ),
-    "auto_find_batch_size": "set trainer.per_device_train_batch_size (foredraft plan counts what fits)",
-    **dict.fromkeys(
-        ("use_liger_kernel", "liger_kernel_config", "neftune_noise_alpha"),
-        "it is for a model with embeddings: leave it out",
-    ),
-    "data_seed": "set data_seed, without trainer.",
-    "push_to_hub": "set push_to_hub=ORG/NAME, without trainer.",
-    "resume_from_checkpoint": "the same command resumes a run",
+        ("data_seed", "set data_seed, without trainer."),
+        ("push_to_hub", "set push_to_hub=ORG/NAME, without trainer."),
+        ("resume_from_checkpoint", "the same command resumes a run"),
+    )
+    for name in names.split()
 }
 
 

@@ -116,7 +116,6 @@ def assemble(
     documents = Documents.joined([Documents.mapped(file["filename"]) for file in whole.cache_files])
     assert len(documents) == len(whole), "sets are files, read whole"
     card |= take_images(documents, whole.data.column("images"), encoders, good)
-    raws = whole.data.column("raw")
     trained = good[~held]
     if weights is not None:
         trained = weighted(trained, keys, np.repeat(weights, [len(part) for part in encoded]))
@@ -125,12 +124,9 @@ def assemble(
         raise ValueError(f"data.weights={weights} leaves nothing to train on")
     if encoders[0].form is not None:
         card["template"] = encoders[0].form.name
-    for_validation, for_test = (HeldOut(documents, raws).select(good[part]) for part in (validation, test))
-    sets = {
-        encoders[n].source.path: HeldOut(documents, raws).select(here)
-        for n in np.unique(parts[test])
-        for here in [good[test & (parts == n)]]
-    }
+    readable = HeldOut(documents, whole.data.column("raw"))
+    for_validation, for_test = (readable.select(good[part]) for part in (validation, test))
+    sets = {encoders[n].source.path: readable.select(good[test & (parts == n)]) for n in np.unique(parts[test])}
     return Corpus(documents.select(trained), for_validation, for_test, card, sets if len(sets) > 1 else {})
 
 
