@@ -104,7 +104,7 @@ def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypa
     run_state.check_same_run(out, facts, facts | {"trainer": {"output_dir": "elsewhere"}})
     capsys.readouterr()
     run_state.check_same_run(out, {"processes": 1, "strategy": "single"}, {"processes": 2, "strategy": "ddp"})
-    assert not capsys.readouterr().out  # how rows are spread is no other setting
+    assert not capsys.readouterr().out  # nothing about how rows are spread
     for now, message in (
         ({"processes": 3}, "cut its checkpoints in .* for 2 processes and here are 3"),
         ({"strategy": "fsdp"}, "strategy=zero2, which strategy=fsdp cannot read"),

@@ -27,8 +27,8 @@ def load_target(cfg: DictConfig) -> Target:
         )
     target = instantiate(cfg.target, embeddings_only=True)
     if stored:
-        target.remote_hidden_states = offline.StoredProbe(target, Path(settings.path))
+        target.remote_hidden_states = offline.stored_probe(target, Path(settings.path))
     else:
         client = Client(settings.url, settings.run, settings.timeout, settings.patience)
-        target.remote_hidden_states = server.EngineStates(target, client)
+        target.remote_hidden_states = server.engine_states(target, client)
     return target

@@ -62,7 +62,7 @@ class States(NamedTuple):
 class Client:
     def __init__(self, url: str | list[str], run: str, timeout: float, patience: float):
         """Connect to an engine, or to several. run: the directory of the run. timeout: seconds for one answer. patience:
-        seconds until a request that nobody answers ends the run. Raise ValueError for what are no addresses or seconds."""
+        seconds until a request that nobody answers ends the run. Raise ValueError for other values."""
         self.urls = list(dict.fromkeys(one.rstrip("/") for one in ([url] if isinstance(url, str) else url)))
         if not self.urls or not all(re.match("https?://", one) for one in self.urls) or timeout <= 0 or patience < 0:
             raise ValueError(

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -230,16 +230,16 @@ def write_probe(target: Target, layers: list[int], directory: Path) -> None:
     save_file(parts, directory / PROBE)
 
 
-class StoredProbe:
-    """Replace `Target.remote_hidden_states`."""
+def stored_probe(target: Target, directory: Path) -> Callable[[Tensor, Sequence[int]], Tensor]:
+    """Return what replaces `Target.remote_hidden_states`."""
+    probe, states = probe_tokens(target), load_file(directory / PROBE, device=str(target.device))
 
-    def __init__(self, target: Target, directory: Path):
-        self.tokens, self.states = probe_tokens(target), load_file(directory / PROBE, device=str(target.device))
-
-    def __call__(self, tokens: Tensor, layers: Sequence[int]) -> Tensor:
-        if not torch.equal(tokens, self.tokens) or not {str(layer) for layer in layers} <= self.states.keys():
+    def read(tokens: Tensor, layers: Sequence[int]) -> Tensor:
+        if not torch.equal(tokens, probe) or not {str(layer) for layer in layers} <= states.keys():
             refuse()
-        return torch.cat([self.states[str(layer)] for layer in layers], dim=-1)[None]
+        return torch.cat([states[str(layer)] for layer in layers], dim=-1)[None]
+
+    return read
 
 
 def write_manifest(facts: dict, directory: Path) -> None:

@@ -9,7 +9,7 @@ The trainer needs only the target's ends: the final norm, since an engine gives 
 must make of that state what the engine writes (train/hidden_states/probe.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -68,23 +68,21 @@ def server(
     return ServedRows(packed, client, on_host(norm), [layer == target.num_layers for layer in layers])
 
 
-class EngineStates:
-    """Replace `Target.remote_hidden_states`: what heads ask of a target before they learn."""
-
-    def __init__(self, target: Target, client: Client):
-        self.target, self.client, self.norm = target, client, final_norm(target)
+def engine_states(target: Target, client: Client) -> Callable[[Tensor, Sequence[int]], Tensor]:
+    """Return what replaces `Target.remote_hidden_states`: what heads ask of a target before they learn."""
+    norm, url, last = final_norm(target), client.urls[0], target.num_layers
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, layers: Sequence[int]) -> Tensor:
+    def read(tokens: Tensor, layers: Sequence[int]) -> Tensor:
         assert len(tokens) == 1, "one text"
-        url, last = self.client.urls[0], self.target.num_layers
-        given = self.client.states(tokens[0].tolist(), [url])
-        columns = named_columns(url, self.target, given, layers)
-        self.client.delete_stale_files()
-        states = given.tensor.to(self.target.device, self.target.dtype)
-        return torch.cat(
-            [self.norm(states[:, c]) if layer == last else states[:, c] for c, layer in zip(columns, layers)], -1
-        )[None]
+        given = client.states(tokens[0].tolist(), [url])
+        columns = named_columns(url, target, given, layers)
+        client.delete_stale_files()
+        states = given.tensor.to(target.device, target.dtype)
+        parts = [norm(states[:, c]) if layer == last else states[:, c] for c, layer in zip(columns, layers)]
+        return torch.cat(parts, -1)[None]
+
+    return read
 
 
 class ServedRows(Dataset):
