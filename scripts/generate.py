@@ -53,7 +53,7 @@ def main(cfg: DictConfig) -> None:
     writer = Writer(target, instantiate(cfg.drafter, target=target), cfg)
     began = time.perf_counter()
     if cfg.prompts is None:
-        writer.stream(rows[0])
+        writer.generate([writer.encode(rows[0])], [0], Printer(target.text_tokenizer, cfg.chat))
     else:
         answer_file(cfg, rows, writer)
     seconds = time.perf_counter() - began
@@ -96,10 +96,6 @@ class Writer:
         }
         read_settings(None, self.settings, target, 1)  # raises what would be every prompt's error
         self.accepted = self.tokens = self.forwards = 0
-
-    def stream(self, row: Row) -> None:
-        """Print the answer while it is written."""
-        self.generate([self.encode(row)], [0], Printer(self.tokenizer, self.cfg.chat))
 
     def answer(self, rows: Sequence[Row], numbers: Sequence[int]) -> list[Answer]:
         """Return the answers to these rows of the file, decoded as a batch. If the batch fails (a prompt is too long, or

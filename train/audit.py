@@ -9,16 +9,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor
 
-from foredraft.heads.base import DraftHead, PackedBatch
+from foredraft.heads.base import DraftHead
 from foredraft.heads.target_model import Target
 from foredraft.inference import generate
 from foredraft.train import held_out
 from foredraft.train.data.corpus import Corpus
 from foredraft.train.data.documents import Document, Documents
-from foredraft.train.data.packing import collate
 from foredraft.train.losses import kl_div
 from foredraft.train.module import DistillationModel
 
@@ -62,16 +60,14 @@ def answer(target: Target, prompt: list[int], max_new_tokens: int) -> Document:
 
 @torch.no_grad()
 def line(name: str, model: DistillationModel, rows: list[dict[str, Any]], counts: Tensor) -> Line:
-    head, target = model.head, model.target
+    head = model.head
     hits, named = torch.zeros(head.depth), torch.zeros(head.depth)
     seen: list[Tensor] = []
-    for row in rows:
-        text = PackedBatch(**send_to_device(collate([row]), target.device))
-        for depth, guesses, best in model.guesses(text, *model.forward_target(text), ranks=1):
-            hits[depth - 1] += (guesses[:, 0] == best).sum().cpu()
-            named[depth - 1] += len(best)
-            if depth == 1:
-                seen.append(best.cpu())
+    for depth, guesses, best in model.guesses_of(rows):
+        hits[depth - 1] += (guesses[:, 0] == best).sum().cpu()
+        named[depth - 1] += len(best)
+        if depth == 1:
+            seen.append(best.cpu())
     tokens, ids = torch.cat(seen), head.draft_ids
     outside = 0.0 if ids is None else (~torch.isin(tokens, ids.cpu())).float().mean().item()
     rare = (counts[tokens] < RARE).float().mean().item()

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from transformers import TrainerState
 
 from foredraft.heads import lora
-from foredraft.heads.base import DraftHead, PackedBatch, ParallelHead
+from foredraft.heads.base import DraftHead, ParallelHead
 from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub.card import aligned, measured, model_card
 from foredraft.heads.target_model import Target
@@ -40,8 +39,8 @@ from foredraft.inference.generation import generate, tokens_per_forward
 from foredraft.train import held_out, publish
 from foredraft.train.checks import save_checked
 from foredraft.train.data import data_card, long_prompts, prompt_sets
-from foredraft.train.data.corpus import Corpus, Held, Packed, has_chats, has_prompts
-from foredraft.train.data.packing import collate
+from foredraft.train.data.corpus import Corpus, Held, has_chats, has_prompts
+from foredraft.train.data.packing import Packed
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import time_limit_record
@@ -145,11 +144,10 @@ def rank_accuracies(distillation: DistillationModel, texts: Held, length: int, r
     target, head = distillation.target, distillation.head
     data = Packed(held_out.tokenized(target.text_tokenizer, texts, range(len(texts))), length, seed=0)
     hits, counts = torch.zeros(head.depth, ranks), torch.zeros(head.depth)
-    for row in range(min(len(data), 24)):
-        text = PackedBatch(**send_to_device(collate([data[row]]), target.device))
-        for depth, guesses, best in distillation.guesses(text, *distillation.forward_target(text), ranks=ranks):
-            hits[depth - 1] += (guesses == best[:, None]).sum(0).cpu()
-            counts[depth - 1] += len(best)
+    rows = (data[row] for row in range(min(len(data), 24)))
+    for depth, guesses, best in distillation.guesses_of(rows, ranks):
+        hits[depth - 1] += (guesses == best[:, None]).sum(0).cpu()
+        counts[depth - 1] += len(best)
     return [[round(value, 5) for value in row] for row in (hits / counts[:, None].clamp(min=1)).tolist()]
 
 

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.heads.base import PackedBatch, draft_loss_mask
+from foredraft.heads.base import draft_loss_mask
 from foredraft.inference.evaluation.progress import track
 from foredraft.inference.generation import Generation
 from foredraft.train.data.conversations import HeldOut
 from foredraft.train.data.corpus import Corpus, Held, tokenize
 from foredraft.train.data.documents import Documents
-from foredraft.train.data.packing import Packed, collate
+from foredraft.train.data.packing import Packed
+from foredraft.train.hidden_states.online import batch_of
 from foredraft.train.module import DistillationModel
 
 TOKENS, WRITTEN = 1 << 14, 1 << 13  # that are read; that the target writes, fewer in a short run
@@ -90,7 +90,7 @@ def for_run(rows: list[dict[str, Tensor]], trained: int) -> list[dict[str, Tenso
 def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]) -> Agreement:
     """Measure agreement row by row, as one step of training would."""
     head, target = distillation.head, distillation.target
-    texts = [PackedBatch(**send_to_device(collate([row]), target.device)) for row in rows]
+    texts = [batch_of([row], target) for row in rows]
     depths = range(1, head.depth + 1)
     counted = [torch.stack([draft_loss_mask(text, depth)[0] for depth in depths]) for text in texts]
     distillation.num_items = torch.stack([mask.sum(1) for mask in counted]).sum(0)
@@ -115,11 +115,9 @@ def steps(hits: Tensor, counted: Tensor) -> list[int]:
     hits, counted: (depth, length) bool, by label position. The draft of depth d that starts at t is at t + d - 1.
     """
     depth, length = hits.shape
-    begun = torch.zeros(2, max(0, length - depth + 1), depth, dtype=torch.bool)
-    for number, grid in enumerate((hits, counted)):
-        for d in range(depth):
-            begun[number, :, d] = grid[d, d : d + begun.shape[1]]
-    accepted, whole = begun[0].cumprod(1).sum(1).tolist(), begun[1].all(1).tolist()
+    starts = max(0, length - depth + 1)
+    begun, complete = (torch.stack([grid[d, d : d + starts] for d in range(depth)]) for grid in (hits, counted))
+    accepted, whole = begun.cumprod(0).sum(0).tolist(), complete.all(0).tolist()
     gained, at = [], 0
     while at < len(whole):
         if whole[at]:

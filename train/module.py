@@ -4,7 +4,7 @@ forward -> forward_target (aux hidden states) -> head -> depth_loss (logits, los
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.logits import check_logits
 from foredraft.train.gradients import PartialGradients
-from foredraft.train.hidden_states.online import forward_target, several_documents
+from foredraft.train.hidden_states.online import batch_of, forward_target, several_documents
 from foredraft.train.hidden_states.storage import unpack
 from foredraft.train.losses import Prediction
 
@@ -200,6 +200,12 @@ class DistillationModel(nn.Module):
             mask = draft_loss_mask(text, depth)
             guesses = [self.head.logits(part, depth).topk(ranks).indices for part in out[mask].split(self.chunk)]
             yield depth, self.head.to_target_ids(torch.cat(guesses)), best[mask]
+
+    def guesses_of(self, rows: Iterable[dict[str, Any]], ranks: int = 1) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield `guesses` of packed rows, one after the other."""
+        for row in rows:
+            text = batch_of([row], self.target)
+            yield from self.guesses(text, *self.forward_target(text), ranks=ranks)
 
     def with_head(self, head: DraftHead) -> "DistillationModel":
         """Return the same objective for other weights, which do not train. Do not use it on a model that FSDP has wrapped."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from foredraft.heads.target_model.loading import has_bfloat16_products
 
+OPTIMIZERS = ("adamw", "muon")  # trainer.optim
 RMS = 0.2  # root mean square of AdamW's updates, which "match_rms_adamw" gives to Muon's
 
 
@@ -81,62 +82,31 @@ class MuonAdamW(torch.optim.Optimizer):
         self.share()
 
 
-def muon(
-    module: nn.Module,
-    vocabulary: Sequence[nn.Parameter],
-    learning_rate: float,
-    betas: tuple[float, float],
-    weight_decay: float = 0.0,
-    epsilon: float = 1e-8,
-) -> torch.optim.Optimizer:
-    """Return Muon for the matrices and AdamW for the rest. learning_rate: of both, since Muon's updates get the size of
-    AdamW's (arXiv:2502.16982, section 2.2). weight_decay: of both, only on matrices. betas, epsilon: of AdamW. vocabulary:
-    the head's `vocabulary_parameters`."""
-    named = [parameter for parameter in module.parameters() if parameter.requires_grad]
+def build(module: nn.Module, vocabulary: Sequence[nn.Parameter], args: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that HeadTrainingArguments choose: AdamW for all weights, as the papers train, or Muon for the
+    matrices and AdamW for the rest. The learning rate is of both, since Muon's updates get the size of AdamW's
+    (arXiv:2502.16982, section 2.2). Only matrices decay. vocabulary: the head's `vocabulary_parameters`."""
+    learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
     by_token = {id(parameter) for parameter in vocabulary}
-    matrices = [p for p in named if p.ndim == 2 and id(p) not in by_token]
-    if not matrices:  # of a head without matrices
-        return adamw(module, vocabulary, learning_rate, betas, weight_decay, epsilon)
-    others = [p for p in named if p.ndim != 2 or id(p) in by_token]
-    parts = groups(others, weight_decay)
-    kind = torch.optim.Muon if multiplies_faster_in_bfloat16(named[0].device) else Float32Muon
-    first = kind(matrices, lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
-    if not parts:  # torch refuses an optimizer of nothing
-        return first
-    return MuonAdamW(
-        first, torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0, fused=fused(others))
-    )
-
-
-def adamw(
-    module: nn.Module,
-    vocabulary: Sequence[nn.Parameter],
-    learning_rate: float,
-    betas: tuple[float, float],
-    weight_decay: float = 0.0,
-    epsilon: float = 1e-8,
-) -> torch.optim.Optimizer:
-    """Return AdamW for all weights, as the papers train; the arguments as in `muon`."""
-    named = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    parts = groups(named, weight_decay)
-    return torch.optim.AdamW(parts, learning_rate, betas, epsilon, weight_decay=0.0, fused=fused(named))
-
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "muon": muon}  # trainer.optim
-
-
-def build(name: str, module: nn.Module, vocabulary: Sequence[nn.Parameter], settings: Any) -> torch.optim.Optimizer:
-    """Return the optimizer of this name. settings: HeadTrainingArguments."""
-    betas = settings.adam_beta1, settings.adam_beta2
-    return OPTIMIZERS[name](
-        module, vocabulary, settings.learning_rate, betas, settings.weight_decay, settings.adam_epsilon
-    )
+    matrices = [p for p in learned if args.optimizer == "muon" and p.ndim == 2 and id(p) not in by_token]
+    for_muon = {id(p) for p in matrices}
+    others = [p for p in learned if id(p) not in for_muon]
+    first = None
+    if matrices:
+        kind = torch.optim.Muon if multiplies_faster_in_bfloat16(learned[0].device) else Float32Muon
+        first = kind(matrices, lr=args.learning_rate, weight_decay=args.weight_decay, adjust_lr_fn="match_rms_adamw")
+        if not others:  # torch refuses an optimizer of nothing
+            return first
+    settings: dict[str, Any] = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2)}
+    settings |= {"eps": args.adam_epsilon, "weight_decay": 0.0, "fused": fused(others)}
+    second = torch.optim.AdamW(groups(others, args.weight_decay), **settings)
+    return second if first is None else MuonAdamW(first, second)
 
 
 def fused(parameters: list[nn.Parameter]) -> bool | None:
     """Choose one kernel for all weights on a GPU. On a CPU torch's default stays: the fused kernel gives other last digits,
     and saves 8 of several hundred milliseconds a step."""
-    return True if parameters and all(parameter.is_cuda for parameter in parameters) else None
+    return True if all(parameter.is_cuda for parameter in parameters) else None
 
 
 def groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:

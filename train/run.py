@@ -34,9 +34,10 @@ from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import held_out, losses
 from foredraft.train.checks import check_config, check_data, check_saving, check_target
 from foredraft.train.data import data_card
-from foredraft.train.data.corpus import Corpus, Packed, count_tokens, has_chats, has_prompts, prompts
+from foredraft.train.data.corpus import Corpus, count_tokens, has_chats, has_prompts, prompts
 from foredraft.train.data.documents import Documents
 from foredraft.train.data.loading import load_corpus
+from foredraft.train.data.packing import Packed
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.finalize import finalize
 from foredraft.train.hidden_states.ends import load_target
@@ -263,14 +264,8 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
     )
     trainer.remove_callback(PrinterCallback)
     strategy.check_distributed_type(cfg.strategy, trainer.accelerator.distributed_type)
-    named = explain_out_of_memory(
-        cfg.trainer.per_device_train_batch_size,
-        cfg.max_length,
-        f"target={target.name} head={run.head.kind} strategy={cfg.strategy} gpus={distributed.world_size()}"
-        + (f" context_parallel={cfg.context_parallel}" if cfg.context_parallel > 1 else ""),
-    )
     try:
-        with named:
+        with explain_out_of_memory(cfg, target.name, run.head.kind):
             trainer.train(resume_from_checkpoint=run.checkpoint)
     finally:
         stop.restore()

@@ -4,13 +4,12 @@ Trainer, and not a loop of our own over accelerate, because it brings DDP, FSDP 
 loggers and arguments that users know. It is used by its public methods, callbacks and arguments only.
 """
 
-import contextlib
 import copy
 import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -39,36 +38,29 @@ from foredraft.train.runtime.context_parallel import ContextParallel
 from foredraft.train.runtime.memory import peak_memory
 from foredraft.train.runtime.strategy import load_full_weights, shard_on_cpus_too, without_weights
 
+SMALLER_BATCHES = "lower trainer.per_device_train_batch_size or max_length"
 NOT_HERE = {  # arguments of Trainer that would change nothing here, and what does
-    "optim_args": "set trainer.learning_rate",
-    "optim_target_modules": "choose trainer.optim=adamw or trainer.optim=muon",
-    "label_smoothing_factor": "the labels are the target's own distributions: choose a loss",
-    **dict.fromkeys(
-        ("torch_compile", "torch_compile_backend", "torch_compile_mode"),
-        "set trainer.compile_head, which leaves the target",
-    ),
-    **dict.fromkeys(("eval_strategy", "eval_steps", "eval_delay", "eval_on_start"), "set eval.steps"),
-    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "set eval.keep_best"),
-    **dict.fromkeys(
-        ("fp16", "bf16_full_eval", "fp16_full_eval"), "products are in bfloat16 or float32: set trainer.bf16"
-    ),
-    **dict.fromkeys(
+    name: remedy
+    for names, remedy in (
+        ("optim_args", "set trainer.learning_rate"),
+        ("optim_target_modules", "choose trainer.optim=adamw or trainer.optim=muon"),
+        ("label_smoothing_factor", "the labels are the target's own distributions: choose a loss"),
+        ("torch_compile torch_compile_backend torch_compile_mode", "set trainer.compile_head, which leaves the target"),
+        ("eval_strategy eval_steps eval_delay eval_on_start", "set eval.steps"),
+        ("load_best_model_at_end metric_for_best_model greater_is_better", "set eval.keep_best"),
+        ("fp16 bf16_full_eval fp16_full_eval", "products are in bfloat16 or float32: set trainer.bf16"),
+        ("activation_checkpointing activation_checkpointing_kwargs", SMALLER_BATCHES),
+        ("gradient_checkpointing gradient_checkpointing_kwargs", SMALLER_BATCHES),  # the same, by their earlier names
+        ("auto_find_batch_size", "set trainer.per_device_train_batch_size (foredraft plan counts what fits)"),
         (
-            "activation_checkpointing",
-            "activation_checkpointing_kwargs",
-            "gradient_checkpointing",  # the same, by their earlier names
-            "gradient_checkpointing_kwargs",
+            "use_liger_kernel liger_kernel_config neftune_noise_alpha",
+            "it is for a model with embeddings: leave it out",
         ),
-        "lower trainer.per_device_train_batch_size or max_length",
-    ),
-    "auto_find_batch_size": "set trainer.per_device_train_batch_size (foredraft plan counts what fits)",
-    **dict.fromkeys(
-        ("use_liger_kernel", "liger_kernel_config", "neftune_noise_alpha"),
-        "it is for a model with embeddings: leave it out",
-    ),
-    "data_seed": "set data_seed, without trainer.",
-    "push_to_hub": "set push_to_hub=ORG/NAME, without trainer.",
-    "resume_from_checkpoint": "the same command resumes a run",
+        ("data_seed", "set data_seed, without trainer."),
+        ("push_to_hub", "set push_to_hub=ORG/NAME, without trainer."),
+        ("resume_from_checkpoint", "the same command resumes a run"),
+    )
+    for name in names.split()
 }
 
 
@@ -176,9 +168,8 @@ class HeadTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            self.optimizer = optimizer.build(
-                self.args.optimizer, model or self.model, self.distillation.head.vocabulary_parameters, self.args
-            )
+            vocabulary = self.distillation.head.vocabulary_parameters
+            self.optimizer = optimizer.build(model or self.model, vocabulary, self.args)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -255,13 +246,6 @@ class HeadTrainer(Trainer):
         self.losses: list[tuple[int, Tensor]] = []  # of each batch, with its step
         self.since = time.perf_counter()
 
-    @contextlib.contextmanager
-    def not_timed(self) -> Iterator[None]:
-        """Exclude what happens inside from all rates."""
-        start = time.perf_counter()
-        yield
-        self.since += time.perf_counter() - start
-
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self.check_finite(logs)
         if "loss" in logs and isinstance(self.hits, Tensor):
@@ -337,14 +321,16 @@ class HeadTrainer(Trainer):
             save_head(finished.to(published_dtype(target)), place, target)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Measure the very weights in training, and keep the best so far."""
-        with self.not_timed(), torch.no_grad():
+        """Measure the very weights in training, and keep the best so far. The time counts in no rate."""
+        start = time.perf_counter()
+        with torch.no_grad():
             head = self.full_head()
             found = distributed.broadcast(self.measure(head) if self.measures else {})
             self.log(dict(found))
             step = self.state.global_step
             if checkpoints.best_step(self.state.log_history) == step:
                 self.save_head(head, checkpoints.best_head(self.folder, step))
+        self.since += time.perf_counter() - start
         metrics = {"eval_acceptance_length": found["acceptance_length"]}
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

@@ -29,7 +29,7 @@ from transformers import PrinterCallback, TrainerCallback
 from foredraft.cli import entry
 from foredraft.heads import Target
 from foredraft.train import losses
-from foredraft.train.data.corpus import Document, Packed
+from foredraft.train.data.packing import Document, Packed
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.hidden_states.probe import final_norm, read_states
 from foredraft.train.runtime.memory import disable_malloc_trim, peak_memory

@@ -14,8 +14,9 @@ from foredraft.heads.base import PackedBatch
 from foredraft.scripts import plan
 from foredraft.train.losses import kl_div
 from foredraft.train.module import rows_at_a_time
-from foredraft.train.optimizer import adamw
+from foredraft.train.optimizer import build
 from foredraft.train.runtime import memory_plan
+from foredraft.train.trainer import HeadTrainingArguments
 from tests.support import ROOT, nightly_but
 from tests.support.configs import composed
 from tests.support.live_bytes import LiveBytes
@@ -72,7 +73,7 @@ def test_planned_bytes_and_flop_are_those_of_a_real_step(kind: str, bf16: bool, 
     grads = [parameter.grad for parameter in learned]
     with FlopCounterMode(display=False) as counter, LiveBytes(before + grads) as live:
         distillation(*text[:4], **prepared).loss.backward()
-    optimizer = adamw(distillation, set(), 1e-3, (0.9, 0.95))
+    optimizer = build(distillation, [], HeadTrainingArguments(str(tmp_path), use_cpu=True))
     optimizer.step()
     state = sum(t.nbytes for entry in optimizer.state.values() for t in entry.values() if isinstance(t, torch.Tensor))
     planned = plan.plan(cfg)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from foredraft.train.runtime import checkpoints, run_state
+from foredraft.train.runtime import checkpoints
 from tests.support import ROOT, nightly_but
 from tests.support.processes import (
     HELD,
@@ -116,17 +116,6 @@ def test_a_checkpoint_appears_only_when_it_is_whole(tmp_path: Path):
     assert checkpoints.newest(tmp_path) == str(tmp_path / "checkpoint-20")
 
 
-def test_old_checkpoints_and_weights_that_are_best_no_more_go(tmp_path: Path):
-    (tmp_path / "unfinished").mkdir()
-    for step in (9, 20, 100):
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    for step in (8, 16):
-        checkpoints.best_head(tmp_path, step).mkdir()
-    checkpoints.rotate(tmp_path, 2, best=16)
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"checkpoint-20", "checkpoint-100", "best-16", "unfinished"}
-
-
 def test_the_best_weights_are_those_that_drafted_best():
     history = [
         {"step": 2, "loss": 1.0},
@@ -138,19 +127,6 @@ def test_the_best_weights_are_those_that_drafted_best():
     assert checkpoints.best_step(history[:1]) is None
     # 6 is not worse than 4 as far as one can see; 8 is, and no further from 6.
     assert [checkpoints.best_step(history[:count]) for count in (2, 3, 4, 5)] == [2, 4, 6, 6]
-
-
-@pytest.mark.nightly
-def test_a_run_ships_its_best_weights(given: list[str], here, tmp_path: Path, monkeypatch):
-    """Expect the first ones here, since measurements are made to fall."""
-    lengths = iter([3.0, 2.0, 1.0])
-    monkeypatch.setattr("foredraft.train.run.tokens_per_forward", lambda generations: next(lengths))
-    ended = here(*given, "output_dir=out", "keep_checkpoints=true")
-    assert ended.code == 0, ended.err
-    assert "the weights of step 4, which drafted best on validation prompts, are kept" in ended.out
-    best, saved = (load_file(tmp_path / f"out/{name}/model.safetensors") for name in ("checkpoints/best-4", "head"))
-    assert saved.keys() == best.keys() and all(torch.equal(saved[name], best[name]) for name in saved)
-    assert json.loads((tmp_path / "out/metrics.json").read_text())["step"] == 4
 
 
 def test_a_checkpoint_that_lacks_weights_is_not_resumed(given: list[str], here, tmp_path: Path):
@@ -201,39 +177,6 @@ def test_a_sweep_that_is_repeated_passes_over_what_is_done(given: list[str], ref
     assert "out/trainer.optim-adamw holds a finished run of this config; delete it to train again" in ended.out
     assert not (tmp_path / "out/trainer.optim-adamw.1").exists()
     assert (tmp_path / "out/trainer.optim-muon/metrics.json").exists()
-
-
-BEFORE = {"processes": 1, "rows_per_step": 4, "strategy": "single", "seed": 0, "eval": {"final_num_prompts": 4}}
-BEFORE |= {"trainer": {"max_steps": 10, "report_to": ["none"], "learning_rate": 0.1}}
-
-
-@pytest.mark.parametrize(
-    "before, now, message",
-    [
-        ({"processes": 2, "rows_per_step": 8}, {}, "with another config .rows_per_step is 8 there, 4 here"),
-        ({"seed": 1}, {}, r"another config \(seed is 1 there, 0 here\)"),
-        ({"strategy": "fsdp"}, {}, "holds checkpoints of strategy=fsdp, which strategy=single cannot read"),
-        (
-            {"strategy": "zero2", "processes": 2},
-            {"strategy": "zero2", "processes": 4},
-            "cut its checkpoints in .* for 2 processes and here are 4: resume with 2",
-        ),
-    ],
-)
-def test_a_run_that_is_another_one_is_not_resumed(before: dict, now: dict, message: str, tmp_path: Path):
-    with pytest.raises(ValueError, match=message):
-        run_state.check_same_run(tmp_path, BEFORE | before, BEFORE | now)
-
-
-def test_a_run_goes_on_in_other_processes_with_other_loggers_and_for_longer(capsys: pytest.CaptureFixture[str]):
-    run_state.check_same_run(Path("out"), BEFORE | {"strategy": "ddp", "processes": 2}, BEFORE)
-    assert not capsys.readouterr().out
-    now = BEFORE | {"eval": {"final_num_prompts": 8}}
-    now |= {"trainer": {"max_steps": 20, "report_to": ["wandb"], "learning_rate": 0.1}}
-    run_state.check_same_run(Path("out"), BEFORE, now)
-    said = capsys.readouterr().out
-    assert said.startswith("resuming with other settings: eval.final_num_prompts is 4 there, 8 here; trainer.max_steps")
-    assert run_state.differences(BEFORE, now)  # for a sweep, which trains again, it is another run
 
 
 @pytest.mark.parametrize("name", nightly_but(["ddp", "fsdp"]))

@@ -20,20 +20,24 @@ def test_accuracies_of_the_tree_are_counted_by_depth_and_rank(target: Target, mo
     monkeypatch.setattr(held_out, "tokenized", lambda *given: [Document([1] * 16, [True] * 16)])
     guesses = [(2, torch.tensor([[7, 3, 8]]), torch.tensor([8]))]
     guesses += [(1, torch.tensor([[5, 6, 9], [7, 8, 4]]), torch.tensor([5, right])) for right in (8, 9)]
-    fakes = {"forward_target": lambda text: (), "guesses": lambda *given, ranks: guesses}
+    fakes = {"guesses_of": lambda rows, ranks: guesses}
     distillation = Fake(target=target, head=Fake(depth=3), **fakes)
     found = finalize.rank_accuracies(distillation, ["a text"], length=16, ranks=3)
     assert found == [[0.5, 0.25, 0.0], [0.0, 0.0, 1.0], [0.0] * 3]
 
 
 @pytest.mark.parametrize(("keep_best", "best", "step"), [(True, 2, 2), (True, 4, 4), (False, 2, 4)])
-def test_the_best_weights_ship_unless_they_are_the_last_or_not_wanted(target, tmp_path: Path, keep_best, best, step):
+def test_the_best_weights_ship_unless_they_are_the_last_or_not_wanted(
+    target, tmp_path: Path, capsys, keep_best, best, step
+):
     last, earlier = (make_head("medusa", target) for _ in range(2))
     save_head(earlier, checkpoints.best_head(tmp_path / run_state.CHECKPOINTS, 2), target)
     history = [{"step": at, "acceptance_length": 1.0 + (at == best), "acceptance_error": 0.1} for at in (2, 4)]
     trainer = Fake(distillation=Fake(head=last, target=target), state=Fake(log_history=history, global_step=4))
     assert finalize.keep_best_weights(Fake(eval=Fake(keep_best=keep_best)), trainer, tmp_path) == step
     assert same(trainer.distillation.head, earlier if step == 2 else last)
+    said = "the weights of step 2, which drafted best on validation prompts, are kept\n"
+    assert capsys.readouterr().out == (said if step == 2 else "")
 
 
 def test_a_resumed_run_has_only_the_rest_of_its_minutes(monkeypatch):
@@ -56,16 +60,18 @@ def test_a_resumed_run_may_change_what_is_measured_and_nothing_that_is_trained()
         trainer.weight_decay trainer.max_grad_norm trainer.bf16 self_generated_tokens
     """)
     assert [name for name in trained if run_state.free(name)] == []
-    assert all(map(run_state.free, ("eval.steps", "trainer.max_minutes", "trainer.save_total_limit", "push_to_hub")))
+    assert all(map(run_state.free, ("eval.steps", "trainer.max_minutes", "trainer.report_to", "push_to_hub")))
 
 
-def test_as_many_checkpoints_stay_as_are_asked_for(tmp_path: Path):
+def test_as_many_checkpoints_stay_as_are_asked_for_and_the_best_weights(tmp_path: Path):
     written = tmp_path / checkpoints.UNFINISHED
-    for step in (1, 2, 3):
+    history = [{"step": 2, "acceptance_length": 1.5, "acceptance_error": 0.1}]
+    for step in (9, 20, 100):
         (written / f"checkpoint-{step}").mkdir(parents=True)
-        state = Fake(global_step=step, log_history=[])
+        checkpoints.best_head(tmp_path, step // 10).mkdir()
+        state = Fake(global_step=step, log_history=history)
         callbacks.KeepCheckpoints().on_save(Fake(output_dir=str(written), save_total_limit=2), state, None)
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-20", "checkpoint-100", "best-2", "unfinished"}
 
 
 def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypatch, capsys):
@@ -96,7 +102,9 @@ def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypa
         opened(*spread, "trainer.max_steps=8")
     facts = {"processes": 2, "strategy": "zero2", "trainer": {"output_dir": "here"}}
     run_state.check_same_run(out, facts, facts | {"trainer": {"output_dir": "elsewhere"}})
+    capsys.readouterr()
     run_state.check_same_run(out, {"processes": 1, "strategy": "single"}, {"processes": 2, "strategy": "ddp"})
+    assert not capsys.readouterr().out  # nothing about how rows are spread
     for now, message in (
         ({"processes": 3}, "cut its checkpoints in .* for 2 processes and here are 3"),
         ({"strategy": "fsdp"}, "strategy=zero2, which strategy=fsdp cannot read"),
@@ -107,6 +115,7 @@ def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypa
     for number in (1, 2):  # finished runs keep their files
         (out / run_state.METRICS).write_text("{}")
         assert run_state.done_before(config("seed=3", *["trainer.max_steps=8"] * (number == 1)))
+        assert not run_state.done_before(config("seed=3", "trainer.max_steps=9"))  # for a sweep it is another run
         assert opened("seed=3") is None and (tmp_path / f"out.{number}" / run_state.METRICS).exists()
     run_state.unlock()
     assert not run_state.LOCKS

@@ -2,7 +2,9 @@
 
 import datetime
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target_model import Target
 from foredraft.train import checks, parity_gate
 from foredraft.train.data.packing import Document
-from foredraft.train.optimizer import Float32Muon, MuonAdamW, muon
+from foredraft.train.optimizer import Float32Muon, MuonAdamW, build
 from foredraft.train.runtime import callbacks, checkpoints, distributed
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments
 from tests.support.batches import PROMPT
@@ -237,6 +239,11 @@ def test_a_machine_that_is_fast_enough_trains_all_steps(target: Target, tmp_path
     assert trainer.state.global_step == 12 and not callbacks.time_limit_record(trainer.state.log_history)
 
 
+def muon(module: nn.Module, vocabulary: Sequence[nn.Parameter] = (), **settings: float) -> torch.optim.Optimizer:
+    given = {"optimizer": "muon", "learning_rate": 1e-3, "weight_decay": 0.0, "adam_epsilon": 1e-8}
+    return build(module, vocabulary, SimpleNamespace(**given | {"adam_beta1": 0.9, "adam_beta2": 0.95} | settings))
+
+
 def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
     """Compare with torch's to a hundredth, since it rounds to bfloat16; the state is the same, so a resumed run may use
     it."""
@@ -244,7 +251,7 @@ def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
     ours, theirs = (nn.ModuleList([nn.Linear(24, 8), nn.Linear(8, 40)]) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     monkeypatch.setattr("foredraft.train.optimizer.multiplies_faster_in_bfloat16", lambda device: True)
-    rounded = muon(theirs, [], 0.01, (0.9, 0.95), weight_decay=0.1).parts[0]
+    rounded = muon(theirs, learning_rate=0.01, weight_decay=0.1).parts[0]
     exact = Float32Muon(matrices(ours), lr=0.01, weight_decay=0.1)
     assert type(rounded) is torch.optim.Muon
     for step in range(4):
@@ -257,7 +264,7 @@ def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
         torch.testing.assert_close(one, other, atol=2e-3, rtol=0.02)
         assert exact.state[one].keys() == rounded.state[other].keys()
     monkeypatch.setattr("foredraft.train.optimizer.multiplies_faster_in_bfloat16", lambda device: False)
-    assert type(muon(ours, [], 1e-3, (0.9, 0.95)).parts[0]) is Float32Muon
+    assert type(muon(ours).parts[0]) is Float32Muon
 
 
 @pytest.mark.parametrize(
@@ -270,7 +277,7 @@ def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
 )
 def test_muon_takes_heads_of_matrices_alone_and_of_none(module, kind, monkeypatch):
     monkeypatch.setattr("foredraft.train.optimizer.multiplies_faster_in_bfloat16", lambda device: False)
-    made = muon(module, [*module.parameters()] if module.out_features == 7 else [], 1e-3, (0.9, 0.95))
+    made = muon(module, [*module.parameters()] if module.out_features == 7 else [])
     assert type(made) is kind
     before = [parameter.detach().clone() for parameter in module.parameters()]
     module(torch.ones(1, 4)).square().sum().backward()
@@ -291,7 +298,7 @@ def test_muon_knows_what_has_a_row_per_token_by_its_role(fresh, head_kind):
 
 
 def names_in_muon(head: DraftHead) -> set[str]:
-    made = muon(head, head.vocabulary_parameters, 1e-3, (0.9, 0.95))
+    made = muon(head, head.vocabulary_parameters)
     names = {id(parameter): name for name, parameter in head.named_parameters()}
     return {names[id(parameter)] for parameter in made.parts[0].param_groups[0]["params"]}
 

@@ -33,10 +33,8 @@ class HeldOut(Sequence[str | Document]):
 
         left_out = self.documents.with_images() | (pyarrow.compute.binary_length(self.raws).to_numpy() > 0)
         sizes = self.documents.sizes
-        flags = (
-            (n, self.documents.token_slice(n, 0, int(sizes[n]))[1] != 0) for n in np.flatnonzero(~left_out).tolist()
-        )
-        return {number: int(learned.argmax()) for number, learned in flags}
+        flags = ((n, self.documents.token_slice(n, 0, int(sizes[n]))[1]) for n in np.flatnonzero(~left_out).tolist())
+        return {number: int((learned != 0).argmax()) for number, learned in flags}
 
     def select(self, numbers: np.ndarray) -> "HeldOut":
         return HeldOut(self.documents.select(numbers), self.raws.take(numbers))
@@ -118,7 +116,6 @@ def assemble(
     documents = Documents.joined([Documents.mapped(file["filename"]) for file in whole.cache_files])
     assert len(documents) == len(whole), "sets are files, read whole"
     card |= take_images(documents, whole.data.column("images"), encoders, good)
-    raws = whole.data.column("raw")
     trained = good[~held]
     if weights is not None:
         trained = weighted(trained, keys, np.repeat(weights, [len(part) for part in encoded]))
@@ -127,12 +124,9 @@ def assemble(
         raise ValueError(f"data.weights={weights} leaves nothing to train on")
     if encoders[0].form is not None:
         card["template"] = encoders[0].form.name
-    for_validation, for_test = (HeldOut(documents, raws).select(good[part]) for part in (validation, test))
-    sets = {
-        encoders[n].source.path: HeldOut(documents, raws).select(here)
-        for n in np.unique(parts[test])
-        for here in [good[test & (parts == n)]]
-    }
+    readable = HeldOut(documents, whole.data.column("raw"))
+    for_validation, for_test = (readable.select(good[part]) for part in (validation, test))
+    sets = {encoders[n].source.path: readable.select(good[test & (parts == n)]) for n in np.unique(parts[test])}
     return Corpus(documents.select(trained), for_validation, for_test, card, sets if len(sets) > 1 else {})
 
 

@@ -1,9 +1,10 @@
 """A corpus of documents, and how raw text becomes one. Split by file: what measures was never trained on."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.train.data import stdlib
 from foredraft.train.data.documents import Document, Documents
-from foredraft.train.data.packing import Packed as Packed
 
 Held = Sequence[str | Document]  # held-out raw texts, and conversations
 TEXTS = 64  # that are tokenized together
@@ -88,13 +88,9 @@ def from_texts(
     return Corpus(documents, validation, test, card)
 
 
+@lru_cache(8)
 def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the highest id of a tokenizer, which may be above the number of its tokens: ids have holes."""
-    return highest_of(tokenizer, len(tokenizer))
-
-
-@lru_cache(8)
-def highest_of(tokenizer: PreTrainedTokenizerBase, size: int) -> int:
     return max(tokenizer.get_vocab().values(), default=0)
 
 
@@ -182,19 +178,12 @@ def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: 
         return [held[number].tokens[: chats[number]] for number in chosen]  # type: ignore[union-attr]
     texts = [text for text in held if isinstance(text, str)]
 
-    def lines() -> Iterator[str]:
-        total = sum(map(len, texts))
-        at, offset = 0, 0
-        for number in range(count):
-            place = total * number // count
-            while place >= offset + len(texts[at]):
-                offset += len(texts[at])
-                at += 1
-            text = texts[at]
-            start = text.rfind("\n", 0, place - offset) + 1
-            yield text[min(start, max(0, len(text) - 12 * length)) :][: 12 * length]
-
-    starts = list(lines()) if any(texts) else []
+    ends, starts = list(accumulate(map(len, texts))), list[str]()
+    for number in range(count if any(texts) else 0):
+        place = ends[-1] * number // count
+        text = texts[at := bisect_right(ends, place)]
+        start = text.rfind("\n", 0, place - (ends[at] - len(text))) + 1
+        starts.append(text[min(start, max(0, len(text) - 12 * length)) :][: 12 * length])
     rows = tokenizer(starts, add_special_tokens=False, verbose=False)["input_ids"] if starts else []
     found = [with_start(tokenizer, row)[:length] for row in rows if len(row) >= max(1, length // 2)]
     if not found:

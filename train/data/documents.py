@@ -6,6 +6,7 @@ The arrays may be memory-mapped (an Arrow file of `datasets`): then all processe
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -24,12 +25,13 @@ class Document(NamedTuple):
     images: Sequence[str] = ()  # where its images are (heads.target_model.images.open_image), in their order
 
 
-class Chunk:
+class Chunk(NamedTuple):
     """Hold tokens (int32) and flags (uint8, 0 where a token is not in the loss) of several documents, end to end. place: the
     Arrow file and the number in it, if the arrays are mapped: another process, such as a loader's worker, maps it again."""
 
-    def __init__(self, tokens: np.ndarray, flags: np.ndarray, place: tuple[str, int] | None = None):
-        self.tokens, self.flags, self.place = tokens, flags, place
+    tokens: np.ndarray
+    flags: np.ndarray
+    place: tuple[str, int] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (Chunk, (self.tokens, self.flags)) if self.place is None else (mapped_chunk, self.place)
@@ -53,6 +55,7 @@ def mapped_chunk(path: str, number: int) -> Chunk:
     return Chunk(*mapped_arrays(path)[number][:2], place=(path, number))
 
 
+@dataclass(eq=False)
 class Documents(Sequence[Document]):
     """Store documents in few arrays: document n is `chunks[chunk[n]].tokens[begin[n] : begin[n] + sizes[n]]`, and the same
     stretch of its flags.
@@ -62,13 +65,14 @@ class Documents(Sequence[Document]):
     document n has number pictured[n], an int64.
     """
 
+    chunks: list[Chunk]
+    chunk: np.ndarray
+    begin: np.ndarray
+    sizes: np.ndarray
     weights: np.ndarray | None = None
     reader: ImageReader | None = None
     images: Any = None
     pictured: np.ndarray | None = None
-
-    def __init__(self, chunks: list[Chunk], chunk: np.ndarray, begin: np.ndarray, sizes: np.ndarray):
-        self.chunks, self.chunk, self.begin, self.sizes = chunks, chunk, begin, sizes
 
     @classmethod
     def flat(cls, tokens: np.ndarray, flags: np.ndarray, sizes: np.ndarray) -> "Documents":
@@ -133,11 +137,8 @@ class Documents(Sequence[Document]):
 
     def select(self, numbers: np.ndarray) -> "Documents":
         """Return these documents, in this order, of the same arrays."""
-        found = Documents(self.chunks, self.chunk[numbers], self.begin[numbers], self.sizes[numbers])
-        found.weights, found.reader = self.weights, self.reader
-        if self.pictured is not None:
-            found.images, found.pictured = self.images, self.pictured[numbers]
-        return found
+        columns = {name: getattr(self, name) for name in ("chunk", "begin", "sizes", "pictured")}
+        return replace(self, **{name: column[numbers] for name, column in columns.items() if column is not None})
 
     def blocks(self) -> Iterator[tuple[range, np.ndarray, np.ndarray]]:
         """Yield numbers, tokens and flags (copies, end to end) of about BLOCK tokens at a time."""

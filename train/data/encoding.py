@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -29,21 +30,16 @@ from foredraft.train.data.sources import Row, Shard, Source
 TRIED = 256  # rows that are encoded before all others, to see whether the template fits
 
 
+@dataclass
 class Encoder:
     """Encode rows of a source as documents."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        source: Source,
-        template: str | None = None,
-        thinking: bool | None = None,
-        images: ImageReader | None = None,
-    ):
-        """Prepare encoding. images: of a target that supports them; None leaves them out."""
-        self.tokenizer, self.source, self.template, self.thinking = tokenizer, source, template, thinking
-        self.images = images
-        self.form: ChatFormat | None = None
+    tokenizer: PreTrainedTokenizerBase
+    source: Source
+    template: str | None = None
+    thinking: bool | None = None
+    images: ImageReader | None = None  # of a target that supports them; None leaves them out
+    form: ChatFormat | None = None
 
     def digest(self) -> str:
         """Hash all that decides the documents."""

@@ -157,8 +157,6 @@ def json_lines(file: Path, start: int, stop: int, first: int) -> Iterator[Row]:
     with file.open("rb") as lines:
         lines.seek(start)
         for number, line in enumerate(lines, start=first + 1):
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
                 yield Row(f"{file.name}:{number}", parsed(line))
             if lines.tell() >= stop:
@@ -167,7 +165,7 @@ def json_lines(file: Path, start: int, stop: int, first: int) -> Iterator[Row]:
 
 def parsed(line: bytes) -> Any:
     try:
-        return json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
         return SkippedRow("not UTF-8")
     except RecursionError:
@@ -178,7 +176,7 @@ def parsed(line: bytes) -> Any:
 
 def json_array(file: Path) -> Iterator[Row]:
     """Read a file that is one list of rows, as ShareGPT is published."""
-    rows = parsed(file.read_bytes().removeprefix(b"\xef\xbb\xbf"))
+    rows = parsed(file.read_bytes())
     if isinstance(rows, SkippedRow):
         raise ValueError(f"{file} starts like a list of rows but is {rows}: write one JSON object per line")
     for number, value in enumerate(rows):

@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 
 from foredraft.heads.target_model import Target
 from foredraft.train.hidden_states import offline, server
+from foredraft.train.hidden_states.engine import Client
 
 
 def load_target(cfg: DictConfig) -> Target:
@@ -26,8 +27,8 @@ def load_target(cfg: DictConfig) -> Target:
         )
     target = instantiate(cfg.target, embeddings_only=True)
     if stored:
-        target.remote_hidden_states = offline.StoredProbe(target, Path(settings.path))
+        target.remote_hidden_states = offline.stored_probe(target, Path(settings.path))
     else:
-        client, urls = server.connect(settings.url, settings.run, settings.timeout, settings.patience)
-        target.remote_hidden_states = server.EngineStates(target, client, urls)
+        client = Client(settings.url, settings.run, settings.timeout, settings.patience)
+        target.remote_hidden_states = server.engine_states(target, client)
     return target

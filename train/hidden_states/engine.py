@@ -10,12 +10,14 @@ written under its own lock, FILE.lock. Who has read both deletes them.
 import atexit
 import contextlib
 import fcntl
+import hashlib
 import http.client
 import itertools
 import json
 import multiprocessing
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -28,6 +30,8 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from foredraft.train.runtime import distributed
 
 BUSY = (408, 409, 425, 429)  # with 5xx: statuses that may be others the next time
 
@@ -56,10 +60,18 @@ class States(NamedTuple):
 
 
 class Client:
-    def __init__(self, tag: str, timeout: float, patience: float):
-        """Connect to engines. tag: part of the name of every file that is written for this client. timeout: seconds for one
-        answer. patience: seconds until a request that nobody answers ends the run."""
-        self.tag, self.timeout, self.patience = tag, timeout, patience
+    def __init__(self, url: str | list[str], run: str, timeout: float, patience: float):
+        """Connect to an engine, or to several. run: the directory of the run. timeout: seconds for one answer. patience:
+        seconds until a request that nobody answers ends the run. Raise ValueError for other values."""
+        self.urls = list(dict.fromkeys(one.rstrip("/") for one in ([url] if isinstance(url, str) else url)))
+        if not self.urls or not all(re.match("https?://", one) for one in self.urls) or timeout <= 0 or patience < 0:
+            raise ValueError(
+                f"hidden_states.url={url}, timeout={timeout}, patience={patience}: give http://HOST:PORT/v1, and seconds"
+            )
+        self.timeout, self.patience = timeout, patience
+        owner = f"{os.path.abspath(run)} {distributed.rank()}"
+        # Part of the name of every file that is written for this client.
+        self.tag = f"foredraft-{hashlib.sha256(owner.encode()).hexdigest()[:16]}"
         self.models: dict[str, str] = {}  # as each engine calls what it serves
         self.columns: dict[str, list[int]] = {}  # which of its layers are wanted, and in which order
         self.folders: set[Path] = set()  # where files were found
@@ -105,8 +117,8 @@ class Client:
                 file.unlink(missing_ok=True)
 
     def states(self, tokens: list[int], urls: list[str]) -> States:
-        """Return the states of the first engine, or if it is gone of the next one, and so on. Raise EngineError for a request
-        that is refused, or that nobody has answered for `patience` seconds."""
+        """Return the states of the first of these engines, or if it is gone of the next one, and so on. Raise EngineError for
+        a request that is refused, or that nobody has answered for `patience` seconds."""
         begun, wait = time.monotonic(), 0.25
         for url in itertools.cycle(urls):
             try:

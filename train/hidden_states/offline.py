@@ -14,28 +14,26 @@ import hashlib
 import json
 import os
 import shutil
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from foredraft.heads.base import PackedBatch
 from foredraft.heads.hub.card import size
 from foredraft.heads.llama_config import probe_tokens
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.ends import drop_layers, refuse
 from foredraft.inference.evaluation.progress import Progress
-from foredraft.train.data.packing import Packed, collate
-from foredraft.train.hidden_states.online import forward_target
+from foredraft.train.data.packing import Packed
+from foredraft.train.hidden_states.online import batch_of, forward_target
 from foredraft.train.hidden_states.storage import DTYPES, store
 from foredraft.train.runtime import distributed
+from foredraft.train.runtime.locks import write_atomically
 
 MANIFEST, PROBE = "manifest.json", "probe.safetensors"
 SHARD_BYTES = 1 << 30  # of a shard, which a process holds in memory while it writes it; a row may be larger
@@ -82,12 +80,12 @@ def offline(
         rank = distributed.rank()
         write(packed, target, facts, directory, batch, rank, distributed.world_size())
         distributed.barrier()
-        wait_for([directory / name for name in names(facts)])
+        distributed.appear([directory / name for name in names(facts)])
         if rank == 0:
             write_probe(target, facts["layers"], directory)
             write_manifest(facts, directory)
         distributed.barrier()
-        wait_for([directory / MANIFEST])
+        distributed.appear([directory / MANIFEST])
     if not load_full_target and not target.embeddings_only:
         drop_layers(target)
     return StoredRows(packed, directory, layers)
@@ -211,7 +209,7 @@ def shard(
     found: dict[str, Tensor] = {}
     for start in range(rows.start, rows.stop, batch):
         items = [packed[row] for row in range(start, min(start + batch, rows.stop))]
-        text = PackedBatch(**send_to_device(collate(items), target.device))
+        text = batch_of(items, target)
         aux_hidden_states, last = forward_target(target, text, facts["layers"])
         stored = store("features", aux_hidden_states, facts["dtype"], len(facts["layers"]))
         stored |= store("last", last, facts["dtype"], 1)
@@ -232,31 +230,22 @@ def write_probe(target: Target, layers: list[int], directory: Path) -> None:
     save_file(parts, directory / PROBE)
 
 
-class StoredProbe:
-    """Replace `Target.remote_hidden_states`."""
+def stored_probe(target: Target, directory: Path) -> Callable[[Tensor, Sequence[int]], Tensor]:
+    """Return what replaces `Target.remote_hidden_states`."""
+    probe, states = probe_tokens(target), load_file(directory / PROBE, device=str(target.device))
 
-    def __init__(self, target: Target, directory: Path):
-        self.tokens, self.states = probe_tokens(target), load_file(directory / PROBE, device=str(target.device))
-
-    def __call__(self, tokens: Tensor, layers: Sequence[int]) -> Tensor:
-        if not torch.equal(tokens, self.tokens) or not {str(layer) for layer in layers} <= self.states.keys():
+    def read(tokens: Tensor, layers: Sequence[int]) -> Tensor:
+        if not torch.equal(tokens, probe) or not {str(layer) for layer in layers} <= states.keys():
             refuse()
-        return torch.cat([self.states[str(layer)] for layer in layers], dim=-1)[None]
+        return torch.cat([states[str(layer)] for layer in layers], dim=-1)[None]
+
+    return read
 
 
 def write_manifest(facts: dict, directory: Path) -> None:
     """Write the manifest; the same shards give the same bytes."""
     shards = [{"file": name} for name in names(facts)]
-    half = directory / f"{MANIFEST}.part"
-    half.write_text(json.dumps(facts | {"shards": shards}, indent=2) + "\n")
-    half.rename(directory / MANIFEST)
-
-
-def wait_for(files: list[Path]) -> None:
-    """Wait for files that other processes have written, which a network file system may show later."""
-    until = time.monotonic() + distributed.NFS_DELAY_S
-    while not all(file.exists() for file in files) and time.monotonic() < until:
-        time.sleep(0.2)
+    write_atomically(directory / MANIFEST, json.dumps(facts | {"shards": shards}, indent=2) + "\n")
 
 
 class StoredRows(Dataset):

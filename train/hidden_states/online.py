@@ -1,6 +1,10 @@
 """hidden_states=online: the target reads every batch in the training process."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -9,12 +13,17 @@ from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.documents import forward_documents
 from foredraft.heads.target_model.images import reads_images
 from foredraft.heads.target_model.sharding import gather_rows
-from foredraft.train.data.packing import Packed
+from foredraft.train.data.packing import Packed, collate
 
 
 def online(packed: Packed, target: Target, layers: list[int], batch: int) -> Dataset:
     """Return the rows unchanged."""
     return packed
+
+
+def batch_of(rows: Sequence[dict[str, Any]], target: Target) -> PackedBatch:
+    """Return packed rows as one batch on the target's device."""
+    return PackedBatch(**send_to_device(collate(rows), target.device))
 
 
 def several_documents(text: PackedBatch) -> bool:

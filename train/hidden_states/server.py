@@ -9,10 +9,7 @@ The trainer needs only the target's ends: the final norm, since an engine gives 
 must make of that state what the engine writes (train/hidden_states/probe.py).
 """
 
-import hashlib
-import os
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -30,7 +27,6 @@ from foredraft.train.hidden_states.probe import (
     on_host,
     probe_text,
 )
-from foredraft.train.runtime import distributed
 
 PREFIXES = (8, 16, 32, 64)  # tokens of a text whose next one engine and lm_head are asked for
 AT_ONCE = 16  # documents of a row that are asked for together
@@ -58,10 +54,10 @@ def server(
         raise ValueError(
             "hidden_states=server asks an engine with tokens alone, and the data have images: take online or offline"
         )
-    client, urls = connect(url, run, timeout, patience)
+    client = Client(url, run, timeout, patience)
     norm, wanted = final_norm(target), [*layers, target.num_layers]
     tokens = probe_text(packed)
-    for one in urls:
+    for one in client.urls:
         given = client.states(tokens, [one])
         columns = named_columns(one, target, given, wanted)
         for count in PREFIXES:
@@ -69,45 +65,32 @@ def server(
             check_writes_alike(one, target, norm(given.tensor[-1:, columns[-1]].to(target.device)), given.written)
         client.columns[one] = columns
     client.delete_stale_files()
-    return ServedRows(packed, client, urls, on_host(norm), [layer == target.num_layers for layer in layers])
+    return ServedRows(packed, client, on_host(norm), [layer == target.num_layers for layer in layers])
 
 
-def connect(url: str | list[str], run: str, timeout: float, patience: float) -> tuple[Client, list[str]]:
-    """Return a client and the addresses, from arguments as for `server`."""
-    urls = list(dict.fromkeys(one.rstrip("/") for one in ([url] if isinstance(url, str) else url)))
-    if not urls or not all(re.match("https?://", one) for one in urls) or timeout <= 0 or patience < 0:
-        raise ValueError(
-            f"hidden_states.url={url}, timeout={timeout}, patience={patience}: give http://HOST:PORT/v1, and seconds"
-        )
-    name = f"{os.path.abspath(run)} {distributed.rank()}"
-    return Client(f"foredraft-{hashlib.sha256(name.encode()).hexdigest()[:16]}", timeout, patience), urls
-
-
-class EngineStates:
-    """Replace `Target.remote_hidden_states`: what heads ask of a target before they learn."""
-
-    def __init__(self, target: Target, client: Client, urls: list[str]):
-        self.target, self.client, self.urls, self.norm = target, client, urls, final_norm(target)
+def engine_states(target: Target, client: Client) -> Callable[[Tensor, Sequence[int]], Tensor]:
+    """Return what replaces `Target.remote_hidden_states`: what heads ask of a target before they learn."""
+    norm, url, last = final_norm(target), client.urls[0], target.num_layers
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, layers: Sequence[int]) -> Tensor:
+    def read(tokens: Tensor, layers: Sequence[int]) -> Tensor:
         assert len(tokens) == 1, "one text"
-        url, last = self.urls[0], self.target.num_layers
-        given = self.client.states(tokens[0].tolist(), [url])
-        columns = named_columns(url, self.target, given, layers)
-        self.client.delete_stale_files()
-        states = given.tensor.to(self.target.device, self.target.dtype)
-        return torch.cat(
-            [self.norm(states[:, c]) if layer == last else states[:, c] for c, layer in zip(columns, layers)], -1
-        )[None]
+        given = client.states(tokens[0].tolist(), [url])
+        columns = named_columns(url, target, given, layers)
+        client.delete_stale_files()
+        states = given.tensor.to(target.device, target.dtype)
+        parts = [norm(states[:, c]) if layer == last else states[:, c] for c, layer in zip(columns, layers)]
+        return torch.cat(parts, -1)[None]
+
+    return read
 
 
 class ServedRows(Dataset):
     """Read packed rows with `features` and `last` as in online.py, in the engine's precision."""
 
-    def __init__(self, packed: Packed, client: Client, urls: list[str], norm: nn.Module, normed: list[bool]):
+    def __init__(self, packed: Packed, client: Client, norm: nn.Module, normed: list[bool]):
         """Set the source. normed: for each layer, whether it is the last."""
-        self.packed, self.client, self.urls, self.norm, self.normed = packed, client, urls, norm, normed
+        self.packed, self.client, self.norm, self.normed = packed, client, norm, normed
 
     def __len__(self) -> int:
         return len(self.packed)
@@ -117,8 +100,8 @@ class ServedRows(Dataset):
         text = dict(self.packed[row])
         found = spans([text["documents"].tolist()])
         prompts = [text["tokens"][span.start : span.stop].tolist() for span in found]
-        turn = row % len(self.urls)
-        urls = self.urls[turn:] + self.urls[:turn]
+        turn = row % len(self.client.urls)
+        urls = self.client.urls[turn:] + self.client.urls[:turn]
         with self.client.asking(), ThreadPoolExecutor(AT_ONCE) as pool:
             parts = list(pool.map(lambda prompt: self.client.states(prompt, urls).tensor, prompts))
         states = parts[0].new_zeros(len(text["tokens"]), *parts[0].shape[1:])  # 0 for padding

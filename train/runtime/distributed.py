@@ -12,7 +12,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -83,10 +83,7 @@ def check_shared(directory: Path, setting: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         file.touch()
     barrier()
-    until = time.monotonic() + NFS_DELAY_S
-    while not (seen := file.exists()) and time.monotonic() < until:
-        time.sleep(0.1)
-    sees = int(all_reduce(torch.tensor(float(seen))))
+    sees = int(all_reduce(torch.tensor(float(appear([file])))))
     if rank() == 0:
         file.unlink()
     if sees < world_size():
@@ -94,6 +91,15 @@ def check_shared(directory: Path, setting: str) -> None:
             f"{setting}={directory} is one directory for only {sees} of the {world_size()} processes: give an absolute path "
             "on a file system that all nodes share"
         )
+
+
+def appear(files: Sequence[Path]) -> bool:
+    """Wait for files that other processes have written, which a network file system may show later. Return whether all of
+    them are there."""
+    until = time.monotonic() + NFS_DELAY_S
+    while not (seen := all(file.exists() for file in files)) and time.monotonic() < until:
+        time.sleep(0.1)
+    return seen
 
 
 def check_same(value: str, what: str) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import resource
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -36,9 +37,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def explain_out_of_memory(rows: int, length: int, plan: str) -> Iterator[None]:
-    """Raise ValueError, with the setting to change, where a batch of `rows` rows does not fit. plan: arguments of
-    scripts/plan.py."""
+def explain_out_of_memory(cfg: Any, target: str, head: str) -> Iterator[None]:
+    """Raise ValueError, with the setting to change, where a batch does not fit. cfg: as in conf/train.yaml. target, head:
+    their names, for scripts/plan.py."""
+    rows, length, processes = cfg.trainer.per_device_train_batch_size, cfg.max_length, distributed.world_size()
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's has no separate class
@@ -46,10 +48,12 @@ def explain_out_of_memory(rows: int, length: int, plan: str) -> Iterator[None]:
             raise
         remedy = "take strategy=fsdp over more devices, or hidden_states=offline"
         if length > 1024:
-            share = "share rows by a larger context_parallel, " if distributed.world_size() > 1 else ""
+            share = "share rows by a larger context_parallel, " if processes > 1 else ""
             remedy = f"lower max_length={length}, {share}or {remedy}"
         if rows > 1:
             remedy = "halve the first and double trainer.gradient_accumulation_steps, which trains the same"
+        plan = f"target={target} head={head} strategy={cfg.strategy} gpus={processes}"
+        plan += f" context_parallel={cfg.context_parallel}" if cfg.context_parallel > 1 else ""
         raise ValueError(
             f"out of memory with trainer.per_device_train_batch_size={rows} and max_length={length}: {remedy}; "
             f"`foredraft plan {plan} trainer.per_device_train_batch_size={rows} max_length={length}` says what fits"

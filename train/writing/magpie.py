@@ -35,84 +35,50 @@ from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.sources import Source
 from foredraft.train.writing.question_filters import QuestionFilter
 from foredraft.train.writing.self_chat import MagpieSettings, SelfChat, TurnPrefixes
-from foredraft.train.writing.writers import Conversation, Server, in_process, through_server
+from foredraft.train.writing.writers import Server, in_process, through_server
 from foredraft.train.writing.written_rows import RowFile
 
 MAX_REJECTED = 100  # rows of which none is kept, after which no other is tried
 EXHAUSTED = 1000  # the same, where earlier rows were kept
 
 
-class Writer:
-    """Let a target write rows into a file, many at a time."""
-
-    def __init__(self, target: Target, prefixes: TurnPrefixes, settings: MagpieSettings, rows: RowFile):
-        self.target, self.prefixes, self.settings, self.rows = target, prefixes, settings, rows
-        self.rules = QuestionFilter(settings.script)
-        for _, row in rows.read():
-            for start, end in row.get("asked", []):
-                self.rules.add(prefixes.tokenizer.decode(row["tokens"][start:end]))
-        self.check_context()
-        self.kept, self.tried = rows.kept, len(rows.done) if rows.kept else 0  # when a row was last kept
-        self.progress: Progress
-
-    def write(self, tokens: int, batch: int, server: Server | None = None) -> None:
-        """Write until the file has `tokens` in the loss. Unfinished rows are left: their numbers are written next time."""
-        conversations = self.conversations(tokens)
-        with Progress("self-written text", tokens, "answer tokens", done=self.rows.tokens) as self.progress:
-            if server is None:
-                in_process(self.target, conversations, self.rows, batch, self.show, tokens)
-            else:
-                through_server(server, conversations, self.rows, batch, self.show)
-
-    def show(self, texts: dict[Request, list[int]]) -> None:
-        """Show the progress, with unfinished answers: the first rows end long after the first answers start."""
-        progress, tried = self.progress, len(self.rows.done)
-        unfinished = sum(len(text) for request, text in texts.items() if not request.stop_strings)  # not questions
-        note = f"{100 * self.rows.kept / max(1, tried):.0f} % of {tried:,} rows kept"
-        progress.add(self.rows.tokens + unfinished - progress.done, note)
-
-    def conversations(self, tokens: int) -> Iterator[Conversation]:
-        """Yield rows to write until the file has `tokens` in the loss."""
-        for number in itertools.count():
-            if self.rows.tokens >= tokens:
-                return
-            if number not in self.rows.done:
-                self.check_yield()
-                yield SelfChat(number, self.target, self.prefixes, self.settings, self.rules).row
-
-    def check_context(self) -> None:
-        """Raise ValueError where the target's context has no room for a question, or for an answer to the shortest one."""
-        prefixes, topics = self.prefixes, {None if seed.endswith("...") else seed for seed in self.settings.seeds}
-        opening = max(len(prefixes.opening(topic)) for topic in topics or {None})
-        around = len(prefixes.tokens(prefixes.before + prefixes.after)) + 1
-        for name, before in (("max_question", opening), ("max_answer", around)):
-            most, context = getattr(self.settings, name), self.target.context
-            if context is not None and before + most > context:
-                raise ValueError(
-                    f"data.{name}={most} does not fit behind the {before} tokens before it: {self.target.name} reads "
-                    f"{context} tokens. Set data.{name} to {context - before} at most"
-                )
-
-    def check_yield(self) -> None:
-        """Raise ValueError if none of many rows was worth keeping."""
-        rows = self.rows
-        if rows.kept > self.kept:
-            self.kept, self.tried = rows.kept, len(rows.done)
-        dropped = len(rows.done) - self.tried
-        if dropped < (EXHAUSTED if self.kept else MAX_REJECTED):
-            return
-        reasons = "; ".join(f"{count} x {reason}" for reason, count in rows.dropped.most_common(3))
-        if self.kept:
-            some = f"the last {dropped}"
-            advice = (
-                f"Set data.tokens=0 to use the {rows.tokens:,} tokens of {rows.path}, or data.seeds for other questions"
+def check_context(target: Target, prefixes: TurnPrefixes, settings: MagpieSettings) -> None:
+    """Raise ValueError where the target's context has no room for a question, or for an answer to the shortest one."""
+    topics = {None if seed.endswith("...") else seed for seed in settings.seeds}
+    opening = max(len(prefixes.opening(topic)) for topic in topics or {None})
+    around = len(prefixes.tokens(prefixes.before + prefixes.after)) + 1
+    for name, before in (("max_question", opening), ("max_answer", around)):
+        most, context = getattr(settings, name), target.context
+        if context is not None and before + most > context:
+            raise ValueError(
+                f"data.{name}={most} does not fit behind the {before} tokens before it: {target.name} reads {context} "
+                f"tokens. Set data.{name} to {context - before} at most"
             )
-        else:
-            some = str(dropped)
+
+
+def missing(target: Target, rows: RowFile, tokens: int) -> Iterator[int]:
+    """Yield the numbers of rows to write until the file has `tokens` in the loss. Raise ValueError if none of many rows was
+    worth keeping."""
+    kept, tried = rows.kept, len(rows.done) if rows.kept else 0  # when a row was last kept
+    for number in itertools.count():
+        if rows.tokens >= tokens:
+            return
+        if number in rows.done:
+            continue
+        if rows.kept > kept:
+            kept, tried = rows.kept, len(rows.done)
+        dropped = len(rows.done) - tried
+        if dropped >= (EXHAUSTED if kept else MAX_REJECTED):
+            some = f"the last {dropped}" if kept else str(dropped)
+            reasons = "; ".join(f"{count} x {reason}" for reason, count in rows.dropped.most_common(3))
             advice = "is it one that was trained to chat? Else give data=text or data=conversations"
-        raise ValueError(
-            f"none of {some} questions that {self.target.name} wrote is kept (of all rows: {reasons}): {advice}"
-        )
+            if kept:
+                use = f"Set data.tokens=0 to use the {rows.tokens:,} tokens of {rows.path}"
+                advice = f"{use}, or data.seeds for other questions"
+            raise ValueError(
+                f"none of {some} questions that {target.name} wrote is kept (of all rows: {reasons}): {advice}"
+            )
+        yield number
 
 
 def read_lines(key: str, file: str | None, described: str = "conf/data/self.yaml") -> tuple[str, ...]:
@@ -144,8 +110,8 @@ def write(
     endpoint: str | None = None,
     model: str | None = None,
 ) -> None:
-    """Write until the file has `tokens` in the loss, by the server at `endpoint` if it is given. One process writes; others
-    that want the same wait for it."""
+    """Write rows, many at a time, until the file has `tokens` in the loss, by the server at `endpoint` if it is given. One
+    process writes; others that want the same wait for it. The numbers of unfinished rows are written next time."""
     if target.is_collective and endpoint is None:
         raise ValueError(
             f"target.sharding={target.sharding}: data=self lets one process write; write the rows on one device first, then "
@@ -158,13 +124,32 @@ def write(
         "endpoint": endpoint,
     }
     with RowFile(file, about, wait=True) as rows:
-        if rows.tokens < tokens:
-            report(
-                f"{endpoint or 'the target'} writes {tokens - rows.tokens:,} tokens into {file}. Ctrl-C loses no finished "
-                "row: data.tokens=0 then takes what the file holds"
-            )
-            server = None if endpoint is None else Server(endpoint, model)
-            Writer(target, TurnPrefixes(form), settings, rows).write(tokens, batch, server)
+        if rows.tokens >= tokens:
+            return
+        report(
+            f"{endpoint or 'the target'} writes {tokens - rows.tokens:,} tokens into {file}. Ctrl-C loses no finished row: "
+            "data.tokens=0 then takes what the file holds"
+        )
+        server = None if endpoint is None else Server(endpoint, model)
+        prefixes, rules = TurnPrefixes(form), QuestionFilter(settings.script)
+        for _, row in rows.read():
+            for start, end in row.get("asked", []):
+                rules.add(prefixes.tokenizer.decode(row["tokens"][start:end]))
+        check_context(target, prefixes, settings)
+        chats = (SelfChat(n, target, prefixes, settings, rules).row for n in missing(target, rows, tokens))
+        with Progress("self-written text", tokens, "answer tokens", done=rows.tokens) as progress:
+
+            def show(texts: dict[Request, list[int]]) -> None:
+                # With unfinished answers: the first rows end long after the first answers start.
+                unfinished = sum(len(text) for request, text in texts.items() if not request.stop_strings)
+                tried = len(rows.done)
+                note = f"{100 * rows.kept / max(1, tried):.0f} % of {tried:,} rows kept"
+                progress.add(rows.tokens + unfinished - progress.done, note)
+
+            if server is None:
+                in_process(target, chats, rows, batch, show, tokens)
+            else:
+                through_server(server, chats, rows, batch, show)
 
 
 def corpus(
