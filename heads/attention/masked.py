@@ -152,8 +152,8 @@ def take_masks(model: PreTrainedModel) -> None:
     """Let a model's attention accept any mask. Raises ValueError if its implementation only supports causal masks."""
     named = model.config._attn_implementation
     # transformers uses eager attention for these, since its sdpa supports neither sinks nor soft caps.
-    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
-    is_ours = not model._supports_sdpa and model._supports_attention_backend and (has_sinks or has_soft_caps(model))
+    is_ours = not model._supports_sdpa and model._supports_attention_backend
+    is_ours = is_ours and (has_sinks(model) or has_soft_caps(model))
     if named == "sdpa" or (named == "eager" and is_ours):
         model.set_attn_implementation(NAME)
     elif named not in (NAME, "eager"):
@@ -161,6 +161,10 @@ def take_masks(model: PreTrainedModel) -> None:
             f"attn_implementation={named} does not support the mask of a draft tree: load the target with "
             "attn_implementation=sdpa"
         )
+
+
+def has_sinks(model: PreTrainedModel) -> bool:
+    return any(name.endswith(".sinks") for name, _ in model.named_parameters())
 
 
 def has_soft_caps(model: PreTrainedModel) -> bool:

@@ -17,6 +17,7 @@ from foredraft.heads.caches import cuda_graphs
 from foredraft.heads.caches.device import device_name
 from foredraft.heads.caches.stacked_cache import StackedCache, stacks
 from foredraft.heads.target_model.cache_directory import measured_before, remember
+from foredraft.heads.target_model.key_widths import short_widths
 
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
@@ -136,6 +137,11 @@ class Capabilities:
         entries of another text (masks over whole blocks of keys), nor on the branches next to a node (paths.py). float32
         rounds so finely that this is not worth the time."""
         return self.trees and self._is_half_on_cpu and self._attends_by_ours
+
+    @cached_property
+    def short_widths(self) -> list[int]:
+        """Return the numbers of columns below a block that forwards on a CPU may see."""
+        return short_widths(self.target.model)
 
     @cached_property
     def prefers_chains(self) -> bool:

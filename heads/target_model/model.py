@@ -197,7 +197,8 @@ class Target:
         if able.trees:
             nodes = max(nodes, KEY_BLOCK) if able.keeps_bits else nodes  # chunks of prompts are written as trees are
             sliding = Sliding.of(self.masks.window, self.layer_types, self.num_layers, nodes, key_block(self.device))
-            return KVCache(self.num_layers, num_slots, capacity, self.device, capture, able.keeps_bits, sliding)
+            sizes = self.num_layers, num_slots, capacity
+            return KVCache(*sizes, self.device, capture, able.keeps_bits, sliding, able.short_widths)
         if able.state is None:
             return StateCache(num_slots, self.device)
         return StackedCache(able.state, num_slots, capacity, self.device)

@@ -12,6 +12,7 @@ from foredraft.heads.attention import masked, masks, paths
 from foredraft.heads.caches.device import FEWEST_ROWS
 from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.heads.target_model import capabilities
+from foredraft.heads.target_model.key_widths import measured_widths, short_widths
 from foredraft.inference.drafters import (
     Drafter,
     DraftModel,
@@ -207,8 +208,33 @@ def test_forwards_keep_to_shapes_that_keep_bits(half, monkeypatch):
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", noted)
     monkeypatch.setattr(half, "forward", counted)
     decode(half, None, 0.0, 3)
-    assert attention and all(rows % 4 == 0 and width % 512 == 0 for rows, width in attention)
+    short = half.capabilities.short_widths
+    assert attention and all(rows % 4 == 0 and (width % 512 == 0 or width in short) for rows, width in attention)
     assert min(products) == FEWEST_ROWS
+
+
+def test_fewer_columns_than_a_block_are_measured(half, monkeypatch, tmp_path):
+    """Check that a kernel which sums 128 keys in another order is noticed, and that the result is kept."""
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    monkeypatch.delenv("FOREDRAFT_REMEMBER", raising=False)
+    attend, calls = masked.attend, []
+
+    def reordered(query, key, value, mask, **kwargs):
+        calls.append(key.shape[2])
+        if key.shape[2] == 128:  # from the last key to the first
+            key, value, mask = (x.flip(axis) for x, axis in ((key, 2), (value, 2), (mask, 3)))
+        return attend(query, key, value, mask, **kwargs)
+
+    monkeypatch.setattr(masked, "attend", reordered)
+    measured_widths.cache_clear()
+    try:
+        found = short_widths(half.model)
+        assert calls and {*found} <= {256, 384}
+        calls.clear()
+        measured_widths.cache_clear()
+        assert short_widths(half.model) == found and not calls
+    finally:
+        measured_widths.cache_clear()
 
 
 def test_the_audit_compares_bits_and_sees_a_single_rounding(half, monkeypatch):
