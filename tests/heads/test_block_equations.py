@@ -41,7 +41,7 @@ def block_pass(head, w: dict[str, Tensor], context: Tensor, root: int, embed: Te
     a, size, config = len(context), head.block_size, head.config
     dim, convolved = config.head_dim, "blocks.0.mlp_conv.base_kernel" in w
     x = torch.stack([embed[root], *[embed[head.mask_token_id]] * (size - 1)])
-    for number in range(config.num_hidden_layers):
+    for number in range(len(head.blocks)):
         name = f"blocks.{number}."
         sliding = head.layer_types[number] == "sliding_attention"
         normed = rms(x, w[name + "input_layernorm.weight"])
@@ -77,7 +77,7 @@ def p_eagle_pass(head, w: dict[str, Tensor], fused: Tensor, text: list[int]) -> 
     embed, unknown = w["embed_tokens.weight"], w["fc.weight"] @ w["mask_hidden"][0, 0]
     x = torch.stack([*fused, *[unknown] * (head.depth - 1)])
     read = torch.stack([*(embed[token] for token in text[1:]), *[embed[head.mask_token_id]] * (head.depth - 1)])
-    for number in range(config.num_hidden_layers):
+    for number in range(len(head.blocks)):
         name = f"blocks.{number}."
         inputs = rms(x, w[name + ("input_layernorm.weight" if number else "hidden_norm.weight")])
         if number == 0:

@@ -207,7 +207,13 @@ def rolled(forward):
 
 
 def one_more(merge):
-    return lambda text, log_sums, *rest: merge(text.roll(-1, 2), log_sums.roll(-1, 2), *rest)
+    """Move the text that later steps see."""
+
+    def merged(text, log_sums, q, drafted):
+        moved = (x.roll(-1, 2) if drafted else x for x in (text, log_sums))
+        return merge(*moved, q, drafted)
+
+    return merged
 
 
 def everything(attend):

@@ -15,7 +15,7 @@ from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.checkpoint import write_head
 from foredraft.heads.dflash import check_mask_token
 from foredraft.heads.draft_model import DraftModelHead
-from foredraft.heads.formats import engines
+from foredraft.heads.formats.engines import export_for
 from foredraft.inference import Grammars, drafter_for, generate, load_drafter
 from foredraft.inference.drafters.ngram import NgramDrafter
 from foredraft.train.data.corpus import count_tokens
@@ -72,7 +72,7 @@ def test_exports_have_a_row_for_each_token_of_the_vocabulary(engine: str, kind: 
     fresh.tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})  # more than the vocabulary
     target = taller(fresh, end)
     head = make_head(kind, target, **{"bias": False} if (engine, kind) == ("vllm", "eagle") else {})
-    layout = getattr(engines, engine)(head, target).layout
+    layout = export_for("gguf" if engine == "llamacpp" else engine, head, target).layout
     write_head(head, tmp_path / "export", target, layout, layout.weight_files)
     for file in (tmp_path / "export").glob("*.safetensors"):
         assert len(load_file(file).get("embed_tokens.weight", range(VOCAB))) == VOCAB
