@@ -16,13 +16,14 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from foredraft import Target, generate, load_drafter
+from foredraft import Target, generate
 from foredraft.cli import entry
 from foredraft.heads.attention import masked
 from foredraft.heads.caches import kv_cache
 from foredraft.heads.target_model.capabilities import Capabilities
 from foredraft.inference import engine
 from foredraft.inference.evaluation.measure import left_pad
+from foredraft.scripts.bench import systems
 from foredraft.scripts.bench.matched import first_turns
 from foredraft.scripts.bench.spec_bench import Line, jackknife
 
@@ -55,8 +56,7 @@ def main(cfg: DictConfig) -> None:
 
     def seconds(given: DictConfig, group: list[list[int]]) -> float:
         """Decode with a new drafter, since suffix matching would know its answers."""
-        drafter = load_drafter(given.path, target, **{k: v for k, v in given.items() if k not in ("name", "path")})
-        ids, mask = left_pad(group)
+        drafter, (ids, mask) = systems.load(given, target), left_pad(group)
         start = clock()
         generate(target, drafter, ids, mask, max_new_tokens=cfg.max_new_tokens, eos_token_id=-1)
         return clock() - start

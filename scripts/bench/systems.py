@@ -151,12 +151,16 @@ def rivals(target: Target, cfg: DictConfig, folder: Path, longest: int) -> dict[
     return {name: Contestant(one, BASELINE) for name, one in found.items()}
 
 
+def load(given: DictConfig, target: Target) -> Drafter:
+    """Load a drafter that a list names: its path, and options next to its name."""
+    options = {str(key): value for key, value in given.items() if key not in ("name", "path")}
+    return load_drafter(given.path, target, **options)
+
+
 def ours(target: Target, cfg: DictConfig) -> dict[str, Contestant]:
     """Build the baseline and the drafters, each with every sampling."""
     drafters: dict[str, Drafter | None] = {BASELINE: None}
-    for given in cfg.drafters:
-        options = {str(key): value for key, value in given.items() if key not in ("name", "path")}
-        drafters[given["name"]] = load_drafter(given["path"], target, **options)
+    drafters |= {given.name: load(given, target) for given in cfg.drafters}
     found = {}
     for sampling in cfg.sampling:
         settings = {str(key): value for key, value in sampling.items()}

@@ -11,10 +11,11 @@ import time
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from foredraft import Request, SamplingParams, Target, load_drafter
+from foredraft import Request, SamplingParams, Target
 from foredraft.cli import entry
 from foredraft.inference.drafters import Drafter
 from foredraft.inference.evaluation.lossless import CHUNK, PREEMPT_EVERY, BitComparison, BitRecorder
+from foredraft.scripts.bench import systems
 from foredraft.scripts.bench.matched import first_turns
 
 
@@ -31,9 +32,7 @@ def main(cfg: DictConfig) -> None:
     target: Target = instantiate(cfg.target)
     prompts = [one.tokens[-cfg.prompt_tokens :] for one in first_turns(target, cfg.prompts, cfg.limit, 0)]
     drafters: dict[str, Drafter | None] = {"no drafts": None}
-    for given in cfg.drafters:
-        options = {str(key): value for key, value in given.items() if key not in ("name", "path")}
-        drafters[given.name] = load_drafter(given.path, target, **options)
+    drafters |= {given.name: systems.load(given, target) for given in cfg.drafters}
     print(f"{len(prompts)} prompts of {target.name}, {cfg.max_new_tokens} new tokens each, {target.dtype}\n")
     titles = [
         "drafter",
