@@ -1,7 +1,6 @@
 """How few columns of a cache a forward on a CPU may see if a text keeps its bits when it grows, and next to longer texts."""
 
 from functools import cache
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -13,31 +12,25 @@ from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.heads.target_model.cache_directory import measured_before, remember
 
 CANDIDATES = (128, 256, 384)  # on a Zen 4, 128 and 384 give the bits of 512, and 256 does not
+DIMS = (32, 64, 128, 256)  # of heads that are measured
 
 
 def short_widths(model: PreTrainedModel) -> list[int]:
     """Return the numbers of keys below KEY_BLOCK that give a row the same bits on this machine. Sinks are one more key, so
     with them there are none."""
-    config = model.config.get_text_config()
     if model.device.type != "cpu" or model.config._attn_implementation != masked.NAME or masked.has_sinks(model):
         return []
-    dims = {size for name, size in config.to_dict().items() if name.endswith("head_dim") and isinstance(size, int)}
-    dims = dims or {config.hidden_size // config.num_attention_heads}
-    return measured_widths(tuple(sorted(dims)), model.dtype, 30.0 if masked.has_soft_caps(model) else None)
+    return measured_widths(model.dtype, 30.0 if masked.has_soft_caps(model) else None)
 
 
 @cache
-def measured_widths(dims: tuple[int, ...], dtype: torch.dtype, softcap: float | None) -> list[int]:
-    """Return `short_widths` of heads of these sizes, as measured now or before."""
-    about: dict[str, Any] = {
-        "device": device_name(torch.device("cpu")),
-        "torch": torch.__version__,
-        "dtype": str(dtype),
-    }
-    about |= {"dims": list(dims), "softcap": softcap}
+def measured_widths(dtype: torch.dtype, softcap: float | None) -> list[int]:
+    """Return `short_widths` as measured now or before."""
+    about = {"device": device_name(torch.device("cpu")), "torch": torch.__version__, "dtype": str(dtype)}
+    about["softcap"] = str(softcap)
     found: list[int] | None = measured_before("widths", about)
     if found is None:
-        found = [width for width in CANDIDATES if all(is_like_block(width, dim, dtype, softcap) for dim in dims)]
+        found = [width for width in CANDIDATES if all(is_like_block(width, dim, dtype, softcap) for dim in DIMS)]
         remember("widths", about, found)
     return found
 
@@ -47,7 +40,7 @@ def is_like_block(width: int, dim: int, dtype: torch.dtype, softcap: float | Non
     """Return whether attention over `width` keys has the bits of KEY_BLOCK keys of which the further ones are hidden. A
     kernel may sum fewer keys in other groups. Rounding hides most of the differences, so a million numbers are compared."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((1, 64, n, dim) for n in (32, KEY_BLOCK, KEY_BLOCK))
+    shapes = ((1, 4096 // dim, n, dim) for n in (32, KEY_BLOCK, KEY_BLOCK))
     query, key, value = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
     for rows in (4, 8, 12, 32):
         for seen in (width - 77, width - 30, width - 5, width):
