@@ -113,7 +113,8 @@ def test_every_drafter_drafts_a_chain(kind: str, temperature: float) -> None:
     for name, drafter in drafters.items():
         drafted = generate(target, drafter, *batch([0, 1, 2]), **settings)
         assert drafted.new_tokens == alone.new_tokens, name
-        assert max(step.nodes for step in drafted.steps) > 1, name
+        # tree=auto decides by measured times, which other work on the machine changes.
+        assert name == "eagle3 auto" or max(step.nodes for step in drafted.steps) > 1, name
     assert [drafters[name].nodes for name in ("eagle3", "medusa", "draft model")] == [5, 4, 4]
 
 
