@@ -128,7 +128,7 @@ def rivals(target: Target, cfg: DictConfig, folder: Path, longest: int) -> dict[
     """Build the systems of others. longest: tokens of the longest prompt."""
     found: dict[str, System] = {}
     path, chain = str(Path(resolve_path(target.name, target.dtype))), cfg.chain
-    if cfg.transformers:  # with weights of its own: ours may be packed
+    if cfg.transformers:  # with other weights, since ours may be packed
         model = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).eval().to(target.device)
         ends = list(target.eos_token_ids)
         found["transformers"] = transformers(model, ends, cfg)
