@@ -133,9 +133,8 @@ def check(head: DraftHead, target: Target, prompt: list[int], saved: Path | None
             for who, reader in heads.items():
                 chain, drafted = drafted_logits(reader, target, before, bonus)
                 text = [*before, bonus, *chain, 0]
-                text += [0] * (
-                    len(prompt) + head.depth + 1 - len(text)
-                )  # one length, for which a GPU compiles its kernel
+                # A GPU compiles its kernel for one length.
+                text += [0] * (len(prompt) + head.depth + 1 - len(text))
                 trained = trained_logits(head, target, text, cut - 1)
                 for depth, (ours, theirs) in enumerate(zip(trained, drafted, strict=True), start=1):
                     difference, most = (ours - theirs).abs().max().item(), tolerance(head, target, exact, ours)
