@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -23,6 +22,8 @@ def online(packed: Packed, target: Target, layers: list[int], batch: int) -> Dat
 
 def batch_of(rows: Sequence[dict[str, Any]], target: Target) -> PackedBatch:
     """Return packed rows as one batch on the target's device."""
+    from accelerate.utils import send_to_device  # `foredraft plan` does without it
+
     return PackedBatch(**send_to_device(collate(rows), target.device))
 
 
