@@ -23,11 +23,11 @@ from transformers.masking_utils import sdpa_mask
 from foredraft.heads.attention.masks import PackedMask
 from foredraft.heads.attention.paths import PATHS, attend_paths
 from foredraft.heads.attention.text_attention import SINK_PADDING, attend_part, attend_text, with_sinks
+from foredraft.heads.caches.device import FEWEST_ROWS
 
 NAME = "foredraft"
 # Arguments of a model's attention beyond dot products; calls with them go to transformers' own function.
 EXTRAS = ("position_bias", "output_attentions")
-FEWEST_ROWS = 4  # of queries: for fewer a CPU, and for a single one a GPU, uses other kernels, which round differently
 GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by group size and presence of sinks
 
 

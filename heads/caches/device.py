@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# Rows of a product on a CPU that a forward has at least. A single row uses another kernel, which rounds differently, and with
-# AVX-512 four to six rows are the fastest (576 x 1,536, packed, float32, Zen 4: 1 row takes 260 microseconds, 2 313, 4 201).
+# Rows of a product, and queries of attention, that a forward has at least. For fewer a CPU, and for one query a GPU, uses
+# other kernels, which round differently. With AVX-512 products of four to six rows are also the fastest (576 x 1,536, packed,
+# float32, Zen 4: one row takes 260 microseconds, two 294, four 201).
 FEWEST_ROWS = 4
 
 
