@@ -116,13 +116,14 @@ def steps(hits: Tensor, counted: Tensor) -> list[int]:
     """
     depth, length = hits.shape
     starts = max(0, length - depth + 1)
-    begun, complete = (torch.stack([grid[d, d : d + starts] for d in range(depth)]) for grid in (hits, counted))
-    accepted, whole = begun.cumprod(0).sum(0).tolist(), complete.all(0).tolist()
+    by_start = (torch.stack([grid[d, d : d + starts] for d in range(depth)]) for grid in (hits, counted))
+    hits, counted = by_start  # (depth, starts)
+    accepted, is_complete = hits.cumprod(0).sum(0).tolist(), counted.all(0).tolist()
     gained, at = [], 0
-    while at < len(whole):
-        if whole[at]:
+    while at < len(is_complete):
+        if is_complete[at]:
             gained.append(accepted[at] + 1)
-        at += accepted[at] + 1 if whole[at] else 1
+        at += accepted[at] + 1 if is_complete[at] else 1
     return gained
 
 
