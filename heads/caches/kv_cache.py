@@ -26,9 +26,9 @@ from foredraft.heads.caches.device import upload
 from foredraft.heads.caches.layers import CacheLayer, Sliding, WindowLayer, whole_blocks
 
 MIN_BUCKET = 256  # smallest number of columns that a forward of fixed shapes sees
-# On a CPU a forward after a text sees a multiple of this many columns, or one of a few smaller numbers (key_widths.py).
-# Attention processes keys in blocks of this size, so all its products have one shape, and a row has the same bits regardless
-# of its batch. Most smaller blocks are summed in another order.
+# On a CPU attention processes keys in blocks of this many columns. A forward after a text sees whole blocks, and a last one
+# that may be cut to some smaller widths (key_widths.py), so a row has the same bits regardless of its batch. Blocks of other
+# widths are summed in another order.
 KEY_BLOCK = 512
 
 
@@ -56,7 +56,7 @@ class KVCache(Cache):
     seq_lens: (batch, 1) int64, the lengths on the device.
     span: the rows as a slice if they are neighbors, else None.
     used: the columns that any forward has seen. On a CPU, those after them take no memory.
-    short_widths: numbers of columns below a block that forwards may see, too, ascending.
+    short_widths: numbers of columns to which the last block may be cut, ascending.
     keeps_bits: does a token get the same bits however its text was computed (`Capabilities.keeps_bits`)?
     kv_bucket: None if forwards see the columns up to the longest slot's newest entry. If they are to be captured
     (cuda_graphs.py), they see this number of columns, and only `seq_lens` determines where the text ends.
@@ -80,7 +80,8 @@ class KVCache(Cache):
         self.sliding, windows = sliding, frozenset() if sliding is None else sliding.layers
         super().__init__(layers=[(WindowLayer if i in windows else CacheLayer)(self) for i in range(layers)])
         self.device, self.capture, self.keeps_bits = torch.device(device), capture, keeps_bits
-        self.key_block, self.short_widths = key_block(self.device), short_widths
+        self.key_block = key_block(self.device)
+        self.short_widths = [width for width in short_widths if width < self.key_block]
         self.kv_bucket: int | None = None
         self.num_slots, self.capacity = num_slots, capacity
         self.graphs = CudaGraphs(self.device, self.capture)
@@ -195,7 +196,8 @@ class KVCache(Cache):
         width = min(max(self.lengths) + self.num_uncommitted + new, self.capacity)
         if self._is_empty and not self.keeps_bits:
             return width
-        return next((short for short in self.short_widths if short >= width), whole_blocks(width, self.key_block))
+        before = whole_blocks(width, self.key_block) - self.key_block  # columns of the blocks before the last one
+        return before + next((short for short in self.short_widths if short >= width - before), self.key_block)
 
     @property
     def _is_empty(self) -> bool:
