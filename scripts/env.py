@@ -92,7 +92,9 @@ def torch_paths() -> Iterator[tuple[str, str]]:
     else:
         need = "compute capability 8.0" if gpu else "AVX512_BF16, AMX or ARM's BF16"
         yield "dtype=auto", f"float32: this device has no fast products in bfloat16, which need {need}"
-    yield "bits in bfloat16", bits_in_bfloat16(device)
+    for dtype in ("bfloat16", "float32"):
+        yield f"bits in {dtype}", bits(dtype, device)
+    yield "bits of others", "a target with quantized weights is measured when it is loaded, one with recurrent layers is not"
     flexible = "disabled: only for training on a GPU; a CPU attends document by document"
     if gpu:
         with warnings.catch_warnings(record=True) as caught:
@@ -107,16 +109,17 @@ def torch_paths() -> Iterator[tuple[str, str]]:
         yield f"packed products {name}", "works" if works else f"disabled: {why}"
 
 
-def bits_in_bfloat16(device: Any) -> str:
+def bits(dtype: str, device: Any) -> str:
     """Return whether the test model's logits for a token depend on what is computed in the same forward."""
     from foredraft.heads import Target
     from foredraft.heads.target_model.capabilities import is_batch_invariant
     from foredraft.words import shipped
 
     try:
-        same = is_batch_invariant(Target.from_pretrained(shipped("test_model"), dtype="bfloat16", device=device))
+        same = is_batch_invariant(Target.from_pretrained(shipped("test_model"), dtype=dtype, device=device))
     except Exception as error:  # a broken installation is what this command is for
         return f"failed: {type(error).__name__}: {error}"
     if same:
         return "the same for a token whatever is computed with it: drafted chains change no text (test model)"
-    return "depend on what is computed with a token: near-ties may fall the other way (test model)"
+    texts = "near-ties may fall the other way" if dtype == "bfloat16" else "but texts were identical in all tests"
+    return f"depend on what is computed with a token: {texts} (test model)"
