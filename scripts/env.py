@@ -92,9 +92,9 @@ def torch_paths() -> Iterator[tuple[str, str]]:
     else:
         need = "compute capability 8.0" if gpu else "AVX512_BF16, AMX or ARM's BF16"
         yield "dtype=auto", f"float32: this device has no fast products in bfloat16, which need {need}"
-    for dtype in ("bfloat16", "float32"):
-        yield f"bits in {dtype}", bits(dtype, device)
-    yield "bits of others", "a target with quantized weights is measured when it is loaded, one with recurrent layers is not"
+    for name in ("bfloat16", "float32"):
+        yield f"bits in {name}", bits(name, device)
+    yield "bits of others", "of quantized targets they are measured at load, of recurrent ones they are not kept"
     flexible = "disabled: only for training on a GPU; a CPU attends document by document"
     if gpu:
         with warnings.catch_warnings(record=True) as caught:

@@ -28,6 +28,7 @@ from transformers import (
 
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import reads_images
+from foredraft.heads.target_model.norms import fuse_norms
 
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
@@ -157,6 +158,8 @@ def load_model(
     except (OSError, ImportError, json.JSONDecodeError) as error:  # some models need more packages
         raise ValueError(f"target {path} cannot be loaded: {first_line(error)}") from error
     keep_outliers(model)
+    if "distributed_config" not in kwargs:
+        fuse_norms(model)
     return model if kwargs.keys() & {"device_map", "distributed_config"} else model.to(device)
 
 
