@@ -35,7 +35,7 @@ def fused(self: Any, hidden_states: Tensor) -> Tensor:
 def is_rms_norm(module: Any) -> bool:
     """Return whether a module computes what `fused` computes, measured with a few random numbers and weights, and whether
     nothing has replaced its forward (accelerate does, to move states between devices)."""
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or [*dict(module.named_parameters())] != ["weight"]:
         return False
     if weight.ndim != 1 or weight.device.type == "meta" or epsilon(module) is None or "forward" in vars(module):
