@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def fuse_norms(model: nn.Module) -> None:
-    """Compute the norms of `model` by torch's `rms_norm`. A norm that computes something else stays as it is (Gemma adds one
+    """Compute the norms of `model` by torch's `rms_norm`. A norm that computes something else is not touched (Gemma adds one
     to its weights)."""
     for module in model.modules():
         if is_rms_norm(module):
