@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 8  # for which the layout is chosen; a layout for one row does not speed up a tree, this one costs a row nothing
-# Smallest packed weight: below it the call costs more than the product. In float32 one row of 512 x 192 takes 24 microseconds
-# packed and 12 unpacked, 8 rows 34 and 31; 576 x 576 takes 40 and 31, 72 and 92 (one core, AVX-512).
-SMALLEST = {torch.float32: 1 << 17, torch.bfloat16: 1 << 15}
+# Smallest packed weight: below it the call costs more than the product. In float32 four rows of 576 x 192 take 45 microseconds
+# packed and 69 unpacked, of 256 x 256 30 and 46, of 192 x 192 19 and 16 (one core, AVX-512, 60 weights in turn).
+SMALLEST = {torch.float32: 1 << 16, torch.bfloat16: 1 << 15}
 
 
 class PackedLinear(nn.Module):
