@@ -184,6 +184,7 @@ class Engine:
         self.slots.use()
         cache, accepted = self.slots.open_cache(), self.slots.accepted
         assert accepted is not None
+        self.drafter.prepare(accepted)
         self.depth = self.padded_depth = self.drafter.depth
         if cache.graphs.active:  # few different sizes require few graphs
             self.padded_depth = power_of_two(self.depth + 1) - 1

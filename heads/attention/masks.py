@@ -1,9 +1,12 @@
 """Convert our masks to the form that a model takes: 4D, cut to its sliding windows, added to the scores."""
 
+import functools
+import inspect
+import sys
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig
 
@@ -73,14 +76,28 @@ class PackedMask(Tensor):
         return func(*args, **kwargs)
 
 
+def knows_windows(model: nn.Module) -> bool:
+    """Return whether the code of a model reads `sliding_window`. A config may have the word although its model ignores it."""
+    files = {type(part).__module__ for part in model.modules()}
+    return any(mentions_windows(name) for name in files if not name.startswith("torch."))
+
+
+@functools.cache
+def mentions_windows(module: str) -> bool:
+    try:
+        return "sliding_window" in inspect.getsource(sys.modules[module])
+    except (OSError, TypeError, KeyError):
+        return True
+
+
 class Masks(NamedTuple):
     window: int | None  # tokens that sliding attention sees
     mixed: bool  # are there layers without a window, too?
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> "Masks":
+    def of(cls, config: PreTrainedConfig, model: nn.Module) -> "Masks":
         types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-        if getattr(config, "use_sliding_window", None) is False:
+        if getattr(config, "use_sliding_window", None) is False or not knows_windows(model):
             window = None
         if types is not None and "sliding_attention" not in types:
             window = None  # a config may name a window that none of its layers uses

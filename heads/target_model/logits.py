@@ -42,19 +42,22 @@ class LogitScaling(NamedTuple):
 
 
 @contextlib.contextmanager
-def only_logits_at(lm_head: nn.Module, positions: Tensor, shape: torch.Size) -> Iterator[None]:
+def only_logits_at(lm_head: nn.Module, positions: Tensor, shape: torch.Size) -> Iterator[list[bool]]:
     """Compute logits only at these positions (batch, n, 1) int64 of each sequence. No argument of a model selects different
-    positions. shape: of the tokens. A model that calls its lm_head in another way returns all logits."""
+    positions. shape: of the tokens. A model that calls its lm_head in another way returns all logits: then the list that this
+    yields stays empty."""
+    selected: list[bool] = []
 
     def select(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         hidden, *others = inputs
         if hidden.shape[:-1] != shape:
             return None
+        selected.append(True)
         return hidden.gather(1, positions.to(hidden.device).expand(-1, -1, hidden.shape[-1])), *others
 
     hook = lm_head.register_forward_pre_hook(select, prepend=True)
     try:
-        yield
+        yield selected
     finally:
         hook.remove()
 

@@ -14,6 +14,7 @@ from foredraft.heads.attention import masked as attention
 from foredraft.heads.attention.masks import Masks
 from foredraft.heads.attention.paths import note_paths
 from foredraft.heads.caches import recurrent_ops
+from foredraft.heads.caches.device import FEWEST_ROWS
 from foredraft.heads.caches.kv_cache import KEY_BLOCK, KVCache, key_block, to_device
 from foredraft.heads.caches.layers import Sliding
 from foredraft.heads.caches.stacked_cache import StackedCache
@@ -77,7 +78,7 @@ class Target:
         self._cache_name = cache_name(model)
         # Not from `to_dict`, which omits computed values and second names (GPT-2's n_positions).
         self.layer_types: list[str] | None = getattr(self.config, "layer_types", None)
-        self.masks, self.scaled = Masks.of(self.config), LogitScaling.of(self.config)
+        self.masks, self.scaled = Masks.of(self.config, model), LogitScaling.of(self.config)
 
     @classmethod
     def from_pretrained(
@@ -294,24 +295,23 @@ class Target:
         self, tokens: Tensor, lengths: Sequence[int], cache: TargetCache, layers: Sequence[int] = ()
     ) -> TargetOutput:
         """Run a forward of prompts (batch, longest), padded on the right, or of parts of them after the cached text if its
-        capabilities have `chunks`. Return logits (batch, 1, vocab) of each prompt's last token and aux_hidden_states
-        (batch, longest, width), undefined for padding."""
+        capabilities have `chunks`. Return logits (batch, 1, vocab) of each prompt's last token and aux_hidden_states (batch,
+        at least longest, width), undefined for padding."""
         check_tokens(self, tokens)
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
-        # A single token would advance every sequence's state, and a single row rounds differently.
-        if tokens.shape[1] == 1 and (min(lengths) == 0 or (self.capabilities.keeps_bits and len(tokens) == 1)):
-            tokens = torch.nn.functional.pad(tokens, (0, 1))
+        copies = -(-FEWEST_ROWS // len(tokens)) if self.capabilities.keeps_bits else 1  # few rows round differently
+        if (more := max(copies, 2 if min(lengths) == 0 else 1) - tokens.shape[1]) > 0:  # 1 would advance all states
+            tokens = torch.nn.functional.pad(tokens, (0, more))
         positions = cache.seq_lens + torch.arange(tokens.shape[1], device=tokens.device)
         cache.new_counts = to_device(lengths, tokens.device)[:, None]
         last = (cache.new_counts[:, None] - 1).clamp(min=0)
         # Padding follows the text, where causal attention never looks: an empty cache needs no mask.
         mask = cache.causal_mask(tokens.shape[1])
-        with only_logits_at(self.model.get_output_embeddings(), last, tokens.shape):
+        with only_logits_at(self.model.get_output_embeddings(), last.expand(-1, copies, -1), tokens.shape) as selected:
             output = self.forward_tree(tokens, positions, mask, cache, layers)
         logits = output.logits
-        if logits.shape[1] > 1:
-            logits = logits.gather(1, last.expand(-1, -1, logits.shape[-1]))
+        logits = logits[:, :1] if selected else logits.gather(1, last.expand(-1, -1, logits.shape[-1]))
         return TargetOutput(logits, output.aux_hidden_states)
 
     def forward_tree(

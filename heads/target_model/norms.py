@@ -5,7 +5,7 @@ transformers writes them as seven. On a GPU each is a kernel: of the 2,363 of a 
 """
 
 import copy
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ def fuse_norms(model: nn.Module) -> None:
     to its weights)."""
     for module in model.modules():
         if is_rms_norm(module):
-            module.forward = MethodType(fused, module)
+            module.forward = partial(fused, module)  # a method of another name could not be pickled
 
 
 def epsilon(module: Any) -> float | None:

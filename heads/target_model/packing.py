@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 ROWS = 8  # for which the layout is chosen; a layout for one row does not speed up a tree, this one costs a row nothing
-# Smallest packed weight: below it the call costs more than the product. In float32 four rows of 576 x 192 take 45 microseconds
-# packed and 69 unpacked, of 256 x 256 30 and 46, of 192 x 192 19 and 16 (one core, AVX-512, 60 weights in turn).
+# Smallest packed weight: below it the call costs more than the product. In float32, four rows of 576 x 192 take 45 us packed
+# and 69 unpacked, of 256 x 256 30 and 46, of 192 x 192 19 and 16 (one core, AVX-512, 60 weights in turn).
 SMALLEST = {torch.float32: 1 << 16, torch.bfloat16: 1 << 15}
+SWITCHES = 1024  # largest weight for which torch's own kernel and oneDNN's take turns: up to 4 rows, and for more
 
 
 class PackedLinear(nn.Module):
@@ -80,7 +81,9 @@ def is_packable(module: nn.Module) -> bool:
         return False
     if any(parameter.requires_grad for parameter in module.parameters()):
         return False
-    return module.weight.numel() >= SMALLEST[module.weight.dtype] and is_faster(module.weight.dtype)
+    numel, dtype = module.weight.numel(), module.weight.dtype
+    switches = dtype == torch.bfloat16 and numel <= SWITCHES
+    return (switches or numel >= SMALLEST[dtype]) and is_faster(dtype)
 
 
 @cache

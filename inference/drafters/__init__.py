@@ -24,6 +24,7 @@ from foredraft.inference.drafters.static import StaticTree
 from foredraft.inference.drafters.suffix import SuffixDrafter
 from foredraft.inference.drafters.union import Union
 
+LOOKUPS = ("ngram", "suffix")  # look up what followed the newest tokens before
 DRAFTER_NAMES = "none, ngram, suffix, lookahead, draft:<path or id of a smaller model>, a head's directory or Hub id"
 
 
@@ -32,7 +33,8 @@ def load_drafter(path: str, target: Target, revision: str | None = None, **optio
 
     path: "none" (autoregressive decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's
     directory or Hub id (revision: its branch, tag or commit), or several of these joined by "+" (`load_joined`). Heads and
-    draft models have the option `tree` (`with_tree_policy`), "auto" by default.
+    draft models have the option `tree` (`with_tree_policy`), "auto" by default. Of "ngram" and "suffix" it is "auto", which
+    drafts only when it pays, or "fixed".
     """
     if "+" in path and not Path(path).is_dir():
         return load_joined(path.split("+"), target, **options)
@@ -44,8 +46,11 @@ def load_joined(paths: list[str], target: Target, tree: str = "auto", window: in
     Other drafters, or tree="fixed": the union of their trees. It sizes no head's tree, whose share of the time is unknown."""
     if tree not in ("auto", "fixed"):
         raise ValueError(f"tree={tree} is not one of auto, fixed, which drafters joined by + support")
-    windows = [{} if window is None or path in ("none", "ngram", "suffix") else {"window": window} for path in paths]
-    drafters = [load(path, target, None, tree, **some) for path, some in zip(paths, windows, strict=True)]
+    windows = [{} if window is None or path in ("none", *LOOKUPS) else {"window": window} for path in paths]
+    drafters = [
+        load(path, target, None, "fixed" if path in LOOKUPS else tree, **some)
+        for path, some in zip(paths, windows, strict=True)
+    ]
     if tree == "auto" and len(drafters) == 2:
         suffix, auto = sorted(drafters, key=lambda drafter: isinstance(drafter, AutoTree))
         if isinstance(suffix, SuffixDrafter) and isinstance(auto, AutoTree):
@@ -56,17 +61,15 @@ def load_joined(paths: list[str], target: Target, tree: str = "auto", window: in
 
 
 def load(path: str, target: Target, revision: str | None, default_tree: str, **options: Any) -> Drafter:
-    """Load one drafter like `load_drafter`. default_tree: for heads and draft models without the option `tree`."""
+    """Load one drafter like `load_drafter`. default_tree: for drafters without the option `tree`."""
     prefers_chains = target.capabilities.prefers_chains
     if path == "none":
         return NoDrafter(**options)
-    if path == "ngram":
-        return NgramDrafter(**options)
-    if path == "suffix":
-        return SuffixDrafter(**({"width": 1} if prefers_chains else {}) | options)
     if path == "lookahead":
         return Chain(Lookahead(**options)) if prefers_chains else Lookahead(**options)
     facts: dict[str, Any] = {"tree": default_tree, **options}
+    if path in LOOKUPS:
+        return keep_measurements(load_lookup(path, target, **facts), target, path, options)
     if path.startswith("draft:"):
         head: DraftHead | Target
         head = Target.from_pretrained(path.removeprefix("draft:"), dtype=target.dtype, device=target.device)
@@ -80,7 +83,25 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
         pack(head)
         facts["accuracies"] = read_config(directory).get("foredraft", {}).get("accuracies")
         path = str(directory)
-    drafter = drafter_for(head, target, **facts)
+    return keep_measurements(drafter_for(head, target, **facts), target, path, options)
+
+
+def load_lookup(path: str, target: Target, tree: str, reproducible: bool = False, **options: Any) -> Drafter:
+    """Return the drafter "ngram" or "suffix". reproducible: see `with_tree_policy`."""
+    if tree not in ("auto", "fixed"):
+        raise ValueError(f"tree={tree} is not one of auto, fixed, which {path} supports")
+    if path == "suffix" and target.capabilities.prefers_chains:
+        options = {"width": 1} | options
+    lookup = NgramDrafter(**options) if path == "ngram" else SuffixDrafter(**options)
+    if tree == "fixed" or (reproducible and lookup.branches and target.dtype != torch.float32):
+        return lookup
+    auto = AutoTree(NoDrafter(), target)
+    auto.add_suffix(lookup)
+    return auto
+
+
+def keep_measurements(drafter: Drafter, target: Target, path: str, options: dict[str, Any]) -> Drafter:
+    """Let a drafter that measures start from what it learned in earlier runs with these options."""
     if isinstance(drafter, AutoTree) and not target.is_collective:
         drafter.memory.keep(about(target, path, options))
     return drafter
@@ -113,7 +134,7 @@ def drafter_for(
 def tree_of(drafter: Drafter) -> HeadTree | None:
     """Return the head's tree that a drafter proposes or sizes; None for a drafter without one, or with others next to it."""
     if isinstance(drafter, AutoTree):
-        return None if drafter.suffix else drafter.inner
+        return drafter.inner if isinstance(drafter.inner, HeadTree) and not drafter.suffix else None
     inner = drafter.inner if isinstance(drafter, AdaptiveLength) else drafter
     return inner if isinstance(inner, HeadTree) else None
 

@@ -58,6 +58,11 @@ class Drafter(ABC):
         """Return the drafters, within this one, that prefill a cache."""
         return [cached for part in self.parts for cached in part.cached_drafters]
 
+    def prepare(self, accepted: Accepted) -> None:
+        """Decide what the next `propose` does, before `depth` is read: noise is made for that many positions."""
+        for part in self.parts:
+            part.prepare(accepted)
+
     @abstractmethod
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         """Return a tree whose node 0 is the bonus token. gumbel: (batch, depth + 1, vocab) float32, the noise of tokens at

@@ -63,6 +63,10 @@ class Costs:
     def knows_plain(self) -> bool:
         return len(self.plain) >= ENOUGH
 
+    def knows(self, arm: str, nodes: int) -> bool:
+        """Return whether trees of this size, or larger ones, were measured."""
+        return any(size >= nodes and len(recent) >= ENOUGH for size, recent in self.tables[arm].items())
+
     def add(self, arm: str, nodes: int, seconds: float) -> None:
         """Record a whole step. arm: "head" or "suffix". nodes: planned for its tree; 1 is a step without drafts."""
         if nodes > 1:
@@ -143,7 +147,7 @@ class Hits:
 
     def limit(self, most: float, count: float) -> None:
         """Let what was seen count as `count` first drafts, if it counts as more than `most`."""
-        if (first := self.tried[0][0]) > most:
+        if self.tried and (first := self.tried[0][0]) > most:
             for row in (*self.tried, *self.accepted):
                 row[:] = [count / first * number for number in row]
 

@@ -1,5 +1,7 @@
 """Prompt lookup: draft what followed the same n-gram earlier in the text (Saxena, 2023). It needs no head."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from foredraft.inference.drafters.base import Accepted, Drafter, chains
@@ -9,6 +11,7 @@ from foredraft.inference.tree import TokenTree
 
 class NgramDrafter(Drafter):
     branches = False
+    expected: Sequence[float] = ()  # drafts of each sequence in this step, of which policy.py learns how many are right
 
     def __init__(self, longest: int = 3, depth: int = 10):
         """Initialize the drafter. longest: maximum length of the n-grams. The longest one that occurred before is used, at
@@ -27,7 +30,9 @@ class NgramDrafter(Drafter):
         self.entered = [0 if slot is None else self.entered[slot] for slot in slots]
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        return chains(accepted, [self.look_up(slot, text) for slot, text in enumerate(accepted.text)])
+        drafts = [self.look_up(slot, text) for slot, text in enumerate(accepted.text)]
+        self.expected = [float(len(draft)) for draft in drafts]
+        return chains(accepted, drafts)
 
     def look_up(self, slot: int, text: list[int]) -> list[int]:
         followers = self.followers[slot]

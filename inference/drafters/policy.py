@@ -9,6 +9,8 @@ The first steps have no drafts. Then the head drafts little, because a draft of 
 more as soon as its drafts are accepted often enough. Larger trees than the best one are tried as long as they may turn out
 better, but all trials together cost about one step in two hundred. A second account compares the text so far with the
 baseline: where drafts lost more than that, nothing is drafted until it is made up. Only steps that write text are timed.
+
+n-grams may take the place of the suffix. Without a head the first two arms are one.
 """
 
 import math
@@ -19,10 +21,11 @@ from torch import Tensor
 
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.sharding import broadcast
-from foredraft.inference.drafters.base import Accepted, Drafter, PendingAccepted, Wrapper, bonus_only
+from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, PendingAccepted, Wrapper, bonus_only
 from foredraft.inference.drafters.block import BlockTree
 from foredraft.inference.drafters.dynamic import DynamicTree
 from foredraft.inference.drafters.measurements import PLAIN, Case, Measurements, Plan
+from foredraft.inference.drafters.ngram import NgramDrafter
 from foredraft.inference.drafters.static import StaticTree
 from foredraft.inference.drafters.suffix import SuffixDrafter
 from foredraft.inference.sampling import Sampling
@@ -48,8 +51,10 @@ OPTIMISM = 1.0  # standard errors by which a plan may be better than seen, when 
 PRIOR, REMEMBER = 8.0, 256.0
 
 
-def plans_of(tree: HeadTree, device: torch.device) -> list[Plan]:
+def plans_of(tree: HeadTree | NoDrafter, device: torch.device) -> list[Plan]:
     """Return the sizes to choose from, each a part of the next one. A tree's depth grows more slowly than its nodes."""
+    if isinstance(tree, NoDrafter):
+        return []
     full = Plan(tree.nodes, tree.depth)
     grows = isinstance(tree, DynamicTree) and tree.branches
     sizes = [size for size in SIZES if size < full.nodes and (device.type == "cpu" or size.bit_count() == 1)]
@@ -60,10 +65,10 @@ def plans_of(tree: HeadTree, device: torch.device) -> list[Plan]:
 class AutoTree(Drafter):
     """Draft with the head, with the suffix if it promises more in this step, or not at all."""
 
-    suffix: SuffixDrafter | None = None
+    suffix: SuffixDrafter | NgramDrafter | None = None
 
-    def __init__(self, inner: HeadTree, target: Target):
-        """Wrap `inner`, which has the largest tree of the head that may be used."""
+    def __init__(self, inner: HeadTree | NoDrafter, target: Target):
+        """Wrap `inner`, which has the largest tree of the head that may be used; `NoDrafter` without a head."""
         self.inner, self.parts, self.broadcast = inner, [inner], partial(broadcast, target)
         self.layers, self.nodes, self.branches = inner.layers, inner.nodes, inner.branches
         self.plans = plans_of(inner, target.device)
@@ -75,18 +80,20 @@ class AutoTree(Drafter):
         self.trials, self.lead = FREE, 0.0  # the two accounts, in plain steps
         self.emitted = 1.0  # tokens per sequence of this step
         self.gains, self.speeds = {PLAIN: 1.0}, {PLAIN: 0.0}
-        self.by_suffix = False  # whether the last tree was the suffix's
+        self.by_suffix = self.tries_suffix = (
+            False  # whether the last tree was the suffix's, and only to learn what it costs
+        )
         self.size, self.expected = 1, 0.0  # nodes of the suffix's tree, and drafts that it expects to be right
         self.pending = PendingAccepted()  # by the head
 
-    def add_suffix(self, suffix: SuffixDrafter) -> None:
+    def add_suffix(self, suffix: SuffixDrafter | NgramDrafter) -> None:
         """Draft with the suffix too. Called before decoding."""
         self.suffix, self.parts, self.nodes = suffix, [self.inner, suffix], max(self.inner.nodes, suffix.nodes)
         self.branches = self.inner.branches or suffix.branches
 
     @property
     def depth(self) -> int:  # type: ignore[override]  # of the next tree
-        return max(self.plan.levels, self.suffix.depth if self.suffix else 0)
+        return self.suffix.depth if self.suffix and self.by_suffix else self.plan.levels
 
     @property
     def remembers_others(self) -> bool:  # type: ignore[override]
@@ -153,22 +160,39 @@ class AutoTree(Drafter):
     def seconds(self, plan: Plan) -> float:
         return self.costs.seconds("head", plan.nodes)
 
-    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        self.pending.append(accepted)
+    def prepare(self, accepted: Accepted) -> None:
         if self.suffix:
-            tree = self.suffix.propose(accepted, gumbel)
-            self.size, self.expected = tree.tokens.shape[1], sum(self.suffix.expected)
-            expected, right = self.memory.suffix or (PRIOR, PRIOR)
-            gain = 1 + right / expected * self.expected / len(self.suffix.expected)
-            # Nothing is known before plain steps were timed.
-            head = self.gains[self.affordable] / self.seconds(self.affordable) if self.costs.knows_plain else math.inf
-            self.by_suffix = self.expected > 0 and gain > head * self.costs.seconds("suffix", self.size)
-            if self.by_suffix:  # the head sees what was accepted before its next tree
-                return tree
-        if self.plan == PLAIN:
+            self.lookup = self.suffix.propose(accepted, None)
+            self.size, self.expected = self.lookup.tokens.shape[1], sum(self.suffix.expected)
+            self.by_suffix, self.tries_suffix = self.suffix_pays(self.expected / len(self.suffix.expected))
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        if self.plans:
+            self.pending.append(accepted)
+        if self.by_suffix:  # the head sees what was accepted before its next tree
+            return self.lookup
+        if self.plan == PLAIN or isinstance(self.inner, NoDrafter):
             return bonus_only(accepted)
         self.inner.resize(*self.plan)
         return self.inner.propose(self.pending.take(), None if gumbel is None else gumbel[:, : self.plan.levels + 1])
+
+    def suffix_pays(self, drafts: float) -> tuple[bool, bool]:
+        """Return whether to use the suffix's tree of `size` nodes, and whether only to learn what such a tree costs. drafts:
+        number that its counts expect to be right."""
+        if not drafts or not self.costs.knows_plain:
+            return False, False
+        expected, right = self.memory.suffix or (PRIOR, PRIOR)
+        gain, seconds, plain = (
+            1 + right / expected * drafts,
+            self.costs.seconds("suffix", self.size),
+            self.seconds(PLAIN),
+        )
+        head = self.gains[self.affordable] / self.seconds(self.affordable)
+        if gain > head * seconds:
+            return True, False
+        is_trial = not self.costs.knows("suffix", self.size) and gain > head * plain
+        is_trial = is_trial and seconds - gain * plain <= self.trials * plain
+        return is_trial, is_trial
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
         lengths = [len(path) for path in paths if path]
@@ -178,7 +202,7 @@ class AutoTree(Drafter):
             expected, right = expected + self.expected, right + sum(lengths) - len(lengths)
             share = 0.5 if expected > REMEMBER else 1.0
             self.memory.suffix[:] = share * expected, share * right
-        elif self.plan != PLAIN:
+        elif self.plan != PLAIN and not isinstance(self.inner, NoDrafter):
             ranks = self.inner.ranks.tolist()
             for row, path in enumerate(paths):
                 if path:
@@ -191,6 +215,8 @@ class AutoTree(Drafter):
             self.costs.add(arm, nodes, seconds)
         steps = self.costs.seconds(arm, nodes) / self.seconds(PLAIN)  # that the baseline would have made
         self.trials = min(self.trials + SHARE * steps, 2 * FREE + SHARE * 1024)
+        if self.tries_suffix:
+            self.trials = max(0.0, self.trials + self.emitted - steps)
         if self.by_suffix:  # its counts limit what it may lose
             return
         # A slow moment of the machine must not forbid drafts for long, so no step loses more than MOST_LOSS.

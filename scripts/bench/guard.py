@@ -53,7 +53,7 @@ def decode(target: Target, drafter: str) -> dict[str, Any]:
     facts = {}
     sampling: dict[str, dict[str, Any]] = {"greedy": {}, "sampled": {"temperature": 1.0, "top_p": 0.9}}
     for name, settings in sampling.items():
-        options = {} if drafter in DRAFTERS[:4] else {"tree": "fixed"}
+        options = {} if drafter in ("none", "lookahead") else {"tree": "fixed"}
         out = generate(
             target,
             load_drafter(drafter, target, **options),

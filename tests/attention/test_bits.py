@@ -13,6 +13,7 @@ from foredraft.heads.caches.device import FEWEST_ROWS
 from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.heads.target_model import capabilities
 from foredraft.heads.target_model.key_widths import CANDIDATES, measured_widths, short_widths
+from foredraft.heads.target_model.packing import pack
 from foredraft.inference.drafters import (
     Drafter,
     DraftModel,
@@ -116,6 +117,33 @@ def test_prefill_changes_no_bit(llama, baselines, chunk):
     how = {"preempt_every": 9, "prefill_chunk": chunk, "reuse_prefixes": True}
     found = BitComparison.of(baselines[1.0], decode(llama, NgramDrafter(), 1.0, 3, **how))
     assert found.is_equal and found.rows > 40
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_a_chunk_of_few_tokens_changes_no_bit(chunk):
+    """Check a model of small layers, of which torch sums few rows in another way than many."""
+    target = small("llama", hidden_size=32, intermediate_size=32, num_hidden_layers=8)
+    pack(target.model)
+    lengths = (20, 133, 40)
+    baseline = decode(target, None, 1.0, 1, lengths)
+    itself = DraftModel(target, target, nodes=9, depth=4, width=3, min_probability=0)
+    for drafter, batch, settings in ((None, 1, {"prefill_chunk": chunk}), (itself, 3, {})):
+        found = BitComparison.of(baseline, decode(target, drafter, 1.0, batch, lengths, **settings))
+        assert found.is_equal and found.rows > 60
+
+
+def test_the_logits_after_a_prompt_have_the_bits_of_decoding():
+    """Check many prompts of a wide model: an lm_head of one row sums more than 1,024 inputs in another order."""
+    target = small("llama", hidden_size=1536, num_hidden_layers=1, vocab_size=1000, head_dim=32)
+    text = torch.randint(1000, (1, 140), generator=torch.Generator().manual_seed(0))
+    nodes = torch.arange(4)[None]
+    with torch.inference_mode():
+        for length in range(96, 130):
+            cache = target.new_cache(1, 512)
+            prefilled = target.prefill(text[:, :length], [length], cache).logits[0, 0]
+            cache.set_lengths([length - 1])
+            drafts, mask = text[:, length - 1 : length + 3], cache.mask(nodes[..., None] >= nodes[:, None])
+            assert torch.equal(target.forward_tree(drafts, cache.seq_lens + nodes, mask, cache).logits[0, 0], prefilled)
 
 
 NIGHTLY = (

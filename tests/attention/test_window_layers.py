@@ -46,6 +46,19 @@ def test_a_long_text_keeps_a_window_of_sliding_layers(monkeypatch):
     assert found == theirs[0, 512:].tolist()
 
 
+def test_a_window_that_a_model_ignores_limits_nothing():
+    """Check a config with a word that Llama's code never reads: all texts are those of forwards of the whole text."""
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**SIZES, sliding_window=WINDOW)).eval()
+    ids, found = text(40, 0), []
+    with torch.inference_mode():
+        for _ in range(12):
+            found.append(int(model(torch.tensor([ids + found]), use_cache=False).logits[0, -1].argmax()))
+    target = Target(model)
+    for settings in ({}, {"prefill_chunk": 7}):
+        assert run(Engine(target, Random(), **settings), [Request(ids, max_new_tokens=12)])[0] == [found]
+
+
 @pytest.fixture
 def narrow(monkeypatch):
     """Make sliding layers keep no more than they need."""

@@ -278,7 +278,7 @@ def test_a_tree_stops_where_little_is_left_to_gain_in_any_row(small):
 
 def test_short_words_name_drafters(target, tiny_path):
     load = partial(load_drafter, target=target)
-    assert isinstance(load("suffix", nodes=4), SuffixDrafter)
+    assert isinstance(load("suffix", nodes=4).suffix, SuffixDrafter)
     union = load(f"lookahead+draft:{tiny_path}")
     assert isinstance(union, Union) and isinstance(union.drafters[1], DraftModel)  # of a fixed tree
     for spec in (f"draft:{tiny_path}+suffix", f"suffix+draft:{tiny_path}"):

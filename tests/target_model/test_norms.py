@@ -74,6 +74,15 @@ def test_a_replaced_forward_and_a_gated_norm_stay():
     assert "forward" not in vars(gated) and torch.equal(hooked(torch.zeros(8)), torch.ones(8))
 
 
+def test_a_model_with_fused_norms_can_be_stored(tmp_path):
+    model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**SIZES)).eval()
+    fuse_norms(model)
+    torch.save(model, tmp_path / "model.pt")
+    ids = torch.tensor([[1, 2, 3]])
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(loaded(ids).logits, model(ids).logits) and squares(loaded, ids) == 0
+
+
 def test_a_loaded_target_has_such_norms(tiny_path):
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     assert squares(target.model, torch.tensor([[1, 2, 3]])) == 0
