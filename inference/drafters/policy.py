@@ -41,10 +41,8 @@ MARGIN = 1.03  # a plan must promise this much more than the last one to take it
 # Plain steps that trials may cost at first, and share of the time that they may cost later; and plain steps by which drafts
 # may be behind the baseline.
 FREE, SHARE, BEHIND = 0.7, 0.005, 1.0
-MOST_LEAD, MOST_LOSS = (
-    8.0,
-    2.0,
-)  # plain steps: the largest gain that earlier drafts count for, and the largest loss of a step
+# Plain steps: the largest gain that earlier drafts count for, and the largest loss of a step.
+MOST_LEAD, MOST_LOSS = 8.0, 2.0
 PLAIN_EVERY = 64  # steps after which a plain one is timed again
 OPTIMISM = 1.0  # standard errors by which a plan may be better than seen, when it is considered for a trial
 # Drafts' worth of trust in a suffix's counts before any was verified, and expected drafts after which they count half.
@@ -80,9 +78,7 @@ class AutoTree(Drafter):
         self.trials, self.lead = FREE, 0.0  # the two accounts, in plain steps
         self.emitted = 1.0  # tokens per sequence of this step
         self.gains, self.speeds = {PLAIN: 1.0}, {PLAIN: 0.0}
-        self.by_suffix = self.tries_suffix = (
-            False  # whether the last tree was the suffix's, and only to learn what it costs
-        )
+        self.by_suffix = self.tries_suffix = False  # was the last tree the suffix's? Only to learn what it costs?
         self.size, self.expected = 1, 0.0  # nodes of the suffix's tree, and drafts that it expects to be right
         self.pending = PendingAccepted()  # by the head
 
@@ -182,11 +178,8 @@ class AutoTree(Drafter):
         if not drafts or not self.costs.knows_plain:
             return False, False
         expected, right = self.memory.suffix or (PRIOR, PRIOR)
-        gain, seconds, plain = (
-            1 + right / expected * drafts,
-            self.costs.seconds("suffix", self.size),
-            self.seconds(PLAIN),
-        )
+        gain, seconds = 1 + right / expected * drafts, self.costs.seconds("suffix", self.size)
+        plain = self.seconds(PLAIN)
         head = self.gains[self.affordable] / self.seconds(self.affordable)
         if gain > head * seconds:
             return True, False
