@@ -92,7 +92,7 @@ def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
         if cache is engine.slots.cache and now[0] > 1 and asked[1] in [row.request for row in engine.slots.sequences]:
             reading.logits[1] = reading.aux_hidden_states[1] = float("nan")
             for states in states_of(cache):
-                states[1] = float("nan")
+                states[1, :, : cache.used] = float("nan")
         return reading
 
     def between(step: int) -> None:

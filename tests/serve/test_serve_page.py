@@ -45,7 +45,9 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(tmp_path_factory.mktemp("page"), *on_cpu("test_model"), "drafter=ngram") as running:
+    with served(
+        tmp_path_factory.mktemp("page"), *on_cpu("test_model"), "drafter=ngram", "drafter.tree=fixed"
+    ) as running:
         yield running
 
 

@@ -22,7 +22,7 @@ TEMPLATE = """!{%- if tools %}{{ 'Answer with <tool_call>{"name": ..., "argument
 {%- endfor %}{{ message.content or "" }}{{ "\n" }}{% endfor %}{{ "assistant:" }}
 {%- if enable_thinking is defined and enable_thinking %}<think>\n{% endif %}{# until </think> #}"""
 CONTEXT = 2048  # tools are long prompts
-SETTINGS = ["drafter=ngram", "max_tokens=300", "log_accepted=accepted.jsonl"]
+SETTINGS = ["drafter=ngram", "drafter.tree=fixed", "max_tokens=300", "log_accepted=accepted.jsonl"]
 SCHEMA = {"type": "object", "properties": {"kind": {"enum": ["alpha", "beta"]}}, "required": ["kind"]}
 SCHEMA["additionalProperties"] = False
 PICK = {"type": "function", "name": "pick", "description": "Pick one.", "parameters": SCHEMA, "strict": True}
