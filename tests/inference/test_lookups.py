@@ -71,6 +71,24 @@ def test_a_step_without_drafts_makes_no_noise_for_them(small, monkeypatch):
     assert sum(count > 1 for count in positions) == drafted < len(out.steps) - 2
 
 
+def test_what_a_batch_is_expected_to_make_dear_is_tried(small):
+    """Check eight sequences, whose drafts cost less here than is typical for a CPU, but pay off."""
+    batch, drafter = 8, AutoTree(NoDrafter(), small)
+    drafter.add_suffix(Sure())
+    drafter.begin(batch, 1000, Sampling.of([SamplingParams()] * batch, 1024))
+    newest = Accepted(torch.zeros(batch, 1, dtype=torch.long), torch.zeros(batch, 1, 0), [1] * batch, [[0]] * batch)
+    drafter.memory.suffix[:] = [100.0, 50.0]
+    sizes = []
+    for _ in range(1200):
+        drafter.prepare(newest)
+        tree = drafter.propose(newest, None)
+        sizes.append(tree.tokens.shape[1])
+        path = list(range(1 + min(3, sizes[-1] - 1)))
+        drafter.observe([path] * batch, tree.tokens)
+        drafter.observe_seconds(1 + 0.1 * (sizes[-1] - 1))
+    assert sizes[:9] == [1] * 9 and sizes[-100:].count(1 + DRAFTS) > 90
+
+
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
 def test_a_lookup_by_name_changes_no_text(small, name):
     drafter, ids = load_drafter(name, small), torch.tensor([prompt(9) * 3, prompt(9, 1) * 3])
