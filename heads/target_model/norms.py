@@ -1,7 +1,7 @@
 """RMS norms of a frozen model, as one operation each.
 
-transformers writes them as seven. On a GPU each is a kernel, and a decoding step of Qwen3-8B has 145 norms. torch's `rms_norm`
-is one kernel there from torch 2.9 on.
+transformers writes them as seven. On a GPU each is a kernel, and a decoding step of Qwen3-8B has 145 norms. torch's
+`rms_norm` is one kernel there from torch 2.9 on.
 """
 
 import copy
