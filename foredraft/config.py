@@ -37,6 +37,14 @@ from foredraft.renamed_keys import new_choice, new_key
 from foredraft.words import BENCH_CONF, CONF, WORDS, overrides_of
 
 
+def by_preset(preset: str, test_model: str, other: str) -> str:
+    """Return the default for the test model, or for all other targets."""
+    return test_model if preset.startswith("test_model") else other
+
+
+OmegaConf.register_new_resolver("by_preset", by_preset, replace=True)
+
+
 @contextlib.contextmanager
 def opened(folder: str | Path = CONF, more: str | None = None) -> Iterator[Any]:
     """Let Hydra find yaml in `folder`, then in the bench's and in `more`, as long as this lasts. Gives its loader."""

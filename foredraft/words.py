@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from omegaconf import OmegaConf
-
 from foredraft.train.data.known_sets import DATA_SETS
 
 CONF = (Path(__file__).parent / "conf").resolve()
@@ -43,19 +41,16 @@ def shipped(name: str) -> str:
     return str(relative if relative.exists() and relative.samefile(path) else path)
 
 
+def target_path(name: str) -> str:
+    """Return where a target is that may be called by a name of TARGETS."""
+    return shipped(name) if name == "test_model" else TARGETS.get(name, (name, name))[1]
+
+
 def has_gpu() -> bool:
     """Return whether PyTorch can use a GPU. Programs have imported it; `--help`, which has not, looks for a driver."""
     if "torch" not in sys.modules:
         return os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/kfd")
     return sys.modules["torch"].cuda.is_available()
-
-
-def by_preset(preset: str, test_model: str, other: str) -> str:
-    """Return the default for the test model, or for all other targets."""
-    return test_model if preset.startswith("test_model") else other
-
-
-OmegaConf.register_new_resolver("by_preset", by_preset, replace=True)
 
 
 def overrides_of(program: str, words: Iterable[str]) -> list[str]:
@@ -84,8 +79,8 @@ def expand(word: str, listed: bool = False) -> list[str]:
     if key.startswith("+drafter."):
         key = key[1:]
     if key in WORDS and value[:1] not in "[{":
-        if key == "target" and value in TARGETS:
-            value = shipped(value) if value == "test_model" else TARGETS[value][1]
+        if key == "target":
+            value = target_path(value)
         return [f"{key if key == 'drafter' and listed else WORDS[key]}={quoted(value)}"]
     # A partitioned data set has folders such as date=2026-01-01.
     path = "=" in value and re.fullmatch(r"\+*[.\w]+", key) and re.fullmatch(r"[\w./:@+~=-]+", value)

@@ -1,12 +1,14 @@
 """Print what a bug report needs: versions, devices, dtype and attention paths of this machine, and what is disabled and why.
 
-Each topic has one line. This command needs no extra: what is not installed is part of the report.
+Each topic has one line. With target=ORG/NAME it also says whether that target keeps the bits of a text with drafts and in a
+batch. This command needs no extra: what is not installed is part of the report.
 """
 
 import os
 import platform
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from importlib import metadata
@@ -18,8 +20,14 @@ import foredraft
 
 
 def main() -> None:
-    for topic, state in [*machine(), *packages(), *torch_paths()]:
-        print(f"{topic + ':':26}{state}")
+    target = None
+    for argument in sys.argv[1:]:
+        key, _, target = argument.partition("=")
+        if key != "target" or not target:
+            print(f"error: foredraft env takes target=ORG/NAME, or nothing, not {argument}", file=sys.stderr)
+            raise SystemExit(2)
+    for topic, state in [*machine(), *packages(), *torch_paths(target)]:
+        print(f"{topic + ':':25} {state}")
 
 
 def machine() -> Iterator[tuple[str, str]]:
@@ -62,8 +70,8 @@ def packages() -> Iterator[tuple[str, str]]:
         yield f"extra {extra}" if extra else "required", f"disabled: needs {', '.join(names)}: pip install '{install}'"
 
 
-def torch_paths() -> Iterator[tuple[str, str]]:
-    """Yield devices, and for each what is computed there and how."""
+def torch_paths(target: str | None) -> Iterator[tuple[str, str]]:
+    """Yield devices, and for each what is computed there and how. target: as typed, whose bits are of interest, too."""
     try:
         import torch
 
@@ -92,9 +100,12 @@ def torch_paths() -> Iterator[tuple[str, str]]:
     else:
         need = "compute capability 8.0" if gpu else "AVX512_BF16, AMX or ARM's BF16"
         yield "dtype=auto", f"float32: this device has no fast products in bfloat16, which need {need}"
-    for name in ("bfloat16", "float32"):
-        yield f"bits in {name}", bits(name, device)
-    yield "bits of others", "of quantized targets they are measured at load, of recurrent ones they are not kept"
+    for dtype in ("bfloat16", "float32"):
+        yield f"bits in {dtype}", f"{bits('test_model', dtype, device)} (test model)"
+    if target is None:
+        yield "bits of others", "measured at load; foredraft env target=ORG/NAME shows them"
+    else:
+        yield f"bits of {target}", bits(target, "auto", device)
     flexible = "disabled: only for training on a GPU; a CPU attends document by document"
     if gpu:
         with warnings.catch_warnings(record=True) as caught:
@@ -109,17 +120,23 @@ def torch_paths() -> Iterator[tuple[str, str]]:
         yield f"packed products {name}", "works" if works else f"disabled: {why}"
 
 
-def bits(dtype: str, device: Any) -> str:
-    """Return whether the test model's logits for a token depend on what is computed in the same forward."""
+def bits(name: str, dtype: str, device: Any) -> str:
+    """Return whether a target's logits for a token depend on what is computed in the same forward."""
+    import torch
+
     from foredraft.heads import Target
     from foredraft.heads.target_model.capabilities import is_batch_invariant
-    from foredraft.words import shipped
+    from foredraft.words import target_path
 
     try:
-        same = is_batch_invariant(Target.from_pretrained(shipped("test_model"), dtype=dtype, device=device))
+        target = Target.from_pretrained(target_path(name), dtype=dtype, device=device)
+        able = target.capabilities
+        same = able.trees and is_batch_invariant(target)
     except Exception as error:  # a broken installation is what this command is for
         return f"failed: {type(error).__name__}: {error}"
     if same:
-        return "the same for a token whatever is computed with it: drafted chains change no text (test model)"
-    texts = "near-ties may fall the other way" if dtype == "bfloat16" else "but texts were identical in all tests"
-    return f"depend on what is computed with a token: {texts} (test model)"
+        drafts = "drafts change" if able.keeps_bits else "drafted chains change"
+        return f"the same for a token whatever is computed with it: {drafts} no text"
+    is_fine = target.dtype == torch.float32
+    texts = "but texts were identical in all tests" if is_fine else "near-ties may fall the other way"
+    return f"depend on what is computed with a token{'' if able.trees else f' ({able.why})'}: {texts}"

@@ -85,3 +85,13 @@ def test_an_extra_is_enough_for_its_programs(extras, command, tiny_path, target,
 def test_a_missing_extra_is_named(gguf: Path, tmp_path: Path):
     ended = start("chat", f"generate target={gguf} prompt=one", tmp_path)
     assert ended.returncode == 2 and "needs the package gguf: pip install 'foredraft[gguf]'" in ended.stderr
+
+
+def test_a_bug_report_needs_no_extra(tiny_path: Path, tmp_path: Path):
+    ended = start("", f"env target={tiny_path}", tmp_path)
+    assert ended.returncode == 0 and "failed" not in ended.stdout, ended
+    assert f"bits of {tiny_path}: " in ended.stdout and "extra cli: " in ended.stdout
+    refused = subprocess.run(
+        [sys.executable, "-m", "foredraft", "env", "a=1"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert refused.returncode == 2 and refused.stderr.endswith("takes target=ORG/NAME, or nothing, not a=1\n")
