@@ -100,8 +100,8 @@ def torch_paths(target: str | None) -> Iterator[tuple[str, str]]:
     else:
         need = "compute capability 8.0" if gpu else "AVX512_BF16, AMX or ARM's BF16"
         yield "dtype=auto", f"float32: this device has no fast products in bfloat16, which need {need}"
-    for dtype in ("bfloat16", "float32"):
-        yield f"bits in {dtype}", f"{bits('test_model', dtype, device)} (test model)"
+    for kind in ("bfloat16", "float32"):
+        yield f"bits in {kind}", f"{bits('test_model', kind, device)} (test model)"
     if target is None:
         yield "bits of others", "measured at load; foredraft env target=ORG/NAME shows them"
     else:
