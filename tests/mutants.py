@@ -14,6 +14,8 @@ GUARDS = [
             tests/inference/test_engine.py::test_penalties_count_the_new_text_alone
             'tests/inference/test_engine.py::test_slots_are_replaced_by_more_and_larger_ones[cpu-medusa-True]'
             'tests/inference/test_engine.py::test_slots_are_replaced_by_more_and_larger_ones[cpu-eagle3-True]'
+            tests/inference/test_drafters.py::test_a_tree_stops_where_little_is_left_to_gain_in_any_row
+            tests/attention/test_flex.py::test_a_mask_without_memory_is_a_tensor_for_others
             tests/attention/test_window_layers.py
         """),
     ),
@@ -59,6 +61,17 @@ EQUIVALENT = {
     "heads/caches/layers.py WindowLayer.update: newest.minimum(last - 1) -> newest.minimum(last + 1)": (
         "behind the window, a ring has room for the largest tree"
     ),
+    "heads/caches/kv_cache.py KVCache._is_empty: return not any(self.lengths) and self.num_uncommitted == 0 -> "
+    "return None": FASTER,
+    "heads/caches/kv_cache.py KVCache.commit: self.kv_bucket is not None -> self.kv_bucket is None": FASTER,
+    "heads/caches/state_cache.py StateCache.forward_chain: slot.num_computed_tokens <= boundary < length -> "
+    "slot.num_computed_tokens <= boundary <= length": FASTER,
+    "heads/caches/stacked_cache.py StackedCache.use: self.states and list(rows) != self.rows -> "
+    "self.states or list(rows) != self.rows": FASTER,
+    "heads/caches/stacked_cache.py StateLayer.update_recurrent_state: return state -> return None": (
+        "transformers' layers do not use the result"
+    ),
+    "heads/caches/recurrent_ops.py RecurrentOp.__call__: args[0] -> args[1]": "both are on one device, of one length",
     "heads/caches/recurrent_ops.py RecurrentOp.__call__: torch.compiler.is_compiling() or not CONTEXT.watched -> "
     "torch.compiler.is_compiling() and (not CONTEXT.watched)": "a call that nobody watches is recorded for nobody",
     "train/module.py DistillationModel.compute_loss: max(1, len(rows)) -> max(2, len(rows))": "a part has more rows",

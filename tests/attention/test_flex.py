@@ -54,6 +54,12 @@ def test_a_slot_sees_its_text(rows, window):
     check_tables(mask, exact=True)
 
 
+def test_a_mask_without_memory_is_a_tensor_for_others():
+    mask = PackedMask(packed(*ROWS["short"]).document_starts(), torch.float32, 7)
+    assert torch.equal(mask[..., :5], mask.dense()[..., :5])
+    assert mask.double().dtype == torch.float64
+
+
 @pytest.mark.parametrize(
     ("slots", "everywhere"), [(3, True), (3, False), (16, False), pytest.param(16, True, marks=pytest.mark.nightly)]
 )

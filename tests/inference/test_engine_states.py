@@ -1,11 +1,13 @@
 """Whatever requests, drafters and interruptions follow each other in an engine: every text is that of decoding alone."""
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from foredraft.heads import Target
+from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference.drafters import Drafter
 from tests.support.decoding import PARAMS, prompt, run
@@ -91,3 +93,15 @@ def test_every_text_is_that_of_decoding_alone(target: Target, examples: int) -> 
         type("Machine", (Steps,), facts), settings=settings(checked, suppress_health_check=list(HealthCheck))
     )
     assert facts["reused"][0] > 100
+
+
+def test_padding_may_follow_the_last_column(target: Target) -> None:
+    """Prefill the rest of a text that nearly fills its slot next to a longer part of another one."""
+    first, second = prompt(KEY_BLOCK - 2, 0), prompt(20, 1)
+    cache = target.new_cache(2, KEY_BLOCK)
+    target.prefill(torch.tensor([first[:-3], [0] * (len(first) - 3)]), [len(first) - 3, 0], cache)
+    cache.set_lengths([len(first) - 3, 0])
+    logits = target.prefill(torch.tensor([first[-3:] + [0] * 17, second]), [3, 20], cache).logits[:, 0]
+    for text, row in zip((first, second), logits, strict=True):
+        expected = target.prefill(torch.tensor([text]), [len(text)], target.new_cache(1, KEY_BLOCK)).logits[0, 0]
+        torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)

@@ -80,10 +80,10 @@ def test_warpers_are_transformers_own():
     theirs = RepetitionPenaltyLogitsProcessor(1.4)(ids, logits) / 0.7
     for warp in (TopKLogitsWarper(12), TopPLogitsWarper(0.8), MinPLogitsWarper(0.3)):
         theirs = warp(ids, theirs)
-    for likeliest in (None, 50):
+    for likeliest in (None, 49, 50):
         ours, too_few = warper.warp(processed, likeliest)
         torch.testing.assert_close(ours[:, 0].softmax(-1), theirs.softmax(-1))
-        assert too_few is None or not too_few.any()
+        assert (too_few is None) == (likeliest != 49) and (too_few is None or not too_few.any())
 
 
 def kept_by_definition(logits: torch.Tensor, p: float) -> torch.Tensor:

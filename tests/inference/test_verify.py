@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foredraft.inference.tree import TokenTree, chain, from_parents, pad_nodes
-from foredraft.inference.verify import Verification, argmax, verify
+from foredraft.inference.verify import Validity, Verification, argmax, validity, verify
 
 
 class Cases(NamedTuple):
@@ -27,13 +27,16 @@ def every_case(parents: list[int]) -> Cases:
     tables, drafts = tables.repeat(len(drafts), 1), drafts.repeat_interleave(len(tables), 0)
     tree = from_parents(torch.cat([drafts[:, :1] * 0, drafts], 1), torch.tensor([parents] * len(drafts)), 2)
     texts, plain = [torch.zeros(len(drafts), dtype=torch.int64)], [torch.zeros(len(drafts), dtype=torch.int64)]
+    depths = [0]
     for node, parent in enumerate(parents[1:], start=1):
         above, token = texts[parent], tree.tokens[:, node]
         texts.append(torch.where((above < 0) | (token < 0), -1, 2 * above + 1 + token))
+        depths.append(depths[parent] + 1)
     for _ in range(3):
         plain.append(2 * plain[-1] + 1 + tables.gather(1, plain[-1][:, None])[:, 0])
     at, along = torch.stack(texts, 1), torch.stack(plain, 1)
-    counts = 1 + (tree.depths * (at == along.gather(1, tree.depths))).amax(1)
+    depth = torch.tensor(depths).expand_as(at)
+    counts = 1 + (depth * (at == along.gather(1, depth))).amax(1)
     return Cases(tree, tables.gather(1, at.clamp(min=0)), (along[:, 1:] - 1) % 2, counts)
 
 
@@ -63,6 +66,19 @@ def test_the_argmax_is_that_of_the_numbers_as_they_are(dtype: torch.dtype):
     above = torch.tensor(1.0, dtype=dtype).nextafter(torch.tensor(2.0, dtype=dtype)).item()
     rows = [[1.0, above, above, 0.0], [above, 1.0, 1.0, above], [2.0, 1.0, float("nan"), 3.0]]
     assert argmax(torch.tensor(rows, dtype=dtype)).tolist() == [1, 0, 2]
+
+
+@pytest.mark.parametrize("node", range(4))
+def test_one_node_without_a_choice_is_enough(node: int):
+    """Expect the same of the first, the middle and the last accepted node; the fourth one is rejected."""
+    tree = chain(torch.tensor([[7, 1, 2, 3]]))
+    found = verify(tree, torch.nn.functional.one_hot(torch.tensor([[1, 2, 0, 0]]), 8).float(), 8)
+    assert found.counts.tolist() == [3]
+    here, nowhere = torch.arange(4)[None] == node, torch.zeros(1, 4, dtype=torch.bool)
+    accepted = node < 3
+    assert validity(found, here).tolist() == [Validity.INVALID if accepted else Validity.REJECTED_NAN]
+    assert validity(found, nowhere, here).tolist() == [Validity.TOO_FEW if accepted else Validity.VALID]
+    assert validity(found, here, here).tolist() == [Validity.INVALID if accepted else Validity.REJECTED_NAN]
 
 
 def test_padding_of_a_tree_hangs_below_the_bonus_token():

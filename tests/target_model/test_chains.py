@@ -365,10 +365,14 @@ def test_a_limit_of_memory_counts_the_states_of_texts(kind: str, entry: int, sta
 
 
 def test_other_programs_may_compile_the_functions_that_are_watched() -> None:
-    """Check that they stay replaced in transformers' module, and that their context is thread-local."""
+    """Check that they stay replaced in transformers' module, that their context is thread-local, and that they are
+    transformers' own after a forward that was watched."""
     rule = recurrent_ops.RecurrentOp(lambda x, factor=2: x * factor)
     compiled = torch.compile(lambda x: rule(x, factor=3) + 1, fullgraph=True, backend="eager")
     assert compiled(torch.ones(2)).tolist() == [4.0, 4.0]
+    with recurrent_ops.watched(torch.ones(1, 1), records=True):
+        pass
+    assert rule(torch.ones(1, 2)).tolist() == [[2.0, 2.0]]
 
 
 def test_the_functions_of_a_model_are_replaced_once() -> None:
