@@ -46,6 +46,27 @@ def test_a_long_text_keeps_a_window_of_sliding_layers(monkeypatch):
     assert found == theirs[0, 512:].tolist()
 
 
+@pytest.mark.parametrize("rows", [[0, 1], [2, 0]])
+def test_texts_of_all_lengths_go_on_together(rows, monkeypatch):
+    """Compare logits after parts of a long and of a short text, in slots next to each other or not, with those of the text
+    alone. The third part is as long as a tree."""
+    monkeypatch.setattr("foredraft.heads.caches.kv_cache.KEY_BLOCK", 1)
+    target, texts, ends = pair("mistral", "sdpa").target, [text(300, 0), text(60, 1)], [0, 0]
+    cache = target.new_cache(3, len(texts[0]), nodes=8)
+    assert cache.sliding.ring < 160
+    cache.use(rows)
+    for counts in ([160, 7], [10, 2], [8, 5], [100, 40]):
+        parts = [one[end : end + count] for one, end, count in zip(texts, ends, counts, strict=True)]
+        tokens = torch.tensor([part + [0] * (max(counts) - len(part)) for part in parts])
+        logits = target.prefill(tokens, counts, cache).logits[:, 0]
+        ends = [end + count for end, count in zip(ends, counts, strict=True)]
+        cache.set_lengths(ends)
+        for one, end, row in zip(texts, ends, logits, strict=True):
+            torch.testing.assert_close(
+                row, target.forward(torch.tensor([one[:end]])).logits[0, -1], rtol=1e-4, atol=1e-4
+            )
+
+
 def test_a_window_that_a_model_ignores_limits_nothing():
     """Check a config with a word that Llama's code never reads: all texts are those of forwards of the whole text."""
     torch.manual_seed(0)

@@ -80,6 +80,8 @@ def test_documents_of_a_packed_batch_are_what_transformers_makes_of_each(target:
     assert read.card["with_images"] == 20 and packed.card["documents_left_out"] == 0
     batch = collate([packed[row] for row in range(len(packed))])
     assert (batch["documents"].amax(1) - batch["documents"].amin(1)).max() > 1  # several in a row
+    first = collate([packed[0]])["images"]
+    assert torch.equal(first["position_ids"], batch["images"]["position_ids"][:, :1])
     layers = [1, 3]
     states, last = online.forward_target(target, PackedBatch(**batch), layers)
     seen = 0

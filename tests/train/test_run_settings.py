@@ -63,6 +63,19 @@ def test_a_resumed_run_may_change_what_is_measured_and_nothing_that_is_trained()
     assert all(map(run_state.free, ("eval.steps", "trainer.max_minutes", "trainer.report_to", "push_to_hub")))
 
 
+def test_a_step_has_the_rows_of_all_processes(monkeypatch):
+    cfg = composed(
+        "train", "head=medusa", *typed("trainer.per_device_train_batch_size=3 trainer.gradient_accumulation_steps=2")
+    )
+    monkeypatch.setattr(run_state.distributed, "world_size", lambda: 2)
+    assert run_state.rows_per_step(cfg) == 12
+
+
+def test_a_group_of_settings_may_be_gone():
+    assert run_state.differences({"a": {"b": 1}}, {"a": None}) == ["a is {'b': 1} there, None here"]
+    assert run_state.differences({"a": 2}, {"a": {"b": 1}}) == ["a is 2 there, {'b': 1} here"]
+
+
 def test_as_many_checkpoints_stay_as_are_asked_for_and_the_best_weights(tmp_path: Path):
     written = tmp_path / checkpoints.UNFINISHED
     history = [{"step": 2, "acceptance_length": 1.5, "acceptance_error": 0.1}]
