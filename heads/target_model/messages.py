@@ -18,16 +18,18 @@ from transformers.utils.chat_template_utils import render_jinja_template
 Message = dict[str, Any]
 NINE = re.compile("[a-zA-Z0-9]{9}")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning
+SYSTEM = ("system", "developer")
 
 
 class TemplateNeeds(NamedTuple):
-    """Describe what a chat template requires of messages with tool calls."""
+    """Describe what a chat template requires of messages."""
 
     ids: str = "any"  # "nine": of letters and digits (Mistral); "numbered": functions.NAME:0 (Kimi-K2)
     one_call: bool = False  # per message (Llama 3, gpt-oss)
     text_arguments: bool = False  # a JSON string instead of an object (DeepSeek-V3.1)
     no_content: str | None = ""  # the content of a message that only has calls
     one_text: bool = False  # next to calls: reasoning or content, not both (gpt-oss)
+    one_system: bool = False  # message, at the start: others are dropped (gpt-oss) or refused (Qwen3.5, Mistral)
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[Message]:
@@ -37,6 +39,13 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]], template: str) -> 
 
 @lru_cache(64)
 def template_needs(template: str) -> TemplateNeeds:
+    """Return what a template needs, found by rendering conversations with calls and with system messages."""
+    said = (("system", "s_a"), ("user", "q"), ("assistant", "c"), ("system", "s_b"), ("user", "q"))
+    text = rendered([{"role": role, "content": content} for role, content in said], template)
+    return call_needs(template)._replace(one_system="s_a" not in text or "s_b" not in text)
+
+
+def call_needs(template: str) -> TemplateNeeds:
     """Return the first needs with which the template shows two calls and their arguments; the defaults if it shows none."""
     ids = "numbered" if "<|tool_call_argument_begin|>" in template else "any"
     for choice in itertools.product((ids, "nine"), (False, True), (False, True)):
@@ -109,11 +118,22 @@ def rendered(messages: list[Message], template: str, tools: list[dict] | None = 
 
 def arrange(messages: Sequence[Mapping[str, Any]], needs: TemplateNeeds) -> list[Message]:
     cleaned = [clean(message, needs) for message in messages]
+    if needs.one_system:
+        cleaned = with_one_system(cleaned)
     groups = map(in_order, answers(cleaned))
     arranged = [message for group in groups for message in (split(group) if needs.one_call else group)]
     if needs.ids != "any":
         name_calls(arranged, needs.ids)
     return arranged
+
+
+def with_one_system(messages: list[Message]) -> list[Message]:
+    """Join all system messages at the start of the conversation."""
+    said = [message for message in messages if message.get("role") in SYSTEM]
+    if not said or not all(isinstance(message["content"], str) for message in said):
+        return messages
+    joined = said[0] | {"content": "\n\n".join(message["content"] for message in said)}
+    return [joined, *(message for message in messages if message.get("role") not in SYSTEM)]
 
 
 def clean(message: Mapping[str, Any], needs: TemplateNeeds) -> Message:

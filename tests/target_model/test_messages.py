@@ -140,6 +140,25 @@ def test_a_function_call_of_older_clients_is_a_tool_call(name):
     assert '"a": 1' in rendered(normalize_messages(asked, template(name)), template(name))
 
 
+@pytest.mark.parametrize("name", [path.stem for path in sorted(TEMPLATES.glob("*.jinja"))])
+@pytest.mark.parametrize("roles", [("system", "system"), ("system", "developer"), ("user", "system")])
+def test_every_system_message_is_shown(name, roles):
+    """Check also that a template that shows later ones gets them in their places."""
+    first, later = ({"role": role, "content": content} for role, content in zip(roles, ("s_a", "s_b"), strict=True))
+    asked = [
+        first,
+        *([] if roles[0] == "user" else [QUESTION]),
+        {"role": "assistant", "content": "yes"},
+        later,
+        QUESTION,
+    ]
+    messages = normalize_messages(asked, template(name))
+    assert template_needs(template(name)).one_system or messages == asked
+    roles = {} if "developer" in template(name) else {"developer": "system"}  # as the server does
+    text = rendered([{**one, "role": roles.get(one["role"], one["role"])} for one in messages], template(name))
+    assert "s_a" in text and "s_b" in text
+
+
 def test_ids_that_are_empty_are_none():
     asked = [QUESTION, answer(call("f", id=""), call("g", id="")), result(tool_call_id=""), result(tool_call_id="")]
     messages = normalize_messages(asked, template("mistral"))
