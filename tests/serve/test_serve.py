@@ -200,6 +200,16 @@ def test_fields_that_do_no_harm_are_ignored(client, model):
     assert (model.parent / "accepted.jsonl").read_text() == before
 
 
+def test_values_of_other_servers_mean_what_they_mean_there(client):
+    """Check that top_p=0 is greedy as in OpenAI's API, and that seed=-1 is a random seed as in vLLM and llama.cpp."""
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24}
+    greedy, *drawn = (
+        client.completions.create(**asked, **more).choices[0].text
+        for more in ({"temperature": 0}, {"top_p": 0}, {"top_p": 0, "seed": 3}, {"seed": -1}, {"seed": -1})
+    )
+    assert drawn[:2] == [greedy, greedy] and drawn[2] != drawn[3]
+
+
 def test_the_model_has_a_name(client):
     assert client.models.retrieve("tiny").max_model_len == 256
     for ask in (client.models.retrieve, lambda name: client.chat.completions.create(model=name, messages=MESSAGES)):

@@ -93,8 +93,12 @@ def ended(client: openai.OpenAI, **settings) -> list:
     return found
 
 
-def test_an_answer_is_of_its_schema(client):
-    for choice in ended(client, response_format=FORMAT):
+BESIDE = [{"type": kind, "schema": SCHEMA} for kind in ("json_object", "json_schema")]  # as llama.cpp has it
+
+
+@pytest.mark.parametrize("form", [FORMAT, *BESIDE], ids=["openai", "json_object", "json_schema"])
+def test_an_answer_is_of_its_schema(client, form):
+    for choice in ended(client, response_format=form):
         found = json.loads(choice.message.content)
         assert found["kind"] in ("alpha", "beta") and len(found["many"]) <= 2 and found.keys() == {"kind", "many"}
 

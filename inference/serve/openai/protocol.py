@@ -12,7 +12,7 @@ from foredraft.inference.sampling import SamplingParams
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Tokens = Annotated[int, Field(ge=1, le=2**31)]
-MAX_TOKENS = ("max_tokens", "max_completion_tokens")  # -1 is the maximum that fits
+UNSET_AT_MINUS_ONE = ("max_tokens", "max_completion_tokens", "seed")  # the maximum that fits; a random seed
 # Fields that would change an answer, and their values that would not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "web_search_options", "chat_template", "truncate_prompt_tokens", "prompt_logprobs"), ()),
@@ -51,6 +51,15 @@ class ResponseFormat(BaseModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def wrap_schema(cls, fields: Any) -> Any:
+        """Accept the schema next to the type, where llama.cpp and others have it, also with json_object."""
+        schema = fields.get("schema") if isinstance(fields, dict) else None
+        if schema is None or fields.get("json_schema") is not None or fields.get("type") == "text":
+            return fields
+        return {"type": "json_schema", "json_schema": {"schema": schema}}
+
     @model_validator(mode="after")
     def check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
@@ -71,14 +80,14 @@ class CommonRequest(BaseModel):
     stream_options: StreamOptions | None = None
     max_tokens: Tokens | None = None
     min_tokens: int = Field(0, ge=0, le=2**31)
-    seed: Seed | None = Field(None, description="choice i uses seed + i; without a seed, answers differ each time")
+    seed: Seed | None = Field(None, description="choice i uses seed + i; without one, or with -1, answers differ")
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = Field([], max_length=1024)
     ignore_eos: bool = Field(False, description="end only at max_tokens, stop or stop_token_ids, as benchmarks need")
     skip_special_tokens: bool = Field(True, description="false shows special tokens, except the one that ends the text")
     include_stop_str_in_output: bool = Field(False, description="true shows what ended the text: stop or end token")
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=0, le=1, description="0 leaves the likeliest token, as in OpenAI's API")
     top_k: int | None = Field(None, ge=-1, le=2**31, description="0 and -1 are off")
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -102,7 +111,7 @@ class CommonRequest(BaseModel):
             value = fields.get(name)
             if value is not None and value not in harmless:
                 raise ValueError(f"{name} is not supported here: {cls.remedies.get(name, 'remove it')}")
-        dropped = {*cls.refused, *IGNORED, *(name for name in MAX_TOKENS if fields.get(name) == -1)}
+        dropped = {*cls.refused, *IGNORED, *(name for name in UNSET_AT_MINUS_ONE if fields.get(name) == -1)}
         return {name: value for name, value in fields.items() if value is not None and name not in dropped}
 
     @model_validator(mode="after")
@@ -147,7 +156,7 @@ class CommonRequest(BaseModel):
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k if self.top_k is not None and self.top_k > 0 else None,
-            top_p=self.top_p,
+            top_p=None if self.top_p is None else max(self.top_p, 1e-9),
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty or 0.0,
