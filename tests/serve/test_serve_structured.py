@@ -393,7 +393,9 @@ def test_special_tokens_are_not_spelled_in_a_forced_call():
 def choice_of(text: str, template: str, finish_reason: str = "stop", prompt: str = "q", **facts) -> Piece:
     """Return the answer that a target wrote in these tokens, some of which are special."""
     marks = ["<s>", "</s>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|start|>"]
-    words = tokenizer((TEMPLATES / f"{template}.jinja").read_text(), special=marks)
+    marks += ["[THINK]", "[/THINK]", "<|channel>", "<channel|>"]
+    file = TEMPLATES / f"{template}.jinja"
+    words = tokenizer(file.read_text() if file.is_file() else template, special=marks)
     tool = {"type": "function", "function": {"name": "f"}}
     asked = ChatRequest(**{"messages": [{"role": "user", "content": "q"}], "tools": [tool], **facts})
     request = Request(words(prompt).input_ids, eos_token_ids=frozenset([words.eos_token_id]))
@@ -419,6 +421,23 @@ def named(choice: Piece) -> list[str]:
 def test_a_template_says_how_thoughts_begin(name, end, split):
     choice = choice_of("a</think>b", name, prompt="q" + end, tools=None)
     assert (choice.reasoning, choice.text) == (("a", "b") if split else ("", "a</think>b"))
+
+
+@pytest.mark.parametrize(
+    "template, opening, closing",
+    [
+        ("gemma4", "<|channel>thought\n", "<channel|>"),
+        ("{# [THINK] [/THINK] #}", "[THINK]", "[/THINK]"),
+        ("{# <seed:think> </seed:think> #}", "<seed:think>", "</seed:think>"),
+    ],
+)
+def test_reasoning_between_other_marks_is_read(template, opening, closing):
+    """Check marks that are special tokens and marks that are text, and a prompt that opens the reasoning or closes it."""
+    for text, prompt in ((opening + "a", "q"), ("a", "q" + opening)):
+        choice = choice_of(f"{text}{closing}b</s>", template, prompt=prompt, tools=None)
+        assert (choice.reasoning, choice.text) == ("a", "b")
+    choice = choice_of("b</s>", template, prompt=f"q{opening}{closing}", tools=None)
+    assert (choice.reasoning, choice.text) == ("", "b")
 
 
 def test_calls_between_special_tokens_are_read_and_other_special_tokens_are_no_text():

@@ -9,7 +9,7 @@ from foredraft.inference.engine import RequestOutput
 from foredraft.inference.serve.echo import Echo
 from foredraft.inference.serve.openai.logprobs import TokenLogprob
 from foredraft.inference.serve.openai.protocol import ChatRequest, CommonRequest, CompletionRequest
-from foredraft.inference.serve.openai.reasoning import CLOSING, OPENING, is_harmony, split_harmony, split_reasoning
+from foredraft.inference.serve.openai.reasoning import is_harmony, reasoning_marks, split_harmony, split_reasoning
 from foredraft.inference.serve.openai.tools import callable_tools, new_call, new_tool_reader
 from foredraft.inference.serve.stop_strings import find_partial_mark, without_stop
 from foredraft.inference.serve.worker import Job
@@ -56,10 +56,11 @@ class Choice:
         self.callable, self.only_one = callable_tools(request), chat is not None and not chat.parallel_tool_calls
         is_free = chat is not None and not request.has_grammar  # text of a grammar contains no reasoning
         self.is_harmony = is_free and is_harmony(template)
-        self.reasons = self.is_harmony or (is_free and CLOSING in str(template))
-        self.is_open = self.reasons and tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(OPENING)
+        self.marks = reasoning_marks(template) if is_free else ("", "")
+        self.reasons = self.is_harmony or bool(self.marks[0])
+        self.is_open = self.reasons and tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(self.marks[0])
         self.tools = None if self.is_harmony else new_tool_reader(request, template)
-        marks = (OPENING + CLOSING if self.reasons else "") + (self.tools.style.text if self.tools else "")
+        marks = "".join(self.marks) + (self.tools.style.text if self.tools else "")
         # All special tokens are marks of harmony.
         unseen = frozenset[int]() if self.is_harmony else unseen_tokens(tokenizer, marks)
         self.marked = self.is_harmony or bool(unseen)  # special tokens mark parts of the text, so they are not skipped
@@ -103,7 +104,7 @@ class Choice:
             reasoning, text, called = split_harmony(text, self.callable, is_end)
             calls = [new_call(*call) for call in called] if is_end else []
         elif self.reasons:
-            reasoning, text = split_reasoning(text, self.is_open, is_end)
+            reasoning, text = split_reasoning(text, self.is_open, is_end, self.marks)
         if self.tools is not None:
             text, calls = self.tools.split(text, is_end, len(self.whole.text))
         return reasoning, text, calls[:1] if self.only_one else calls

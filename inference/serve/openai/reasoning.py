@@ -1,6 +1,6 @@
 """Reasoning, separated from the answer while a text is generated, in the two formats of chat templates.
 
-<think>reasoning</think>answer (Qwen3, QwQ, DeepSeek-R1), where the prompt may already contain the first mark
+<think>reasoning</think>answer (Qwen3, QwQ, DeepSeek-R1) or other MARKS, where the prompt may already contain the first mark
 <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>: OpenAI's harmony
 format (cookbook.openai.com/articles/openai-harmony), whose calls are messages `to=functions.NAME` on channel commentary
 
@@ -13,7 +13,12 @@ from typing import Any
 
 from foredraft.inference.serve.stop_strings import find_partial_mark
 
-OPENING, CLOSING = "<think>", "</think>"
+MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),  # Magistral, Ministral
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<|channel>thought", "<channel|>"),  # Gemma 4
+)
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|endoftext|>")  # end a message's text
 END = re.compile("|".join(map(re.escape, ENDS)))
@@ -24,19 +29,24 @@ def is_harmony(template: Any) -> bool:
     return MESSAGE in str(template) and "<|channel|>" in str(template)
 
 
-def split_reasoning(text: str, is_open: bool, is_end: bool) -> tuple[str, str]:
+def reasoning_marks(template: Any) -> tuple[str, str]:
+    """Return the marks around the reasoning of a template's target; empty texts if it has none."""
+    return next((pair for pair in MARKS if pair[1] in str(template)), ("", ""))
+
+
+def split_reasoning(text: str, is_open: bool, is_end: bool, marks: tuple[str, str] = MARKS[0]) -> tuple[str, str]:
     """Return the reasoning and the content that are certain. is_open: the prompt ends with the opening mark, which some
     models repeat."""
-    start = text.lstrip()
-    if start.startswith(OPENING):
-        text, is_open = start[len(OPENING) :], True
-    elif OPENING.startswith(start) and not is_end:
+    start, (opening, closing) = text.lstrip(), marks
+    if start.startswith(opening):
+        text, is_open = start[len(opening) :], True
+    elif opening.startswith(start) and not is_end:
         return "", ""
     if not is_open:
         return "", text
-    reasoning, mark, content = text.partition(CLOSING)
+    reasoning, mark, content = text.partition(closing)
     if not mark and not is_end:
-        reasoning = reasoning[: find_partial_mark(reasoning, [CLOSING])]
+        reasoning = reasoning[: find_partial_mark(reasoning, [closing])]
     return reasoning.strip(), content.lstrip()
 
 
