@@ -451,3 +451,22 @@ def test_rows_with_tools_use_the_template_for_tools(with_tools: bool):
     assert words.decode(document.tokens).startswith("RAG")
     with pytest.raises(ValueError, match=r"has the chat templates rag: choose one with data.template=NAME"):
         Encoder(tokenizer({"rag": CHATML}), Source("x")).documents(Row("", row))
+
+
+def test_a_row_sets_variables_of_the_chat_template():
+    """Check TRL's column, as an object and as JSON, with a template for tools, and that a setting of the run wins."""
+    words = tokenizer({"default": "{{ custom }}" + CHATML, "tool_use": "T{{ custom }}" + CHATML}, special=SPECIAL)
+    for options in ({"custom": "Arr.", "python_tools": None}, '{"custom": "Arr."}'):
+        row, encoder = {"messages": HI, "chat_template_kwargs": options}, Encoder(words, Source("x"))
+        for given, begins in (([], "Arr.<"), ([CALL["function"] | {"parameters": {}}], "TArr.<"), ([], "Arr.<")):
+            (document,), _ = encoder.documents(Row("", row | {"tools": given}))
+            assert words.decode(document.tokens).startswith(begins)
+        (document,), _ = encoder.documents(Row("", {"messages": HI}))
+        assert words.decode(document.tokens).startswith("<|im_start|>")
+    words = tokenizer(
+        "{% if thinking is not defined or thinking %}ON{% else %}OFF{% endif %}" + CHATML, special=SPECIAL
+    )
+    for given, switch, begins in ((None, True, "ON"), (None, False, "OFF"), (False, True, "OFF"), (True, False, "ON")):
+        row = {"messages": HI, "chat_template_kwargs": {"thinking": switch, "enable_thinking": switch}}
+        (document,), _ = Encoder(words, Source("x"), thinking=given).documents(Row("", row))
+        assert words.decode(document.tokens).startswith(begins)

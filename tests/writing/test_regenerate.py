@@ -24,6 +24,7 @@ from foredraft.train.writing.regeneration import GenerationSettings, Questions, 
 from foredraft.train.writing.writers import Server, in_process, through_server
 from foredraft.train.writing.written_rows import RowFile
 from tests.support.bad_server import WAYS, BadServer
+from tests.support.chats import CHATML, tokenizer
 from tests.support.processes import end, start
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -208,6 +209,27 @@ def rows_of(server: Server, questions: list[str], output: Path, concurrency: int
     asked = [Questions(n, "", [{"role": "user", "content": text}]) for n, text in enumerate(questions)]
     answer(server, asked, output, concurrency)
     return sorted((json.loads(line) for line in output.read_text().splitlines()), key=lambda row: row["number"])
+
+
+def test_a_target_is_shown_the_tools_and_the_template_variables_of_a_row(tmp_path: Path):
+    """Check that a row without ids keeps them, so that training shows the head what the target saw."""
+    tool, options = {"type": "function", "function": {"name": "f", "parameters": {}}}, {"custom": "Arr."}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "q", "tools": [tool], "chat_template_kwargs": options}))
+    (asked,) = questions(Source(str(tmp_path / "rows.jsonl")), {})
+    sent: list[dict] = []
+
+    async def create(question: str, **fields: Any) -> dict:
+        sent.append(fields)
+        return {}
+
+    server = stubbed(create)
+    server.chat = {"chat_template_kwargs": {"thinking": True}}
+    row = asyncio.run(Regeneration(SAMPLING).answer(asked, server.ask))
+    assert sent[0]["extra_body"]["chat_template_kwargs"] == {"custom": "Arr.", "thinking": True}
+    assert sent[0]["tools"] == row["tools"] == [tool] and row["chat_template_kwargs"] == options
+    words = tokenizer("{{ custom }}" + CHATML)
+    request = Regeneration(SAMPLING, SimpleNamespace(eos_token_ids=[0]), ChatFormat(words)).request(asked, asked.turns)
+    assert words.decode(request.prompt).startswith("Arr.<")
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])

@@ -3,6 +3,7 @@
 Nothing is added to what the template says, no system prompt and no token, but for what answer_spans.py names.
 """
 
+import copy
 import hashlib
 import re
 from collections.abc import Sequence
@@ -79,6 +80,19 @@ class ChatFormat:
         self.marks = sorted((mark for mark in added if mark.strip()), key=len, reverse=True)  # one may hold another
         with_tools = template is None and not tools and "tool_use" in named
         self.with_tools = ChatFormat(tokenizer, template, thinking, images, tools=True) if with_tools else self
+
+    def with_options(self, options: dict[str, Any]) -> "ChatFormat":
+        """Return the format of a row that sets these variables of the template, unless this format sets them."""
+        if not options:
+            return self
+        form = copy.copy(self)
+        form.options = options | self.options
+        if self.switch and self.thinking is None:
+            form.thinking = next(
+                (options[name] for name in switched(True) if isinstance(options.get(name), bool)), None
+            )
+        form.with_tools = form if self.with_tools is self else self.with_tools.with_options(options)
+        return form
 
     @property
     def digest(self) -> str:

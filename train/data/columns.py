@@ -141,6 +141,12 @@ def declared(row: dict, messages: str | None = None) -> list[dict] | None:
     return next(filter(None, map(tools, places)), None)
 
 
+def template_options(row: dict) -> dict[str, Any]:
+    """Return the variables of the chat template that a row sets (TRL, SmolTalk2)."""
+    found = parsed(row.get("chat_template_kwargs"))
+    return {name: value for name, value in found.items() if value is not None} if isinstance(found, dict) else {}
+
+
 def cut_off(messages: list[Message], reasons: Any) -> list[Message]:
     """Return the messages, with `finish_reason` at each answer that ended at its limit of tokens. reasons: of the answers, as
     regeneration writes them."""

@@ -21,7 +21,7 @@ from foredraft.heads.target_model import messages as target_messages
 from foredraft.heads.target_model.images import ImageReader
 from foredraft.inference.evaluation.progress import Progress
 from foredraft.train.data.chat_template import ChatFormat, template_file
-from foredraft.train.data.columns import declared, has_images
+from foredraft.train.data.columns import declared, has_images, template_options
 from foredraft.train.data.corpus import highest_id, tokenize
 from foredraft.train.data.documents import REJECTED, Document
 from foredraft.train.data.layouts import Message, SkippedRow
@@ -67,7 +67,8 @@ class Encoder:
         if self.images is not None:
             messages = [self.located(message) for message in messages]
         self.form = self.form or ChatFormat(self.tokenizer, self.template, self.thinking, self.images)
-        return self.form.documents(messages, declared(row.value, self.source.messages)), messages
+        form = self.form.with_options(template_options(row.value))
+        return form.documents(messages, declared(row.value, self.source.messages)), messages
 
     def located(self, message: Message) -> Message:
         """Return the message with full paths of its images, which may be relative to the file."""

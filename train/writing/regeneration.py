@@ -16,13 +16,13 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from foredraft.heads.target_model import Target
 from foredraft.inference.request import Request
 from foredraft.inference.sampling import SamplingParams
 from foredraft.train.data.chat_template import ChatFormat
-from foredraft.train.data.columns import declared
+from foredraft.train.data.columns import declared, template_options
 from foredraft.train.data.layouts import Message, SkippedRow
 from foredraft.train.data.layouts import turns as as_turns
 from foredraft.train.data.sources import Source
@@ -46,10 +46,17 @@ class Questions(NamedTuple):
     where: str
     turns: list[Message]  # all but the answers, up to a tool's result: the target's own call may be another
     tools: list[dict] | None = None
+    options: dict[str, Any] | None = None  # variables of the chat template
+
+    @property
+    def shown(self) -> Row:
+        """Return what the target is shown besides the turns, by the names of a row's columns."""
+        found = {"tools": self.tools, "chat_template_kwargs": self.options}
+        return {name: value for name, value in found.items() if value}
 
     @property
     def digest(self) -> str:
-        asked = [self.turns, self.tools] if self.tools else self.turns
+        asked = [self.turns, *self.shown.values()] if self.shown else self.turns
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -67,7 +74,8 @@ def questions(source: Source, dropped: dict[str, int], tasks: Sequence[str] = ()
                 turns.pop()  # nothing answers them
             if not turns:
                 raise SkippedRow("no question in it")
-            yield Questions(number, row.where, turns, declared(row.value, source.messages))
+            shown = declared(row.value, source.messages), template_options(row.value)
+            yield Questions(number, row.where, turns, *shown)
             number += 1
         except SkippedRow as reason:
             dropped[str(reason)] = dropped.get(str(reason), 0) + 1
@@ -103,7 +111,7 @@ class Regeneration(NamedTuple):
         messages: list[Message] = []
         row: Row = {"number": asked.number, "where": asked.where, "digest": asked.digest}
         row |= {"seed": self.settings.seed + asked.number, "messages": messages, "finish_reasons": []}
-        row |= {"tokens": [], "starts": [], "written": []}
+        row |= {"tokens": [], "starts": [], "written": []} | asked.shown
         try:
             for turn in asked.turns:
                 messages.append(turn)
@@ -126,9 +134,9 @@ class Regeneration(NamedTuple):
         params = SamplingParams(temperature=self.settings.temperature, top_p=self.settings.top_p)
         most, seed = self.settings.max_new_tokens, self.settings.seed + asked.number
         if self.target is None or self.form is None:
-            return Chat([], params, most, seed, messages=messages, tools=asked.tools)
-        ends = frozenset(self.target.eos_token_ids)
-        return Request(self.form.prompt(messages, asked.tools), params, most, seed, ends)
+            return Chat([], params, most, seed, messages=messages, tools=asked.tools, options=asked.options or {})
+        ends, form = frozenset(self.target.eos_token_ids), self.form.with_options(asked.options or {})
+        return Request(form.prompt(messages, asked.tools), params, most, seed, ends)
 
 
 def take(row: Row, message: Message, reply: Reply) -> None:

@@ -38,6 +38,7 @@ class Chat(Request):
 
     messages: list[Message] = field(default_factory=list)
     tools: list[dict] | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
 
 
 class Reply(NamedTuple):
@@ -181,7 +182,9 @@ class Server:
         if isinstance(request, Chat):
             fields |= {"messages": request.messages} | ({"tools": request.tools} if request.tools else {})
             fields |= {} if params.top_p is None else {"top_p": params.top_p}
-            answer = await self.client.chat.completions.create(extra_body=self.chat | ids or None, **fields)
+            options = request.options | self.chat.get("chat_template_kwargs", {})
+            more = self.chat | ids | ({"chat_template_kwargs": options} if options else {})
+            answer = await self.client.chat.completions.create(extra_body=more or None, **fields)
             said = answer.choices[0].message.model_dump()
         else:  # exactly these settings, whatever the server's defaults are
             fields |= {"prompt": request.prompt, "stop": [*request.stop_strings] or None, "top_p": params.top_p or 1.0}
@@ -195,8 +198,8 @@ class Server:
         reasoning = next((said[name] for name in THOUGHTS if said.get(name)), None)
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": tool_calls(said["tool_calls"])} if said.get("tool_calls") else {}
-        more = (answer.model_extra or {}) | (choice.model_extra or {})
-        return Reply(choice.finish_reason, more.get("prompt_token_ids") or [], more.get("token_ids") or [], message)
+        given = (answer.model_extra or {}) | (choice.model_extra or {})
+        return Reply(choice.finish_reason, given.get("prompt_token_ids") or [], given.get("token_ids") or [], message)
 
 
 def through_server(
