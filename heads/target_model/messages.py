@@ -19,6 +19,7 @@ Message = dict[str, Any]
 NINE = re.compile("[a-zA-Z0-9]{9}")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning
 SYSTEM = ("system", "developer")
+REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")  # types of a content's parts
 
 
 class TemplateNeeds(NamedTuple):
@@ -57,6 +58,20 @@ def call_needs(template: str) -> TemplateNeeds:
             both = dict.fromkeys((*REASONING, "content"), "c")
             return needs._replace(one_text=not shown_calls(template, needs, **both))
     return TemplateNeeds()
+
+
+def take_reasoning(content: Any) -> tuple[str, Any]:
+    """Return the reasoning among the parts of an answer (Anthropic, Mistral, the AI SDK), and what is left of the content."""
+    if not isinstance(content, list):
+        return "", content
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") in REASONING_PARTS]
+    texts = [part.get("thinking") or part.get("reasoning") or part.get("text") or "" for part in parts]
+    texts = [part.get("text") if isinstance(part, dict) else part for text in texts for part in as_list(text)]
+    return "".join(text for text in texts if isinstance(text, str)), [part for part in content if part not in parts]
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def as_parts(messages: Sequence[Mapping[str, Any]], template: str) -> list[Message]:

@@ -223,9 +223,15 @@ ALTERNATIVES = (
     {"value": "hello", "aliases": ["hey"]},
     {"text": ["hello"], "start": [0]},
 )
+REASONED = answer("hello", reasoning_content="so")
 ABOUT = {"role": "user", "content": "Sum up.\n\nA text."}
 EARLIER = [{"role": "user", "content": "a"}, answer("b")]
-THOUGHTS = [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "hello"}]
+REASONING = [  # of Anthropic, Mistral, the AI SDK and LangChain
+    [{"type": "thinking", "thinking": "so", "signature": "x"}],
+    [{"type": "thinking", "thinking": [{"type": "text", "text": "s"}, {"type": "text", "text": "o"}]}],
+    [{"type": "reasoning", "text": "so"}, {"type": "redacted_thinking", "data": "x"}],
+    [{"type": "reasoning", "reasoning": "so"}],
+]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +251,10 @@ THOUGHTS = [{"type": "thinking", "thinking": "so"}, {"type": "text", "text": "he
         ({"instruction": "hi", "output": "hello", "history": EARLIER}, [*EARLIER, *HI]),
         ({"query": "hi", "response": "hello", "history": []}, HI),
         # reasoning among the parts of an answer
-        ({"messages": [HI[0], answer(THOUGHTS)]}, [HI[0], answer("hello", reasoning_content="so")]),
+        *(
+            ({"messages": [HI[0], answer([*parts, {"type": "text", "text": "hello"}])]}, [HI[0], REASONED])
+            for parts in REASONING
+        ),
     ],
 )
 def test_columns_that_belong_to_a_conversation(row: dict, messages: list[dict]):

@@ -107,7 +107,7 @@ def test_a_text_that_is_far_too_long_costs_no_more_than_the_context(encoder, mon
 
 
 def test_thoughts_of_earlier_answers_go_by_the_template_s_name(encoder):
-    """Check also that the template finds those that another server left in the text."""
+    """Check also that the template finds those that another server left in the text, or among the parts."""
     question, call = (
         {"role": "user", "content": "a"},
         {"type": "function", "function": {"name": "f", "arguments": "{}"}},
@@ -117,8 +117,14 @@ def test_thoughts_of_earlier_answers_go_by_the_template_s_name(encoder):
         {"role": "assistant", "content": "<think>thought</think>", "tool_calls": [call]},
     ]
     result = {"role": "tool", "content": "b"}
+    said = {"type": "text", "text": ""}
+    for part in (
+        {"type": "thinking", "thinking": [{"type": "text", "text": "thought"}]},
+        {"type": "reasoning", "text": "thought"},
+    ):
+        answers.append({"role": "assistant", "content": [part, said], "tool_calls": [call], "reasoning": None})
     prompts = [encoder.chat(ChatRequest(messages=[question, answer, result]))[0] for answer in answers]
-    assert prompts[0] == prompts[1] and "thought" in encoder.tokenizer.decode(prompts[0])
+    assert prompts == [prompts[0]] * 4 and "thought" in encoder.tokenizer.decode(prompts[0])
 
 
 def test_developers_speak_as_the_system_where_the_template_knows_none(encoder):

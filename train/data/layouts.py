@@ -13,6 +13,8 @@ import re
 from itertools import chain
 from typing import Any
 
+from foredraft.heads.target_model.messages import take_reasoning
+
 Message = dict[str, Any]
 
 CALLS = ("function_call", "tool_call", "tool_calls")  # roles of an answer that is a call, written as JSON
@@ -90,10 +92,8 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
             named_thoughts = (item[name] for name in THOUGHTS if isinstance(item.get(name), str))
             # Nemotron has `reasoning` as a switch.
             thoughts = next((text for text in named_thoughts if text.lower() not in ("on", "off")), "")
-            if isinstance(text, list):  # Anthropic's and Mistral's parts
-                thinking = [part for part in text if isinstance(part, dict) and isinstance(part.get("thinking"), str)]
-                thoughts = thoughts or "".join(part["thinking"] for part in thinking)
-                text = [part for part in text if part not in thinking]
+            among, text = take_reasoning(text)
+            thoughts = thoughts or among
             message |= {"reasoning_content": unicode(thoughts)} if thoughts.strip() else {}
             calls = text if named in CALLS else item.get("tool_calls") or item.get("function_call")
             message |= {"tool_calls": tool_calls(calls)} if calls else {}

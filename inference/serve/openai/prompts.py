@@ -11,7 +11,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from foredraft.heads.target_model import Target
-from foredraft.heads.target_model.messages import as_parts, normalize_messages, normalize_tools, shows_tools
+from foredraft.heads.target_model.messages import (
+    as_parts,
+    normalize_messages,
+    normalize_tools,
+    shows_tools,
+    take_reasoning,
+)
 from foredraft.inference.serve.errors import context_exceeded
 from foredraft.inference.serve.openai.protocol import ChatRequest, CompletionRequest, content_text, is_tokens
 from foredraft.inference.text import encode_prompt
@@ -51,7 +57,7 @@ class PromptEncoder:
                 "target whose template reads them"
             )
         given = [message.model_dump(exclude_unset=True) for message in request.messages]
-        given = [message | {"content": content_text(message["role"], message.get("content"))} for message in given]
+        given = [as_text(message) for message in given]
         messages = [self.prepare_message(message) for message in normalize_messages(given, template)]
         if tools is not None:
             given = [tool.model_dump(exclude_unset=True) for tool in tools]
@@ -146,3 +152,12 @@ class PromptEncoder:
             return encode_prompt(self.tokenizer, text, add_special_tokens)
         except (TypeError, UnicodeError):
             raise ValueError("the text is not valid Unicode: it contains half of a surrogate pair") from None
+
+
+def as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return the message with its content as a text, and the reasoning among the parts of an answer by its name."""
+    reasoning, content = "", message.get("content")
+    if message["role"] == "assistant":
+        reasoning, content = take_reasoning(content)
+    more = {"reasoning": message.get("reasoning") or reasoning} if reasoning else {}
+    return message | {"content": content_text(message["role"], content)} | more
