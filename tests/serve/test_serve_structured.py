@@ -14,6 +14,7 @@ from foredraft.inference import Request
 from foredraft.inference.grammar import Grammars
 from foredraft.inference.serve.openai.choice import Choice, Piece
 from foredraft.inference.serve.openai.protocol import ChatRequest, Tool
+from foredraft.inference.serve.openai.reasoning import split_harmony
 from foredraft.inference.serve.openai.tool_formats import (
     BARE,
     DEEPSEEK_V3,
@@ -295,6 +296,21 @@ def read(style: ToolFormat, text: str, size: int, parameters: dict | None = None
 @pytest.mark.parametrize("style, text, content, calls", TEXTS)
 def test_calls_are_read_out_of_a_text(style, text, content, calls, size):
     assert read(style, text, size) == (content, calls)
+
+
+STYLES_WITH_NAMES = [HERMES, MISTRAL_ARGS, QWEN3_CODER, DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI]
+
+
+@pytest.mark.parametrize("style", STYLES_WITH_NAMES)
+@pytest.mark.parametrize("name", ["user-profile/update.v2", "a" * 128])
+def test_a_tool_may_have_any_name_of_the_model_context_protocol(style, name):
+    Tool(type="function", function={"name": name})
+    arguments = "" if style.parameters else "{}"
+    call = style.opening.replace("NAME", name).replace("#", "0") + arguments + style.closing
+    _, calls = ToolReader(style, {name: {}}).split(style.section[0] + call + style.section[1], True)
+    assert [one["function"]["name"] for one in calls] == [name]
+    text = f"<|channel|>commentary to=functions.{name} <|message|>{{}}<|call|>"
+    assert split_harmony(text, [name], True)[2] == [(name, "{}")]
 
 
 TYPED = {

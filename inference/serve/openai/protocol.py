@@ -202,7 +202,7 @@ def part_text(part: Any) -> Any:
 class Function(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    name: str = Field(pattern="^[a-zA-Z0-9_./-]{1,128}$")  # OpenAI's names, and those of MCP
     parameters: dict[str, Any] | None = None
 
 

@@ -22,7 +22,7 @@ MARKS = (
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|endoftext|>")  # end a message's text
 END = re.compile("|".join(map(re.escape, ENDS)))
-CHANNEL, RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"to=functions\.([\w.-]+)")
+CHANNEL, RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"to=functions\.([\w./-]+)")
 
 
 def is_harmony(template: Any) -> bool:

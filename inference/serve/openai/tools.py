@@ -189,7 +189,7 @@ class ToolReader:
 def pattern(text: str, id: str = "") -> str:
     """Return a regular expression for a text of a format, which accepts any white space."""
     found = r"\s*".join(re.escape(part) for part in text.replace("[", " [").split()).replace(re.escape(ID), id)
-    return found.replace(NAME, r"(?P<name>[\w.-]+)").replace(KEY, r"(?P<key>[^\n<>\"]+)")
+    return found.replace(NAME, r"(?P<name>[\w./-]+)").replace(KEY, r"(?P<key>[^\n<>\"]+)")
 
 
 def decode_json(text: str, at: int) -> tuple[Any, int]:
