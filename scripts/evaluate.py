@@ -134,7 +134,8 @@ def find_prompts(cfg: DictConfig, target: Target, lengths: Sequence[int] = ()) -
         return generate(target, None, input_ids, max_new_tokens=cfg.max_new_tokens).new_tokens[0]
 
     questions = prompt_sets.questions(cfg.prompts, cfg.limit or None)
-    return list(prompt_sets.tokenize(questions, tokenizer, most, answer))
+    how = {name: cfg.data[name] for name in ("template", "thinking") if name in cfg.data}
+    return list(prompt_sets.tokenize(questions, tokenizer, most, answer, **how))
 
 
 def load(cfg: DictConfig, target: Target, lines: Lines) -> list[System]:

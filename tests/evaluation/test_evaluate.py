@@ -31,6 +31,7 @@ from foredraft.train import finalize
 from foredraft.train.data import prompt_sets
 from foredraft.train.data.prompt_sets import questions, tokenize
 from tests.support import typed
+from tests.support.chats import CHATML, tokenizer
 from tests.support.head_factory import make_head
 from tests.support.processes import complaint
 
@@ -323,6 +324,23 @@ def test_prompts_of_every_layout(tmp_path, target):
     assert [prompt.ends for prompt in prompts] == [True] * 5 + [False]
     assert prompts[5].cut > 0 and len(prompts[5].tokens) == 120
     assert prompt_sets.summary(prompts).startswith("6 prompts (2 mt_bench, 1 rag, 3 set); the beginning of 1 cut off")
+
+
+def test_prompts_show_the_tools_and_template_variables_of_a_row_and_the_settings_of_the_data(tmp_path):
+    """Check that what is measured is what a head was trained for: with tools, and without thinking."""
+    words = tokenizer("{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ thinking }}" + CHATML)
+    tool, asked = {"name": "add", "parameters": {}}, {"turns": ["One?"]}
+    rows = [asked, asked | {"tools": [tool]}, asked | {"chat_template_kwargs": {"thinking": True}}]
+    rows.append({"messages": [{"role": "user", "content": "One?"}], "tools": json.dumps([tool])})
+    (tmp_path / "set.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    found = questions(str(tmp_path / "set.jsonl"), None)
+    for settings, begins in (
+        ({}, ["<", "add<", "True<", "add<"]),
+        ({"thinking": False, "template": None}, ["False<", "addFalse<", "False<", "addFalse<"]),
+        ({"template": "plain"}, ["User: One?"] * 4),
+    ):
+        texts = [words.decode(one.tokens) for one in tokenize(found, words, 999, lambda ids: [], **settings)]
+        assert all(text.startswith(begin) for text, begin in zip(texts, begins, strict=True))
 
 
 @pytest.mark.parametrize(

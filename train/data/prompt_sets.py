@@ -8,14 +8,14 @@ it on the Hub). Later turns follow the target's own greedy answers.
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.inference.evaluation.progress import report
 from foredraft.train.data.chat_template import ChatFormat
-from foredraft.train.data.columns import system
+from foredraft.train.data.columns import declared, system, template_options
 from foredraft.train.data.corpus import Corpus, has_chats, prompts, with_start
 from foredraft.train.data.layouts import Message, SkippedRow, has_system, turns
 from foredraft.train.data.sources import Row, Source, read
@@ -37,6 +37,8 @@ class Question(NamedTuple):
     category: str
     turns: list[list[Message]]  # what is added to the conversation before each answer; none for raw text
     text: str = ""  # raw text to continue
+    tools: list[dict] | None = None
+    options: dict[str, Any] = {}  # noqa: RUF012 -- never changed: variables of the chat template
 
 
 class Prompt(NamedTuple):
@@ -98,26 +100,33 @@ def question(row: Row, category: str) -> Question:
     try:
         if not isinstance(row.value, dict):
             raise row.value if isinstance(row.value, SkippedRow) else SkippedRow("not an object")
+        shown = declared(value), template_options(value)
         if isinstance(value.get("messages"), list):
             messages = turns(value["messages"])
             messages = messages if has_system(messages) else system(value) + messages
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()
-            return Question(category, [messages])
+            return Question(category, [messages], "", *shown)
         if isinstance(asked, str) and "prompt" in value:
             return Question(category, [], asked)
         if isinstance(asked, str | list):
             said = turns([asked] if isinstance(asked, str) else asked, all_user=True)
-            return Question(category, [[*(system(value) if one is said[0] else []), one] for one in said])
+            return Question(category, [[*(system(value) if one is said[0] else []), one] for one in said], "", *shown)
         raise SkippedRow("it needs `turns`, `messages`, `question` or `prompt`")
     except SkippedRow as reason:
         raise ValueError(f"{row.where} contains no prompt: {reason}") from None
 
 
 def tokenize(
-    found: list[Question], tokenizer: PreTrainedTokenizerBase, most: int, answer: Callable[[list[int]], list[int]]
+    found: list[Question],
+    tokenizer: PreTrainedTokenizerBase,
+    most: int,
+    answer: Callable[[list[int]], list[int]],
+    template: str | None = None,
+    thinking: bool | None = None,
 ) -> Iterator[Prompt]:
-    """Yield the prompts of these questions, one per turn, of at most `most` tokens. answer: the target's to a prompt."""
+    """Yield the prompts of these questions, one per turn, of at most `most` tokens. answer: the target's to a prompt.
+    template, thinking: as in chat_template.ChatFormat."""
     form: ChatFormat | None = None
     for one in found:
         if not one.turns:
@@ -125,11 +134,11 @@ def tokenize(
             ids = with_start(tokenizer, raw)
             yield Prompt(one.category, ids[-most:], False, max(0, len(ids) - most))
             continue
-        form = form or ChatFormat(tokenizer, None if tokenizer.chat_template else "plain")
+        form = form or ChatFormat(tokenizer, template or (None if tokenizer.chat_template else "plain"), thinking)
         messages: list[Message] = []
         for number, said in enumerate(one.turns, start=1):
             messages += said
-            ids = form.prompt(messages)
+            ids = form.with_options(one.options).prompt(messages, one.tools)
             yield Prompt(one.category, ids[-most:], True, max(0, len(ids) - most))
             if number < len(one.turns):
                 messages.append(form.message(answer(ids[-most:]), ids))
