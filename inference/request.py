@@ -21,6 +21,10 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     trace: int | None = None  # return traces with this number of alternatives per token (inference/trace.py)
     min_new_tokens: int = 0  # before this number, no end token is chosen and no stop string ends the text
+    reasoning: tuple[str, str] = (
+        "",
+        "",
+    )  # marks around a first part without stop strings; ("", X): the prompt opens it
 
     @property
     def failure(self) -> str:
@@ -50,6 +54,7 @@ class SequenceState:
                 )
             self.detokenizer = Detokenizer(target.text_tokenizer, skip_special_tokens=False, prompt=request.prompt)
         self.end_of_text = ""  # of the new text, as long as the longest stop string
+        self.reasoning = request.reasoning  # the first mark is "" in the reasoning, both are after it
 
     def extend(self, tokens: Sequence[int]) -> list[int]:
         """Add the target's choices up to the end of the text, and return the added tokens."""
@@ -66,13 +71,29 @@ class SequenceState:
                 break
         return self.new_tokens[added:]
 
+    def is_reasoning(self) -> bool:
+        """Return whether the text ends within its reasoning, or may. Retain what follows the reasoning."""
+        (opening, closing), start = self.reasoning, self.end_of_text.lstrip()
+        if opening and start:
+            if len(start) < len(opening) and opening.startswith(start):
+                return True
+            self.reasoning = opening, closing = ("", closing) if start.startswith(opening) else ("", "")
+        if opening or not closing:
+            return False
+        _, found, rest = self.end_of_text.partition(closing)
+        self.end_of_text = rest if found else self.end_of_text[-len(closing) :]
+        self.reasoning = ("", "" if found else closing)
+        return not found
+
     def completes_stop_string(self, token: int) -> bool:
         """Return whether the token completes a stop string, even if an incomplete character follows. Each new token must be
         passed once, in order."""
         if self.detokenizer is None:
             return False
-        before, stops = len(self.end_of_text), self.request.stop_strings
-        self.end_of_text += self.detokenizer.push(token)
-        text = self.end_of_text + self.detokenizer.pending_text
+        new, stops = self.detokenizer.push(token), self.request.stop_strings
+        self.end_of_text += new
+        if self.is_reasoning():
+            return False
+        before, text = max(0, len(self.end_of_text) - len(new)), self.end_of_text + self.detokenizer.pending_text
         self.end_of_text = self.end_of_text[-max(map(len, stops)) :]
         return any(text.find(stop, max(0, before + 1 - len(stop))) >= 0 for stop in stops)

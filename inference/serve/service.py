@@ -20,9 +20,11 @@ from foredraft.inference.serve.echo import Echo, Scored, score
 from foredraft.inference.serve.errors import ApiError, context_exceeded
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.openai import tools
+from foredraft.inference.serve.openai.choice import TAIL
 from foredraft.inference.serve.openai.completion import Answer
 from foredraft.inference.serve.openai.prompts import PromptEncoder
 from foredraft.inference.serve.openai.protocol import ChatRequest, CommonRequest, CompletionRequest
+from foredraft.inference.serve.openai.reasoning import unstopped
 from foredraft.inference.serve.worker import Worker
 
 log = logging.getLogger("foredraft.serve")
@@ -155,12 +157,21 @@ class Service:
         seed = secrets.randbits(62) if request.seed is None else request.seed
         trace = request.top_tokens if request.top_tokens is not None else 0 if request.trace else None
         rooms = [self.max_new_tokens(request, len(prompt), tenant) for prompt in prompts]
+        marks = [self.unstopped(request, prompt) for prompt in prompts]
+        more = request.stop_strings, trace, request.min_tokens
         return [
-            decoding.Request(prompt, params, most, seed + index, ends, request.stop_strings, trace, request.min_tokens)
-            for index, (prompt, most) in enumerate(
-                pair for pair in zip(prompts, rooms, strict=True) for _ in range(request.n)
+            decoding.Request(prompt, params, most, seed + index, ends, *more, reasoning)
+            for index, (prompt, most, reasoning) in enumerate(
+                facts for facts in zip(prompts, rooms, marks, strict=True) for _ in range(request.n)
             )
         ]
+
+    def unstopped(self, request: CommonRequest, prompt: list[int]) -> tuple[str, str]:
+        """Return the marks of the reasoning that the answer to this prompt may start with."""
+        if not isinstance(request, ChatRequest) or request.has_grammar or not request.stop_strings:
+            return "", ""
+        tokenizer = self.target.text_tokenizer
+        return unstopped(tokenizer.chat_template, tokenizer.decode(prompt[-TAIL:]))
 
     def max_new_tokens(self, request: CommonRequest, prompt: int, tenant: int) -> int:
         """Return the maximum length of an answer to a prompt of this length. Raises ApiError if it exceeds the context."""

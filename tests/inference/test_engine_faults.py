@@ -267,6 +267,25 @@ def test_a_long_stop_string_costs_no_more_than_a_short_one(target, monkeypatch):
     assert sum(decoded) < 40 * len(words)
 
 
+@pytest.mark.parametrize(
+    "marks, text",
+    [
+        (("<think>", "</think>"), "\n<think>a.b.c</think>d|."),
+        (("<think>", "</think>"), "<thi|."),  # which is no reasoning
+        (("<think>", "</think>"), "|.<think>a"),
+        (("", "</think>"), "a.b</think>|.c"),
+        (("", "</think>"), "a.b</thi.</think"),
+        (("", ""), "a|.b</think>.c"),
+    ],
+)
+def test_a_stop_string_does_not_count_within_reasoning(target, marks, text):
+    """Check each token's answer: `|` stands before the stop string that ends the text."""
+    sequence = SequenceState(Request([1], stop_strings=(".",), reasoning=marks), target)
+    tokens = [target.tokenizer.convert_tokens_to_ids(sign) for sign in text.replace("|", "").replace("\n", "Ċ")]
+    found = [sequence.completes_stop_string(token) for token in tokens]
+    assert (found.index(True) if True in found else -1) == text.find("|")
+
+
 def test_a_stop_string_is_found_with_the_space_before_it():
     """Check also the first word's, and one before half a character."""
     tokenizer = sentencepiece()

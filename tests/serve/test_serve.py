@@ -241,6 +241,16 @@ def test_thoughts_are_told_apart_where_the_template_begins_them(client):
         assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 
+def test_a_stop_string_ends_the_answer_and_not_its_reasoning(client, target):
+    word = target.text_tokenizer(" return").input_ids[0]
+    asked = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 4, "logit_bias": {str(word): 100}}
+    asked["stop"] = target.text_tokenizer.decode([word]).strip()
+    assert client.chat.completions.create(**asked).choices[0].finish_reason == "stop"
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+    (choice,) = client.chat.completions.create(**asked, extra_body=thinks).choices
+    assert choice.finish_reason == "length" and choice.message.reasoning
+
+
 def test_token_ids_are_told_to_who_asks(client, target):
     asked = {"model": "tiny", "seed": 5, "extra_body": {"return_token_ids": True}}
     answer = client.chat.completions.create(**asked, messages=MESSAGES)

@@ -10,7 +10,7 @@ from foredraft.heads import Target
 from foredraft.inference.serve.errors import ApiError
 from foredraft.inference.serve.openai.prompts import PromptEncoder
 from foredraft.inference.serve.openai.protocol import ChatRequest
-from foredraft.inference.serve.openai.reasoning import split_harmony, split_reasoning
+from foredraft.inference.serve.openai.reasoning import split_harmony, split_reasoning, unstopped
 from tests.support import ROOT
 
 TEMPLATES = ROOT / "tests" / "support" / "chat_templates"
@@ -55,6 +55,19 @@ def test_thoughts_are_read_out_of_a_text(kind, text, reasoning, content, calls, 
         before = now
     assert split(text, True) == (reasoning, content, calls)
     assert reasoning.startswith(before[0]) and content.startswith(before[1])
+
+
+@pytest.mark.parametrize(
+    "name, prompt, marks",
+    [
+        ("qwen3", "assistant\n", ("<think>", "</think>")),
+        ("qwq", "assistant\n<think>\n", ("", "</think>")),
+        ("gpt_oss", "<|start|>assistant", ("<|channel|>analysis", "<|channel|>final<|message|>")),
+        ("llama3", "assistant\n\n", ("", "")),
+    ],
+)
+def test_stop_strings_do_not_end_reasoning(name, prompt, marks):
+    assert unstopped((TEMPLATES / f"{name}.jinja").read_text(), prompt) == marks
 
 
 @pytest.fixture(scope="module")

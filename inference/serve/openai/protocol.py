@@ -81,7 +81,7 @@ class CommonRequest(BaseModel):
     max_tokens: Tokens | None = None
     min_tokens: int = Field(0, ge=0, le=2**31)
     seed: Seed | None = Field(None, description="choice i uses seed + i; without one, or with -1, answers differ")
-    stop: str | list[str] | None = None
+    stop: str | list[str] | None = Field(None, description="end the text; in a chat they do not count within reasoning")
     stop_token_ids: list[int] = Field([], max_length=1024)
     ignore_eos: bool = Field(False, description="end only at max_tokens, stop or stop_token_ids, as benchmarks need")
     skip_special_tokens: bool = Field(True, description="false shows special tokens, except the one that ends the text")

@@ -19,6 +19,7 @@ MARKS = (
     ("<seed:think>", "</seed:think>"),  # Seed-OSS
     ("<|channel>thought", "<channel|>"),  # Gemma 4
 )
+HARMONY = "<|channel|>analysis", "<|channel|>final<|message|>"
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|endoftext|>")  # end a message's text
 END = re.compile("|".join(map(re.escape, ENDS)))
@@ -32,6 +33,13 @@ def is_harmony(template: Any) -> bool:
 def reasoning_marks(template: Any) -> tuple[str, str]:
     """Return the marks around the reasoning of a template's target; empty texts if it has none."""
     return next((pair for pair in MARKS if pair[1] in str(template)), ("", ""))
+
+
+def unstopped(template: Any, prompt: str) -> tuple[str, str]:
+    """Return the marks of the part of an answer that stop strings do not end. prompt: the end of it, which may have the first
+    mark."""
+    opening, closing = HARMONY if is_harmony(template) else reasoning_marks(template)
+    return "" if prompt.rstrip().endswith(opening) else opening, closing
 
 
 def split_reasoning(text: str, is_open: bool, is_end: bool, marks: tuple[str, str] = MARKS[0]) -> tuple[str, str]:
