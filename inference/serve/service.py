@@ -119,7 +119,8 @@ class Service:
             with self.worker.reserved(request.num_texts):
                 async with asyncio.timeout(self.worker.timeout):
                     prompts = await run(self.encoding, encode, request)
-                    grammar = await run(self.compiling, self.grammar, request) if request.has_grammar else None
+                    closing = self.unstopped(request, prompts[0])[1]
+                    grammar = await run(self.compiling, self.grammar, request, closing) if request.has_grammar else None
                     requests = self.requests(request, prompts, grammar, tenant)
                     wanted = isinstance(request, CompletionRequest) and request.echo
                     echoes = [await self.echo(request, prompt) for prompt in prompts] if wanted else []
@@ -142,9 +143,9 @@ class Service:
         args = self.target.text_tokenizer, prompt, scored, request.skip_special_tokens
         return await asyncio.get_running_loop().run_in_executor(self.encoding, Echo.of, *args)
 
-    def grammar(self, request: CommonRequest) -> Grammar | None:
+    def grammar(self, request: CommonRequest, closing: str) -> Grammar | None:
         self.grammars = self.grammars or Grammars(self.target)
-        return tools.answer_grammar(request, self.target.text_tokenizer.chat_template, self.grammars)
+        return tools.answer_grammar(request, self.target.text_tokenizer.chat_template, self.grammars, closing)
 
     def requests(
         self, request: CommonRequest, prompts: list[list[int]], grammar: Grammar | None, tenant: int
@@ -167,11 +168,12 @@ class Service:
         ]
 
     def unstopped(self, request: CommonRequest, prompt: list[int]) -> tuple[str, str]:
-        """Return the marks of the reasoning that the answer to this prompt may start with."""
-        if not isinstance(request, ChatRequest) or request.has_grammar or not request.stop_strings:
+        """Return the marks of the reasoning that an answer may start with, with a grammar only if the prompt opens it."""
+        if not isinstance(request, ChatRequest):
             return "", ""
         tokenizer = self.target.text_tokenizer
-        return unstopped(tokenizer.chat_template, tokenizer.decode(prompt[-TAIL:]))
+        marks = unstopped(tokenizer.chat_template, tokenizer.decode(prompt[-TAIL:]))
+        return ("", "") if request.has_grammar and marks[0] else marks
 
     def max_new_tokens(self, request: CommonRequest, prompt: int, tenant: int) -> int:
         """Return the maximum length of an answer to a prompt of this length. Raises ApiError if it exceeds the context."""

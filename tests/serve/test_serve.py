@@ -241,6 +241,20 @@ def test_thoughts_are_told_apart_where_the_template_begins_them(client):
         assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 
+def test_json_follows_the_reasoning_that_the_prompt_opens(client):
+    asked = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "seed": 5,
+        "max_tokens": 9,
+        "response_format": {"type": "json_object"},
+    }
+    assert client.chat.completions.create(**asked).choices[0].message.content.lstrip().startswith("{")
+    thinks = {"chat_template_kwargs": {"enable_thinking": True}}
+    message = client.chat.completions.create(**asked, extra_body=thinks).choices[0].message
+    assert message.reasoning and not message.reasoning.startswith("{") and not message.content
+
+
 def test_a_stop_string_ends_the_answer_and_not_its_reasoning(client, target):
     word = target.text_tokenizer(" return").input_ids[0]
     asked = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "max_tokens": 4, "logit_bias": {str(word): 100}}

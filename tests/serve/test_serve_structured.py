@@ -31,6 +31,7 @@ from foredraft.inference.serve.openai.tool_formats import (
     MISTRAL_ID,
     QWEN3_CODER,
     ToolFormat,
+    after_reasoning,
     call_rules,
     format_of,
 )
@@ -145,9 +146,11 @@ def test_a_schema_may_stand_beside_tools(client):
         assert choice.message.tool_calls[0].function.name == "pair"
 
 
-def test_the_rules_of_both_take_both(target):
+@pytest.mark.parametrize("closing", ["", "</think>"])
+def test_the_rules_of_both_take_both(target, closing):
+    """Check also that they follow the reasoning that a prompt opens, whatever is in it."""
     asked = ChatRequest(messages=[ASKED["messages"][0]], tools=TOOLS, response_format=FORMAT)
-    rules = answer_grammar(asked, TEMPLATE, Grammars(target)).matcher
+    rules = answer_grammar(asked, TEMPLATE, Grammars(target), closing).matcher
     call = '<tool_call>\n{"name": "pair", "arguments": {"kind": "beta", "many": []}}\n</tool_call>'
     for text, taken in (
         (call, True),
@@ -155,8 +158,21 @@ def test_the_rules_of_both_take_both(target):
         ("I think", False),
         ('{"no": 1}', False),
     ):
-        ids = target.text_tokenizer(text).input_ids
+        ids = target.text_tokenizer('So {"no": 1}\n</think>\n\n' + text if closing else text).input_ids
         assert (rules.deep_copy().try_consume_tokens(ids) == len(ids)) == taken
+    asked = ChatRequest(messages=[ASKED["messages"][0]], response_format=FORMAT)
+    rules = answer_grammar(asked, TEMPLATE, Grammars(target), "</think>").matcher
+    ids = target.text_tokenizer('So.</think>{"kind": "beta", "many": []}').input_ids
+    assert rules.try_consume_tokens(ids) == len(ids) and rules.is_accepting()
+
+
+@pytest.mark.parametrize("rules", ["start: answer\nanswer: /a|b/", "start: calls | answer\ncalls: /a/\nanswer: /b/"])
+def test_reasoning_may_end_with_a_special_token(rules):
+    matcher = LLMatcher(LLTokenizer("byte"), after_reasoning(rules, "[/THINK]", {"[/THINK]": 256}), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    assert (
+        "<[256]>" in after_reasoning(rules, "[/THINK]", {"[/THINK]": 256}) and after_reasoning(rules, "", {}) == rules
+    )
 
 
 def test_a_call_is_streamed(client):
@@ -454,6 +470,14 @@ def test_reasoning_between_other_marks_is_read(template, opening, closing):
         assert (choice.reasoning, choice.text) == ("a", "b")
     choice = choice_of("b</s>", template, prompt=f"q{opening}{closing}", tools=None)
     assert (choice.reasoning, choice.text) == ("", "b")
+
+
+def test_a_grammar_allows_reasoning_that_the_prompt_opens():
+    facts = {"tools": None, "response_format": {"type": "json_object"}}
+    choice = choice_of("a</think>\n{}", "qwq", prompt="q<think>\n", **facts)
+    assert (choice.reasoning, choice.text) == ("a", "{}")
+    choice = choice_of('{"a": "</think>"}', "qwen3", **facts)
+    assert (choice.reasoning, choice.text) == ("", '{"a": "</think>"}')
 
 
 def test_calls_between_special_tokens_are_read_and_other_special_tokens_are_no_text():

@@ -54,15 +54,16 @@ class Choice:
         template, prompt = tokenizer.chat_template, job.request.prompt
         chat = request if isinstance(request, ChatRequest) else None
         self.callable, self.only_one = callable_tools(request), chat is not None and not chat.parallel_tool_calls
-        is_free = chat is not None and not request.has_grammar  # text of a grammar contains no reasoning
+        is_free = chat is not None and not request.has_grammar
         self.is_harmony = is_free and is_harmony(template)
-        self.marks = reasoning_marks(template) if is_free else ("", "")
+        marks = ("", "") if chat is None else reasoning_marks(template)
+        self.is_open = bool(marks[0]) and tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(marks[0])
+        self.marks = marks if is_free or self.is_open else ("", "")  # a grammar allows reasoning that the prompt opens
         self.reasons = self.is_harmony or bool(self.marks[0])
-        self.is_open = self.reasons and tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(self.marks[0])
         self.tools = None if self.is_harmony else new_tool_reader(request, template)
-        marks = "".join(self.marks) + (self.tools.style.text if self.tools else "")
+        shown = "".join(self.marks) + (self.tools.style.text if self.tools else "")
         # All special tokens are marks of harmony.
-        unseen = frozenset[int]() if self.is_harmony else unseen_tokens(tokenizer, marks)
+        unseen = frozenset[int]() if self.is_harmony else unseen_tokens(tokenizer, shown)
         self.marked = self.is_harmony or bool(unseen)  # special tokens mark parts of the text, so they are not skipped
         context = prompt if chat is None else answer_context(tokenizer, prompt)
         self.detokenizer = Detokenizer(tokenizer, request.skip_special_tokens and not self.marked, context)

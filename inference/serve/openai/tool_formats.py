@@ -189,6 +189,16 @@ def call_rules(
     return "\n".join([*rules, f"id: /{style.id}/"] if style.id else rules)
 
 
+def after_reasoning(rules: str, closing: str, special: Special) -> str:
+    """Return the rules of a text that follows reasoning up to this mark; the rules unchanged if the mark is empty."""
+    if not closing:
+        return rules
+    mark = special.get(closing)
+    ended = "[suffix=" + json.dumps(closing) + "]: /(.|\\n)*/" if mark is None else f": /(.|\\n)*/ <[{mark}]>"
+    start, rest = rules.removeprefix("start: ").split("\n", 1)
+    return f"start: reasoning space ({start})\n{rest}\nreasoning{ended}\nspace: /\\s{{0,8}}/"
+
+
 def parameter_rules(name: str, schema: dict[str, Any], style: Parameters, special: Special) -> list[str]:
     """Return the rules for arguments that are written one by one, in the order of the schema."""
     properties, required = properties_of(schema), as_list(schema, "required")

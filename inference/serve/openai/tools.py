@@ -15,10 +15,12 @@ from foredraft.inference.serve.openai.tool_formats import (
     KEY,
     NAME,
     ToolFormat,
+    after_reasoning,
     as_list,
     call_rules,
     format_of,
     is_text,
+    json_rule,
     properties_of,
     types_of,
 )
@@ -53,9 +55,9 @@ def new_tool_reader(request: CommonRequest, template: Any) -> "ToolReader | None
     return ToolReader(style, tools) if tools and style is not None else None
 
 
-def answer_grammar(request: CommonRequest, template: Any, grammars: Grammars) -> Grammar | None:
-    """Return the grammar of an answer: calls of the forced tools, or its response_format, possibly with calls. Raises
-    ValueError like `Grammars`."""
+def answer_grammar(request: CommonRequest, template: Any, grammars: Grammars, closing: str = "") -> Grammar | None:
+    """Return the grammar of an answer: calls of the forced tools, or its response_format, possibly with calls. closing: the
+    mark that ends the reasoning that the prompt opens. Raises ValueError like `Grammars`."""
     found, wanted = format_of(template), request.response_format
     schema: dict[str, Any] | None = None
     if wanted is not None and wanted.type != "text":
@@ -63,9 +65,13 @@ def answer_grammar(request: CommonRequest, template: Any, grammars: Grammars) ->
     if isinstance(request, ChatRequest) and request.tools:
         many = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
         if forced_tools(request):
-            return grammars.lark(call_rules(forced_tools(request), found or BARE, many, grammars.special))
+            rules = call_rules(forced_tools(request), found or BARE, many, grammars.special)
+            return grammars.lark(after_reasoning(rules, closing, grammars.special))
         if schema is not None and found is not None and request.tool_choice != "none":
-            return grammars.lark(call_rules(request.tools, found, many, grammars.special, schema))
+            rules = call_rules(request.tools, found, many, grammars.special, schema)
+            return grammars.lark(after_reasoning(rules, closing, grammars.special))
+    if schema is not None and closing:
+        return grammars.lark(after_reasoning(f"start: answer\nanswer: {json_rule(schema)}", closing, grammars.special))
     return None if schema is None else grammars.json_schema(schema)
 
 
