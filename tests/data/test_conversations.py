@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from foredraft.train.data import data_card, encoding
 from foredraft.train.data.conversations import corpus
@@ -69,17 +69,23 @@ def test_a_tiny_set_still_holds_something_out(tmp_path: Path):
         corpus(tokenizer(CHATML), path=str(write(tmp_path / "b.jsonl", rows[:1])), cache_dir=str(tmp_path))
 
 
-def test_the_same_set_as_json_lines_array_folder_and_parquet(file: Path, tmp_path: Path):
+def test_the_same_set_as_json_lines_array_folder_parquet_and_saved_by_datasets(file: Path, tmp_path: Path):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     (tmp_path / "array.json").write_text(json.dumps(rows))
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "1.jsonl", rows[:50]), write(tmp_path / "folder" / "2.jsonl", rows[50:])
+    Dataset.from_list(rows).save_to_disk(tmp_path / "saved", num_shards=2)
+    splits = {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:9])}
+    DatasetDict(splits).save_to_disk(tmp_path / "splits")
     found = []
-    for path in (file, tmp_path / "array.json", tmp_path / "rows.parquet", tmp_path / "folder"):
+    for name in ("rows.jsonl", "array.json", "rows.parquet", "folder", "saved", "splits"):
+        path = tmp_path / name
         data = corpus(tokenizer(CHATML), path=str(path), cache_dir=str(tmp_path))
         found.append(data_card.describe(data.train)["hash"])
     assert len(set(found)) == 1
+    with pytest.raises(ValueError, match=r"has no split dev: choose one with data\.split=NAME"):
+        corpus(tokenizer(CHATML), path=str(tmp_path / "splits"), split="dev")
     assert len(corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), max_samples=50).train) < 50
 
 

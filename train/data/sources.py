@@ -48,7 +48,7 @@ class Source:
     """Describe where rows come from, and which columns hold what. A column that is None is looked for under its usual
     names."""
 
-    path: str  # a JSON Lines or Parquet file, a folder of them, or a dataset's id on the Hub
+    path: str  # a JSON Lines or Parquet file, a folder of them or of `save_to_disk`, or a dataset's id on the Hub
     name: str | None = None  # of a Hub dataset with several configurations
     split: str = "train"
     data_files: str | None = None  # which files of a Hub dataset
@@ -64,7 +64,7 @@ class Source:
 
     def shards(self) -> list[Shard]:
         """Return all rows, in parts that several processes may read. With max_samples a dataset on the Hub is one part."""
-        here = files(self.path)
+        here = files(self.path, self.split)
         if here:
             return [shard for file in here for shard in shards(file)]
         if self.max_samples is not None:
@@ -110,15 +110,21 @@ class Source:
     def digest(self) -> str:
         """Return a hash of the files, or of what names a Hub dataset."""
         total = hashlib.sha256(repr(self).encode())
-        for file in files(self.path):
+        for file in files(self.path, self.split):
             with file.open("rb") as opened:
                 total.update(hashlib.file_digest(opened, "sha256").digest())
         return total.hexdigest()[:16]
 
 
-def files(path: str) -> list[Path]:
-    """Return the files at `path`, or none if it can only be a dataset on the Hub."""
+def files(path: str, split: str) -> list[Path]:
+    """Return the files at `path`, or none if it can only be a dataset on the Hub. split: of several that `datasets` saved."""
     root = Path(path)
+    if (root / "dataset_dict.json").is_file():
+        root = root / split
+        if not root.is_dir():
+            raise ValueError(f"data.path={path} has no split {split}: choose one with data.split=NAME")
+    if (root / "state.json").is_file():  # its other files are no rows
+        return [root / part["filename"] for part in json.loads((root / "state.json").read_text())["_data_files"]]
     if root.is_dir():
         found = sorted(file for file in root.rglob("*") if file.suffix in (".jsonl", ".json", ".parquet"))
         found = [file for file in found if not file.name.endswith(".about.json")]  # written_rows.py
@@ -139,6 +145,8 @@ def shards(file: Path) -> list[Shard]:
             return parquet_shards(file)
         if file.suffix == ".parquet":
             raise ValueError(f"{file} is not a Parquet file: its first bytes are {begins[:4]!r}, not b'PAR1'")
+        if file.suffix == ".arrow":
+            return [partial(arrow, file)]
         if begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             return [partial(json_array, file)]
         opened.seek(0)
@@ -202,6 +210,17 @@ def parquet(file: Path, group: int, first: int) -> Iterator[Row]:
         with pyarrow.parquet.ParquetFile(file) as opened:
             parts = opened.iter_batches(row_groups=[group], batch_size=256)
             yield from table((row for part in parts for row in part.to_pylist()), first)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from error
+
+
+def arrow(file: Path) -> Iterator[Row]:
+    """Read a file that `datasets` saved."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(file)) as opened, pyarrow.ipc.open_stream(opened) as parts:
+            yield from table((row for part in parts for row in part.to_pylist()), 0)
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from error
 
