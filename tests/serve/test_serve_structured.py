@@ -480,6 +480,20 @@ def test_a_grammar_allows_reasoning_that_the_prompt_opens():
     assert (choice.reasoning, choice.text) == ("", '{"a": "</think>"}')
 
 
+def test_a_call_in_reasoning_that_never_ends_is_a_call():
+    """Check that one that the reasoning only mentions is none."""
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    choice = choice_of(f"I look.\n{call}</s>", "qwen3", prompt="q<think>\n")
+    assert (choice.text, named(choice), choice.finish_reason) == ("", ["f"], "tool_calls")
+    for text, reason, content in (
+        (f"{call}</think>b</s>", "stop", "b"),
+        (f"{call}</think></s>", "stop", ""),
+        (call, "length", ""),
+    ):
+        choice = choice_of(text, "qwen3", reason, prompt="q<think>\n")
+        assert (choice.reasoning, choice.text, named(choice)) == (call, content, [])
+
+
 def test_calls_between_special_tokens_are_read_and_other_special_tokens_are_no_text():
     choice = choice_of('I look.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{}</s>', "devstral")
     assert (choice.text, named(choice), choice.finish_reason) == ("I look.", ["f", "f"], "tool_calls")

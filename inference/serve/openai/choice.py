@@ -73,7 +73,7 @@ class Choice:
     def push(self, output: RequestOutput) -> Piece:
         piece = Piece(self.index, ids=output.tokens, finish_reason=output.finish_reason)
         texts, places = self.detokenize(output)
-        reasoning, content, piece.calls = self.read("".join(texts[-1:]), output.finish_reason is not None)
+        reasoning, content, piece.calls = self.read("".join(texts[-1:]), output.finish_reason)
         piece.reasoning = reasoning[len(self.whole.reasoning) :]
         piece.text = content[len(self.whole.text) - self.echoed :]
         if piece.calls and piece.finish_reason == "stop":  # after "length", a call may be incomplete
@@ -93,10 +93,11 @@ class Choice:
         self.whole.add(piece)
         return piece
 
-    def read(self, last: str, is_end: bool) -> tuple[str, str, list[dict[str, Any]]]:
+    def read(self, last: str, finish_reason: str | None) -> tuple[str, str, list[dict[str, Any]]]:
         """Return the reasoning and the content that neither a stop string nor a mark can change any more, and at the end the
         tool calls. last: the text of the last token."""
-        stops, reasoning, calls = self.request.stop_strings, "", list[dict[str, Any]]()
+        is_end, stops = finish_reason is not None, self.request.stop_strings
+        reasoning, calls = "", list[dict[str, Any]]()
         if is_end:
             text = without_stop(self.text, stops, last, self.request.include_stop_str_in_output)
         else:
@@ -106,7 +107,9 @@ class Choice:
             calls = [new_call(*call) for call in called] if is_end else []
         elif self.reasons:
             reasoning, text = split_reasoning(text, self.is_open, is_end, self.marks)
-        if self.tools is not None:
+        if self.tools is not None and finish_reason == "stop" and reasoning and self.marks[1] not in self.text:
+            reasoning, calls = self.tools.split(reasoning, is_end)  # some models call before they end their reasoning
+        elif self.tools is not None:
             text, calls = self.tools.split(text, is_end, len(self.whole.text))
         return reasoning, text, calls[:1] if self.only_one else calls
 
