@@ -194,7 +194,8 @@ def test_fields_that_do_no_harm_are_ignored(client, model):
         "prediction": {"type": "content", "content": "guess"},
         "tools": [],
     }
-    assert client.chat.completions.create(**asked, **harmless, extra_body={"echo": None}).choices
+    more = {"echo": None, "client_metadata": {"session": "a"}}
+    assert client.chat.completions.create(**asked, **harmless, extra_body=more).choices
     for stop, options in (("", {"include_usage": None}), (None, None), ([], {})):
         assert [*client.chat.completions.create(**asked, stop=stop, stream=True, stream_options=options, store=False)]
     assert (model.parent / "accepted.jsonl").read_text() == before

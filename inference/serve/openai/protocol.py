@@ -29,7 +29,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # Fields for identification, billing and caching, and predictions of the text for a faster answer.
 IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
-IGNORED |= {"request_id", "cache_salt", "prediction"}
+IGNORED |= {"request_id", "cache_salt", "client_metadata", "prediction"}
 
 
 class StreamOptions(BaseModel):
