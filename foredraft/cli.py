@@ -43,6 +43,7 @@ def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Main], Callabl
     def decorate(main: Main) -> Callable[[], None]:
         @functools.wraps(main)
         def run() -> None:
+            reach_this_machine()
             args = parse()
             program = args.config_name or config_name
             with sentences(), opened(config_dir, args.config_dir):
@@ -61,6 +62,12 @@ def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Main], Callabl
         return run
 
     return decorate
+
+
+def reach_this_machine() -> None:
+    """Let no proxy come between this program and servers on this machine."""
+    others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    os.environ["no_proxy"] = ",".join(filter(None, (others, "localhost,127.0.0.1,::1")))
 
 
 def parse() -> argparse.Namespace:

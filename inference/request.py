@@ -21,10 +21,8 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     trace: int | None = None  # return traces with this number of alternatives per token (inference/trace.py)
     min_new_tokens: int = 0  # before this number, no end token is chosen and no stop string ends the text
-    reasoning: tuple[str, str] = (
-        "",
-        "",
-    )  # marks around a first part without stop strings; ("", X): the prompt opens it
+    # Marks around a first part in which stop strings do not count; with ("", mark) the prompt opens it.
+    reasoning: tuple[str, str] = ("", "")
 
     @property
     def failure(self) -> str:

@@ -1,5 +1,6 @@
 """Conversations from files: every published layout, what is dropped and why, and the same split every time."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -72,6 +73,7 @@ def test_a_tiny_set_still_holds_something_out(tmp_path: Path):
 def test_the_same_set_as_json_lines_array_folder_parquet_and_saved_by_datasets(file: Path, tmp_path: Path):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     (tmp_path / "array.json").write_text(json.dumps(rows))
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "1.jsonl", rows[:50]), write(tmp_path / "folder" / "2.jsonl", rows[50:])
@@ -79,11 +81,14 @@ def test_the_same_set_as_json_lines_array_folder_parquet_and_saved_by_datasets(f
     splits = {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:9])}
     DatasetDict(splits).save_to_disk(tmp_path / "splits")
     found = []
-    for name in ("rows.jsonl", "array.json", "rows.parquet", "folder", "saved", "splits"):
+    for name in ("rows.jsonl", "rows.jsonl.gz", "array.json", "rows.parquet", "folder", "saved", "splits"):
         path = tmp_path / name
         data = corpus(tokenizer(CHATML), path=str(path), cache_dir=str(tmp_path))
         found.append(data_card.describe(data.train)["hash"])
     assert len(set(found)) == 1
+    (tmp_path / "cut.jsonl.gz").write_bytes((tmp_path / "rows.jsonl.gz").read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"cut\.jsonl\.gz cannot be read: Compressed file ended"):
+        corpus(tokenizer(CHATML), path=str(tmp_path / "cut.jsonl.gz"), cache_dir=str(tmp_path))
     with pytest.raises(ValueError, match=r"has no split dev: choose one with data\.split=NAME"):
         corpus(tokenizer(CHATML), path=str(tmp_path / "splits"), split="dev")
     assert len(corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), max_samples=50).train) < 50

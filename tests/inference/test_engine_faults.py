@@ -271,7 +271,7 @@ def test_a_long_stop_string_costs_no_more_than_a_short_one(target, monkeypatch):
     "marks, text",
     [
         (("<think>", "</think>"), "\n<think>a.b.c</think>d|."),
-        (("<think>", "</think>"), "<thi|."),  # which is no reasoning
+        (("<think>", "</think>"), "<thi|."),  # not a mark
         (("<think>", "</think>"), "|.<think>a"),
         (("", "</think>"), "a.b</think>|.c"),
         (("", "</think>"), "a.b</thi.</think"),

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from foredraft import __main__ as foredraft
 from foredraft import renamed_keys
-from foredraft.cli import NEEDS_TARGET, entry
+from foredraft.cli import NEEDS_TARGET, entry, reach_this_machine
 from foredraft.config import flat, nearest
 from foredraft.config_help import TABLES, comments, describe, described, header, listed
 from foredraft.words import expand
@@ -457,6 +458,15 @@ def test_help_of_every_command_needs_no_torch() -> None:
         and "\n  head.num_heads=" in shown["train --help head=medusa"]
     )
     assert "  head." not in shown["train --help"]
+
+
+def test_servers_on_this_machine_need_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.com")
+    monkeypatch.setenv("no_proxy", "")  # and gone after the test
+    reach_this_machine()
+    assert all(map(urllib.request.proxy_bypass, ("127.0.0.1", "localhost", "example.com")))
+    assert not urllib.request.proxy_bypass("example.org")
 
 
 def test_env_has_a_line_for_every_topic(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

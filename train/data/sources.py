@@ -1,10 +1,12 @@
-"""Rows of files and of Hub datasets: JSON Lines, JSON, Parquet, Arrow. What a row says is for columns.py to tell.
+"""Rows of files and of Hub datasets: JSON Lines (also gzip), JSON, Parquet, Arrow. What a row says is for columns.py to tell.
 
 A row that cannot be read is a `SkippedRow` with its reason, never lost.
 """
 
+import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +33,7 @@ from foredraft.train.data.columns import (
 from foredraft.train.data.layouts import Message, SkippedRow, has_system, listed, turns
 from foredraft.train.data.layouts import parsed as parsed_json
 
+ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".parquet")  # of files in a directory
 SHARD = 1 << 24  # bytes of a file of JSON Lines that one process reads at a time
 SHARD_ROWS = 10_000  # and rows of a dataset from the Hub
 
@@ -123,17 +126,17 @@ def files(path: str, split: str) -> list[Path]:
         root = root / split
         if not root.is_dir():
             raise ValueError(f"data.path={path} has no split {split}: choose one with data.split=NAME")
-    if (root / "state.json").is_file():  # its other files are no rows
+    if (root / "state.json").is_file():  # its other files are metadata
         return [root / part["filename"] for part in json.loads((root / "state.json").read_text())["_data_files"]]
     if root.is_dir():
-        found = sorted(file for file in root.rglob("*") if file.suffix in (".jsonl", ".json", ".parquet"))
+        found = sorted(file for file in root.rglob("*") if file.name.endswith(ENDINGS))
         found = [file for file in found if not file.name.endswith(".about.json")]  # written_rows.py
         if not found:
             raise ValueError(f"data.path={path} contains no .jsonl, .json or .parquet file (raw text: data=text)")
         return found
     if root.is_file():
         return [root]
-    if path.count("/") > 1 or path.startswith((".", "/", "~")) or root.suffix in (".jsonl", ".json", ".parquet"):
+    if path.count("/") > 1 or path.startswith((".", "/", "~")) or path.endswith(ENDINGS):
         raise ValueError(f"data.path={path} does not exist: give a file, a folder, or a dataset's id on the Hub")
     return []
 
@@ -147,6 +150,8 @@ def shards(file: Path) -> list[Shard]:
             raise ValueError(f"{file} is not a Parquet file: its first bytes are {begins[:4]!r}, not b'PAR1'")
         if file.suffix == ".arrow":
             return [partial(arrow, file)]
+        if begins.startswith(b"\x1f\x8b"):
+            return [partial(compressed, file)]
         if begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             return [partial(json_array, file)]
         opened.seek(0)
@@ -169,6 +174,17 @@ def json_lines(file: Path, start: int, stop: int, first: int) -> Iterator[Row]:
                 yield Row(f"{file.name}:{number}", parsed(line))
             if lines.tell() >= stop:
                 return
+
+
+def compressed(file: Path) -> Iterator[Row]:
+    """Read a gzip file of JSON Lines."""
+    try:
+        with gzip.open(file) as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield Row(f"{file.name}:{number}", parsed(line))
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 def parsed(line: bytes) -> Any:
