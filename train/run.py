@@ -44,7 +44,14 @@ from foredraft.train.hidden_states.ends import load_target
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal, time_limit_record
 from foredraft.train.runtime.memory import disable_malloc_trim, explain_out_of_memory
-from foredraft.train.runtime.run_state import CHECKPOINTS, done_before, open_directory, rows_per_step, unlock
+from foredraft.train.runtime.run_state import (
+    CHECKPOINTS,
+    done_before,
+    open_directory,
+    rows_per_step,
+    saved_config,
+    unlock,
+)
 from foredraft.train.start import init_from, limit_window
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments, arguments
 from foredraft.train.writing import self_generated
@@ -138,8 +145,9 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
         open_directory(cfg, need_bytes) if distributed.rank() == 0 else (Path(), None)
     )
     distributed.check_shared(directory, "output_dir")
-    later = partial(fresh_rows, cfg, target, data.train, directory) if cfg.fresh_text else None
-    data, measured_on = with_self_generated_text(cfg, target, data, directory)
+    tokens = saved_config(directory)["written_tokens"]
+    later = partial(fresh_rows, cfg, target, data.train, directory, tokens) if cfg.fresh_text else None
+    data, measured_on = with_self_generated_text(cfg, target, data, directory, tokens)
     counts = count_tokens(data.train, target.vocab_size)
     if head.pruned and cfg.init_from is None:  # to what the target writes, which is what the head will draft
         head.init_projections(target, counts)
@@ -172,28 +180,19 @@ def pack(cfg: DictConfig, data: Corpus) -> Packed:
     return packed
 
 
-def fresh_rows(cfg: DictConfig, target: Target, texts: Documents, directory: Path, part: int) -> Packed:
+def fresh_rows(cfg: DictConfig, target: Target, texts: Documents, directory: Path, tokens: int, part: int) -> Packed:
     """Return rows for epoch `part` (from 1 on) of text that the target writes now, with as many tokens as the first text."""
     file = directory / f"self_generated.{part}.jsonl"
-    written = self_generated.write(target, texts, written_tokens(cfg), cfg.data_seed, file, part)
+    written = self_generated.write(target, texts, tokens, cfg.data_seed, file, part)
     return Packed(written, cfg.max_length, cfg.data_seed + part, cfg.packing)
 
 
-def written_tokens(cfg: DictConfig) -> int:
-    """Return the number of tokens that the target writes before a run reads them: no more than it reads."""
-    tokens = cfg.self_generated_tokens
-    if cfg.trainer.max_steps > 0:
-        tokens = min(tokens, cfg.trainer.max_steps * rows_per_step(cfg) * cfg.max_length)
-    return tokens
-
-
 def with_self_generated_text(
-    cfg: DictConfig, target: Target, data: Corpus, directory: Path
+    cfg: DictConfig, target: Target, data: Corpus, directory: Path, tokens: int
 ) -> tuple[Corpus, Documents]:
-    """Return the corpus with text that the target wrote, as much as this run reads, and held-out documents of the same kind.
-    One process writes for all."""
+    """Return the corpus with about `tokens` tokens of text that the target wrote (0: with its own), and held-out documents of
+    the same kind. One process writes for all."""
     held = held_out.documents(target.text_tokenizer, data)
-    tokens = written_tokens(cfg)
     if not tokens:
         return data, held
 

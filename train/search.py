@@ -27,7 +27,7 @@ from foredraft.train.data.corpus import Corpus
 from foredraft.train.finalize import finalize
 from foredraft.train.run import load, prepare, start_process, train, with_self_generated_text
 from foredraft.train.runtime import distributed
-from foredraft.train.runtime.run_state import METRICS, claim, done_before, unlock
+from foredraft.train.runtime.run_state import METRICS, claim, done_before, unlock, written_tokens
 
 OWN = ("head", "budget", "heads", "candidates", "output_dir")  # keys that do not go to the candidates
 SHARED = ("target", "data", "max_length", "packing", "seed", "self_generated_tokens")  # the same for all candidates
@@ -60,7 +60,7 @@ def search(cfg: DictConfig) -> None:
     directory = Path(cfg.output_dir)
     with claim(directory):
         cfg.trainer.max_steps = -1  # as much text as is asked for, whatever each run reads
-        with_self_generated_text(cfg, target, data, directory)
+        with_self_generated_text(cfg, target, data, directory, written_tokens(cfg))
         for number, size in enumerate(sizes, 1):
             share, speeds = (amount / 2 / len(sizes) / size, in_steps), dict[str, float]()
             for name, run in left.items() if len(left) > 1 else ():  # a single one: the others failed

@@ -305,7 +305,7 @@ def test_a_run_can_end_with_acceptance_by_context(here, tiny_path: Path, folder:
 
 
 def test_no_more_text_is_written_than_the_run_reads(here, tiny_path: Path, folder: Path, tmp_path: Path):
-    """Ask for a million tokens; three steps of four sequences of 64 tokens read 768."""
+    """Ask for a million tokens; three steps of four sequences of 64 tokens read 768. Resume with more steps."""
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
     fast = ["trainer.max_steps=3", "eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]
     ended = here(*given, *fast, "self_generated_tokens=1000000")
@@ -314,6 +314,10 @@ def test_no_more_text_is_written_than_the_run_reads(here, tiny_path: Path, folde
     assert len(rows) == -(-768 // 224)  # rows of 224 new tokens at most
     assert re.search(r"^self-generated text: 4 of 4 rows, \d[\d,]* tokens/s$", ended.err, re.M)
     assert [step for step, _, _ in printed(ended.out)] == ["1", "2", "3"]
+    (tmp_path / "out/metrics.json").unlink()
+    ended = here(*given, *fast[1:], "trainer.max_steps=6", "self_generated_tokens=1000000")
+    assert ended.code == 0 and "resuming from out/checkpoints/checkpoint-3\n" in ended.out, ended.err
+    assert list(self_generated.documents(RowFile(tmp_path / "out/self_generated.jsonl"))) == list(rows)
 
 
 # Bad input

@@ -16,6 +16,7 @@ REPLICATED = {"single", "ddp"}  # strategies whose checkpoints are the same
 # What does not change a run: how rows are spread over processes (`rows_per_step` is compared), and where it is written.
 SPREAD = {"strategy", "processes", "context_parallel"}
 SPREAD |= {f"trainer.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
+SPREAD |= {"written_tokens"}  # a resumed run reads the text that it has
 PLACES = {"output_dir"}
 # What may change when a stopped run is resumed: what is logged, measured and kept, and for how long it trains.
 FREE = {"eval", "push_to_hub", "push_private", "keep_checkpoints", "data.num_proc", "hidden_states.verify"}
@@ -53,7 +54,9 @@ def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
     checkpoint = checkpoints.newest(directory / CHECKPOINTS)
     now = as_saved(cfg)
     if checkpoint is not None:
-        check_same_run(directory, saved_config(directory), now)
+        before = saved_config(directory)
+        check_same_run(directory, before, now)
+        now["written_tokens"] = before.get("written_tokens", now["written_tokens"])
         print(f"resuming from {checkpoint}", flush=True)
     checkpoints.clear_unfinished(directory / CHECKPOINTS)
     write_atomically(directory / CONFIG, OmegaConf.to_yaml(now))
@@ -85,8 +88,15 @@ def rows_per_step(cfg: DictConfig) -> int:
     return cfg.trainer.per_device_train_batch_size * cfg.trainer.gradient_accumulation_steps * distributed.world_size()
 
 
+def written_tokens(cfg: DictConfig) -> int:
+    """Return the number of tokens that the target writes before a run reads them: no more than it reads."""
+    tokens, steps = cfg.get("self_generated_tokens", 0), cfg.trainer.max_steps
+    return min(tokens, steps * rows_per_step(cfg) * cfg.max_length) if steps > 0 else tokens
+
+
 def as_saved(cfg: DictConfig) -> dict[str, Any]:
     facts = {"processes": distributed.world_size(), "rows_per_step": rows_per_step(cfg)}
+    facts["written_tokens"] = written_tokens(cfg)
     return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True)) | facts
 
 
