@@ -7,11 +7,14 @@ import json
 import logging
 import platform
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -103,6 +106,10 @@ def read_config(path: str | Path, revision: str | None = None, trust_remote_code
     checkpoint."""
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except StrictDataclassError as error:  # settings that contradict each other
+        raise ValueError(
+            f"target {path} cannot be loaded: its config.json: {str(error).rpartition('Error: ')[2]}"
+        ) from error
     except ValueError as error:
         settings, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
         model_type = settings.pop("model_type", None)
@@ -154,13 +161,31 @@ def load_model(
                     f"computed in float32, because this {'GPU' if kind == 'cuda' else 'CPU'} has no bfloat16 products"
                 )
                 print(f"{path} is {note} (dtype=bfloat16 insists{half})", file=sys.stderr, flush=True)
-        model = model_class(config).from_pretrained(path, dtype=dtype, revision=revision, **kwargs)
-    except (OSError, ImportError, json.JSONDecodeError) as error:  # some models need more packages
+        facts = {"dtype": dtype, "revision": revision, "output_loading_info": True}
+        model, report = model_class(config).from_pretrained(path, **facts, **kwargs)
+    except (OSError, ImportError, json.JSONDecodeError, SafetensorError) as error:  # some models need more packages
         raise ValueError(f"target {path} cannot be loaded: {first_line(error)}") from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"target {path} cannot be loaded: its weights have other sizes than its config.json"
+        ) from error
+    check_complete(path, config, report["missing_keys"])
     keep_outliers(model)
     if "distributed_config" not in kwargs:
         fuse_norms(model)
     return model if kwargs.keys() & {"device_map", "distributed_config"} else model.to(device)
+
+
+def check_complete(path: str, config: PreTrainedConfig, missing: Iterable[str]) -> None:
+    """Raise ValueError if the checkpoint lacks weights of the language model: transformers fills them with random numbers."""
+    text = (name for name in missing if not reads_images(config) or "language_model" in name or "lm_head" in name)
+    if names := sorted(text):
+        raise ValueError(
+            f"target {path} lacks {len(names)} weights that its config.json announces ({', '.join(names[:3])}): "
+            "save them by these names, with the config.json of the model"
+        )
 
 
 def load_tokenizer(

@@ -125,6 +125,25 @@ def test_a_model_that_needs_another_package_is_refused_by_its_name(tmp_path, mon
         Target.from_pretrained(tmp_path, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"num_hidden_layers": 7}, r"lacks 9 weights that its config.json announces \(model.layers.6.input_layernorm"),
+        ({"vocab_size": 400}, "cannot be loaded: its weights have other sizes than its config.json"),
+        ({"num_attention_heads": 5}, r"cannot be loaded: its config.json: The hidden size \(32\)"),
+        (None, "cannot be loaded: Error while deserializing header"),
+    ],
+)
+def test_a_damaged_target_is_refused_and_gets_no_random_weights(tmp_path, settings, complaint):
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    if settings is None:
+        weights.write_bytes(weights.read_bytes()[:-9])
+    config.write_text(json.dumps(json.loads(config.read_text()) | (settings or {})))
+    with pytest.raises(ValueError, match=complaint):
+        Target.from_pretrained(tmp_path, device="cpu")
+
+
 @torch.no_grad()
 def test_a_target_may_read_tokens_that_it_never_writes(tmp_path):
     """Use Llama-3.2-Vision, whose embedding has rows for images beyond those of its lm_head."""
