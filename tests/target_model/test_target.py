@@ -144,6 +144,13 @@ def test_a_damaged_target_is_refused_and_gets_no_random_weights(tmp_path, settin
         Target.from_pretrained(tmp_path, device="cpu")
 
 
+def test_an_adapter_is_not_left_out_silently(tmp_path):
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="contains a LoRA adapter, which would be left out: give a directory"):
+        Target.from_pretrained(tmp_path, device="cpu")
+
+
 @torch.no_grad()
 def test_a_target_may_read_tokens_that_it_never_writes(tmp_path):
     """Use Llama-3.2-Vision, whose embedding has rows for images beyond those of its lm_head."""
