@@ -213,6 +213,9 @@ def export_for(
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} is not one of {', '.join(DTYPES)}")
     if rule is None:
+        read = [other for other in ENGINES.get(engine, ()) if type(head) in RULES[FORMATS[other][1]]]
+        if read:
+            raise ValueError(f"{engine} does not read {head.kind} heads in format={name}: use format={read[0]}")
         others = ": it loads EAGLE-3, DFlash, JetSpec, DFlash-2, DSpark and MTP" if name == "gguf" else ""
         raise ValueError(f"{engine} does not support {head.kind} heads{others}")
     for verify in rule.checks:

@@ -132,6 +132,7 @@ REFUSED = [
     ("medusa", "speculators", "speculators package does not support medusa"),
     ("eagle3", "medusa", "does not support eagle3"),
     ("hydra", "vllm", "vLLM does not support hydra"),
+    ("mtp", "vllm", "vLLM does not read mtp heads in format=vllm: use format=mtp"),
     ("medusa pruned", "medusa", "does not support a pruned vocabulary"),
     ("eagle", "vllm", "vLLM's EAGLE-1 has no fc.bias"),
     ("hass", "speculators", "does not support eagle heads"),
