@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
@@ -27,13 +28,18 @@ CARD, METRICS, REPORT = "README.md", "metrics.json", "report.html"
 
 def open_target(settings: DictConfig, head: str | Path) -> Target:
     """Open the target of a script's config; if its path is null, the one that the config of `head` names."""
-    path = settings.path
-    if path is None:
-        config = read_config(hub.find(head))
-        path = config.get("foredraft", {}).get("target", {}).get("name") or config.get("base_model_name_or_path")
+    if settings.path is not None:
+        return instantiate(settings)
+    config = read_config(hub.find(head))
+    path = config.get("foredraft", {}).get("target", {}).get("name") or config.get("base_model_name_or_path")
     if not path:
         raise ValueError(f"the config of {head} names no target: give it, target.path=...")
-    return instantiate(settings, path=path)
+    try:
+        return instantiate(settings, path=path)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ValueError):  # a relative path, or a target that has moved
+            raise ValueError(f"{error.__cause__} (the config of {head} names it: set target=PATH)") from error
+        raise
 
 
 def own_texts(target: Target) -> list[list[int]]:

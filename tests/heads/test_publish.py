@@ -82,6 +82,14 @@ def test_the_gate_is_a_command(script, trained, tmp_path):
     assert ended.code == 2 and "parity gate: at depth 1" in ended.err
 
 
+def test_a_target_that_has_moved_is_asked_for(script, trained, tmp_path):
+    shutil.copytree(trained / "eagle3/head", tmp_path / "head")
+    edit(tmp_path / "head", lambda config: config["foredraft"]["target"].update(name="./gone"))
+    ended = script("parity", "checkpoint=head")
+    assert ended.code == 2 and "target ./gone is not a directory" in ended.err
+    assert ended.err.endswith("(the config of head names it: set target=PATH)\n")
+
+
 @pytest.mark.nightly  # three new interpreters; by day test_hub.py pushes in this one
 def test_push_as_it_is_typed(script, trained, server, monkeypatch):
     given = ("push", f"checkpoint={trained}/eagle3/head", "repo=org/name", "license=mit")
