@@ -130,5 +130,11 @@ def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypa
         assert run_state.done_before(config("seed=3", *["trainer.max_steps=8"] * (number == 1)))
         assert not run_state.done_before(config("seed=3", "trainer.max_steps=9"))  # for a sweep it is another run
         assert opened("seed=3") is None and (tmp_path / f"out.{number}" / run_state.METRICS).exists()
+    (out / run_state.METRICS).write_text("{}")
+    monkeypatch.chdir(out)
+    with pytest.raises(ValueError, match=r"output_dir=\. holds a finished run and cannot be renamed"):
+        run_state.claim(Path())
+    with pytest.raises(ValueError, match=r"lies in output_dir=.*out, whose finished run would get another name"):
+        opened("init_from=head")
     run_state.unlock()
     assert not run_state.LOCKS

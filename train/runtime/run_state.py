@@ -42,6 +42,12 @@ def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
     directory = Path(cfg.output_dir)
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"output_dir={directory} is a file: give a directory")
+    start = Path(cfg.get("init_from") or directory.parent).absolute()
+    if (directory / METRICS).exists() and directory.absolute() in (start, *start.parents):
+        raise ValueError(
+            f"init_from={cfg.init_from} lies in output_dir={directory}, whose finished run would get another name, so that "
+            "this run could not be resumed: give another output_dir"
+        )
     # Before anything moves, so on the nearest folder that exists.
     free = shutil.disk_usage(next(path for path in (directory, *directory.absolute().parents) if path.is_dir())).free
     if free < need_bytes:
@@ -71,8 +77,13 @@ def claim(directory: Path) -> IO[bytes]:
     if not (directory / METRICS).exists():
         return lock
     number = next(n for n in range(1, 10_000) if not Path(f"{directory}.{n}").exists())
+    try:
+        directory.rename(f"{directory}.{number}")
+    except OSError as error:  # a mount point, or the working directory
+        raise ValueError(
+            f"output_dir={directory} holds a finished run and cannot be renamed ({error.strerror}): give another output_dir"
+        ) from error
     print(f"{directory} holds a finished run; it is kept as {directory}.{number}", flush=True)
-    directory.rename(f"{directory}.{number}")
     lock.close()
     return claim(directory)
 
