@@ -1,8 +1,10 @@
 """The layout of a kind of head that nobody else publishes: weights with the head's names, and its class in config.json."""
 
+import importlib
+import pkgutil
 from typing import Any, Self
 
-import foredraft.heads.draft_model  # noqa: F401 -- configs name its class, and only imported modules can be named
+from foredraft import heads
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles
 from foredraft.heads.target_model import Target
@@ -34,9 +36,12 @@ class NativeFormat(Format):
 
 
 def find_class(files: HeadFiles, name: str) -> type[DraftHead]:
-    """Return the head class that a config.json names as module:Class, among the imported ones: files are data, and must not
-    decide what Python imports."""
+    """Return the head class that a config.json names as module:Class, among the imported ones and those in heads/: files are
+    data, and must not decide what else Python imports."""
     name = f"foredraft.{name}" if name.startswith("heads.") else name  # as written by 0.1
+    module = name.partition(":")[0]
+    if module in (found.name for found in pkgutil.iter_modules(heads.__path__, "foredraft.heads.")):
+        importlib.import_module(module)
     kinds = subclasses(DraftHead)  # type: ignore[type-abstract]
     kind = next((kind for kind in kinds if f"{kind.__module__}:{kind.__qualname__}" == name), None)
     if kind is None:

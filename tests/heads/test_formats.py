@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from foredraft import heads
 from foredraft.heads import Target, load_head, save_head
+from foredraft.heads.formats.base import HeadFiles
+from foredraft.heads.formats.native import NativeFormat
 from foredraft.train import parity_gate
 from tests.support import equations, golden
 from tests.support.exports import write_export
@@ -172,6 +175,16 @@ def test_an_index_cannot_point_out_of_its_directory(deep, tmp_path, name):
     (tmp_path / "head" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
     with pytest.raises(ValueError, match=r"must be a \.safetensors file in the same directory"):
         load_head(tmp_path / "head", deep)
+
+
+def test_a_head_that_was_added_is_imported_when_its_files_name_it(tmp_path, monkeypatch):
+    (tmp_path / "added.py").write_text(
+        "from foredraft.heads.base import DraftHead\n\nclass Added(DraftHead):\n    pass\n"
+    )
+    monkeypatch.setattr(heads, "__path__", [*heads.__path__, str(tmp_path)])
+    files = HeadFiles({"foredraft": {"class": "foredraft.heads.added:Added"}}, {}, tmp_path, [])
+    layout = NativeFormat.match(files)
+    assert layout is not None and layout.kind.__name__ == "Added"
 
 
 @pytest.mark.parametrize("place", ["models--org--head/snapshots/abc", "cloned"])
