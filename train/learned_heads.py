@@ -26,7 +26,7 @@ class LearnedHeads:
         heads = self.all()
         if not self.current_file.exists():
             return heads[-1] if heads else None
-        name = self.current_file.read_text().strip()
+        name = self.current_file.read_text(errors="replace").strip()
         return next((head for head in heads if head.name == name), None)
 
     def choose(self, name: str) -> None:

@@ -30,9 +30,12 @@ class FollowedHead:
     async def follow(self) -> None:
         while True:
             await asyncio.sleep(POLL)
-            name = self.file.read_text().strip() if self.file.exists() else ""
-            if name not in ("", self.name):  # an empty file is still being written
-                await self.serve(name)
+            try:
+                name = self.file.read_text(errors="replace").strip() if self.file.exists() else ""
+                if name not in ("", self.name):  # an empty file is still being written
+                    await self.serve(name)
+            except OSError as error:  # such as a full disk
+                log.warning("%s cannot be read or corrected: %s", self.file, error)
 
     async def serve(self, name: str) -> None:
         """Serve with this head. If it cannot be loaded, correct the file."""

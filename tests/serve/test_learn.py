@@ -321,6 +321,12 @@ def test_the_command_swaps_continues_and_keeps_out_what_is_not_to_be_stored(tiny
         (learned / "current").write_text("head-0002\n")
         wait_until(lambda: text(server, 0) == expected[0] and served_by(server, 2))
         assert [asked, *(text(server, seed) for seed in range(1, 4))] == expected
+        (learned / "current").write_bytes(b"\xff\xfe")  # another encoding, or a damaged disk
+        wait_until(lambda: (learned / "current").read_bytes() == b"head-0002\n")
+        (learned / "current").unlink()
+        (learned / "current").mkdir()
+        wait_until(lambda: "current cannot be read or corrected" in server.log.read_text())
+        (learned / "current").rmdir()
         (learned / "current").write_text("head-9\n")
         wait_until(lambda: "head-9 cannot serve" in server.log.read_text())
         wait_until(lambda: (learned / "current").read_text() == "head-0002\n")
