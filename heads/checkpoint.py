@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.files import ADAPTER_CONFIG, CONFIG, FILE, PICKLED, SAFE, read_config
 from foredraft.heads.hub.client import find, weights_sha256
 from foredraft.heads.target_model import Target
-from foredraft.heads.target_model.files import weight_map
+from foredraft.heads.target_model.files import checkpoint_file, weight_map
 
 WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
@@ -53,6 +54,11 @@ def stored_embeddings(target: Target, ids: range) -> Tensor | None:
                 rows = checkpoint.get_slice(name)
                 if rows.get_shape() == [embedding.num_embeddings, target.hidden_size]:
                     return torch.stack([rows[i] for i in ids])
+    pickled = checkpoint_file(target, PICKLED[0])
+    if pickled is not None and zipfile.is_zipfile(pickled):  # a mapped file, not one of the first versions of torch
+        for name, weight in torch.load(pickled, map_location="cpu", mmap=True, weights_only=True).items():
+            if name.endswith(suffix) and list(weight.shape) == [embedding.num_embeddings, target.hidden_size]:
+                return weight[ids.start : ids.stop : ids.step]
     return None
 
 
