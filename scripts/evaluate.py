@@ -5,6 +5,7 @@ each prompt. The report has acceptance length, speed relative to the baseline, i
 each stage of a step, and faults of drafters. The same command resumes an interrupted run.
 """
 
+import contextlib
 import copy
 import json
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from foredraft.cli import entry
 from foredraft.heads import Target, load_head
+from foredraft.heads.checkpoint import fingerprint
+from foredraft.heads.hub import find, weights_sha256
 from foredraft.inference import generate, load_drafter
 from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
@@ -51,8 +54,8 @@ def evaluate(cfg: DictConfig, output: Path) -> None:
     if not isinstance(cfg.drafter, ListConfig):
         cfg.drafter = [cfg.drafter]
     audited = heads_of(cfg) if cfg.audit else []
-    check_same_run(output / "settings.json", cfg)
     target: Target = instantiate(cfg.target)
+    check_same_run(output / "settings.json", cfg, target)
     prompts = read_prompts(cfg, target, output / "prompts.json")
     about = prompt_sets.summary(prompts)
     print(about, flush=True)
@@ -81,22 +84,35 @@ def audit_heads(cfg: DictConfig, target: Target, paths: list[str], prompts: list
 
 def heads_of(cfg: DictConfig) -> list[str]:
     """Return the directories or repositories of the heads among the drafters. Raises ValueError if there are none."""
-    given = [options if isinstance(options, str) else str(options.get("path", "")) for options in cfg.drafter]
-    paths = [path for path in (spec.partition("+")[0] for spec in given) if "/" in path and ":" not in path]
+    paths = head_paths(cfg)
     if not paths:
-        raise ValueError(f"audit=true is for trained heads, and drafter={given} names none: give a head's directory")
+        raise ValueError(
+            f"audit=true is for trained heads, and drafter={list(cfg.drafter)} names none: give a head's directory"
+        )
     return paths
 
 
-def check_same_run(file: Path, cfg: DictConfig) -> None:
-    """Save the settings. Raises ValueError if the directory contains a run with other settings; repeats may differ."""
+def head_paths(cfg: DictConfig) -> list[str]:
+    given = [options if isinstance(options, str) else str(options.get("path", "")) for options in cfg.drafter]
+    return [path for path in (spec.partition("+")[0] for spec in given) if "/" in path and ":" not in path]
+
+
+def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
+    """Save the settings and digests of the weights. Raises ValueError if the directory contains a run with others; repeats
+    may differ."""
     settings = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(settings, dict)
     for name in ("repeats", "temperature", "rivals", "audit", "output_dir"):
         del settings[name]
-    if file.exists() and json.loads(file.read_text()) != settings:
+    settings["weights"] = {"target": fingerprint(target)["embedding_digest"]}
+    for path in head_paths(cfg):
+        with contextlib.suppress(ValueError):  # a drafter that cannot be loaded is omitted later
+            settings["weights"] |= {path: weights_sha256(find(path))} if Path(path).is_dir() else {}
+    before = json.loads(file.read_text()) if file.exists() else {}
+    if settings | before != settings:
         raise ValueError(
-            f"output_dir={file.parent} contains a run with other settings ({file}). Use another output_dir, or remove it."
+            f"output_dir={file.parent} contains a run with other settings or weights ({file}). Use another output_dir, or "
+            "remove it."
         )
     file.write_text(json.dumps(settings, indent=1) + "\n")
 

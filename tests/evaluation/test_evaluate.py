@@ -49,7 +49,7 @@ def head(target, tmp_path) -> Path:
     return tmp_path / "head"
 
 
-def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_path, folder, head):
+def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_path, folder, head, target):
     output = tmp_path / "out"
     given = ["data=text", f"data.path={folder}", "prompt_tokens=24", "temperature=[0,1]"]
     given += [f"drafter=[{head},ngram,nonsense,{{_target_: tests.evaluation.test_evaluate.shifted, name: wrong}}]"]
@@ -79,6 +79,8 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
     with (output / "figures.csv").open() as file:
         assert {line["drafter"] for line in csv.DictReader(file)} == names
     assert run(*given, "chain=2").code == 2
+    save_head(make_head("medusa", target), head, target)  # another training
+    assert "out contains a run with other settings or weights" in complaint(run(*given))
 
 
 def test_acceptance_by_context_continues_the_same_places(run, tmp_path, folder):
