@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.cli import entry
 from foredraft.heads import Target
+from foredraft.heads.checkpoint import fingerprint
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter
 from foredraft.inference.evaluation.measure import left_pad
@@ -170,6 +171,7 @@ def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
         return
     output = Path(cfg.output)
     lock = hold(output, "output")
+    check_same_settings(output, writer)
     done = answered(output, rows)
     if failed := [number for number, line in done.items() if "error" in line]:
         for some, answers in batches(failed):
@@ -182,6 +184,19 @@ def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
             opened.write(lines(answers))
             opened.flush()
     lock.close()
+
+
+def check_same_settings(output: Path, writer: Writer) -> None:
+    """Note what decides the answers, next to them. Raises ValueError if those in the file had other settings."""
+    note, target = output.with_suffix(".about.json"), fingerprint(writer.target)
+    now = {"target": target["name"], "embedding_digest": target["embedding_digest"]}
+    now |= {name: writer.cfg[name] for name in ("chat", "max_new_tokens", "temperature", "top_p", "seed")}
+    before = json.loads(note.read_text()) if note.is_file() and output.stat().st_size else now
+    if different := [f"{name} {before.get(name)}" for name in now if before.get(name) != now[name]]:
+        raise ValueError(
+            f"output={output} was written with other settings ({', '.join(different)}): give the same, or another output"
+        )
+    note.write_text(json.dumps(now, indent=1) + "\n")
 
 
 def answered(output: Path, rows: Sequence[Row]) -> dict[int, Answer]:

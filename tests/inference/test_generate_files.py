@@ -44,6 +44,8 @@ def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: P
     continued = program("generate", *given, "output=out.jsonl", "batch_size=2", cwd=tmp_path)
     assert continued.code == 0 and continued.out == "" and output.read_text() == "".join(lines)
     assert "tokens in" in continued.err and "\r" not in printed.err + continued.err  # nor bars of transformers
+    longer = program("generate", *given, "output=out.jsonl", "max_new_tokens=10", cwd=tmp_path)
+    assert longer.code == 2 and "was written with other settings (max_new_tokens 9): give the same" in longer.err
     output.write_text(lines[1])
     other = program("generate", *given, "output=out.jsonl", cwd=tmp_path)
     assert other.code == 2 and "output=out.jsonl, line 1 is not an answer to prompt 1" in other.err
