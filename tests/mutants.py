@@ -33,6 +33,8 @@ GUARDS = [
             tests/target_model/test_chains.py::test_the_functions_of_a_model_are_replaced_once
             tests/target_model/test_chains.py::test_a_prompt_that_ends_at_the_boundary_of_longrope_is_read_anew
             tests/target_model/test_chains.py::test_what_transformers_does_not_keep_in_a_cache_is_not_stacked
+            tests/target_model/test_chains.py::test_what_cannot_continue_from_a_cache_writes_as_transformers_does
+            tests/target_model/test_chains.py::test_an_erased_slot_computes_nothing_more
         """),
     ),
     (
@@ -40,6 +42,7 @@ GUARDS = [
         typed("""
             tests/data/test_packing.py tests/train/test_run_settings.py tests/heads/test_heads.py
             tests/train/test_gradients.py tests/train/test_objective.py
+            tests/train/test_step.py::test_a_batch_is_learned_without_asking_its_device
             tests/target_model/test_images.py::test_documents_of_a_packed_batch_are_what_transformers_makes_of_each
         """),
     ),
@@ -66,6 +69,10 @@ EQUIVALENT = {
     "heads/caches/kv_cache.py KVCache.commit: self.kv_bucket is not None -> self.kv_bucket is None": FASTER,
     "heads/caches/state_cache.py StateCache.forward_chain: slot.num_computed_tokens <= boundary < length -> "
     "slot.num_computed_tokens <= boundary <= length": FASTER,
+    "heads/caches/state_cache.py StateCache.forward_chain: real - early -> real + early": "surplus logits are cut off",
+    "heads/caches/state_cache.py StateCache.forward_chain: nodes > 1 -> nodes > 2": FASTER,
+    "heads/caches/recurrent_ops.py Call.until: self.args[0] -> self.args[1]": "both are on one device, of one length",
+    "train/module.py DistillationModel.depth_loss: draft.max(-1) -> draft.max(1)": "drafts have two dimensions",
     "heads/caches/stacked_cache.py StackedCache.use: self.states and list(rows) != self.rows -> "
     "self.states or list(rows) != self.rows": FASTER,
     "heads/caches/stacked_cache.py StateLayer.update_recurrent_state: return state -> return None": (

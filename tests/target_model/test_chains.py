@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 
 from foredraft.heads import Target
@@ -81,6 +82,60 @@ def test_what_does_not_read_several_tokens_right_is_decoded_plainly_and_says_so(
     ):
         generation = generate(target, NgramDrafter(), *batch([0]), max_new_tokens=4, eos_token_id=-1)
     assert {step.nodes for step in generation.steps} == {1}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        hf.XLMConfig(n_layers=2, emb_dim=32, n_heads=2, n_words=VOCAB, max_position_embeddings=64),
+        hf.XLNetConfig(vocab_size=VOCAB, d_model=32, n_layer=2, n_head=2, d_inner=64),
+        hf.ReformerConfig(
+            vocab_size=VOCAB,
+            is_decoder=True,
+            hidden_size=32,
+            attention_head_size=16,
+            num_attention_heads=2,
+            feed_forward_size=32,
+            axial_pos_shape=(8, 8),
+            axial_pos_embds_dim=(16, 16),
+            local_attn_chunk_length=8,
+            lsh_attn_chunk_length=8,
+            max_position_embeddings=64,
+            attn_layers=["local", "lsh"],
+            hash_seed=0,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+@torch.no_grad()
+def test_what_cannot_continue_from_a_cache_writes_as_transformers_does(config: hf.PreTrainedConfig) -> None:
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    for weight in model.parameters():
+        weight.normal_(std=0.5)  # so that texts differ
+    target = Target(model)
+    assert not target.capabilities.caching
+    written = generate(target, None, *batch([0, 1]), max_new_tokens=8, eos_token_id=-1).new_tokens
+    for prompt, text in zip(PROMPTS, written):
+        theirs = model.generate(
+            torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert prompt + text == theirs[0].tolist()
+    assert written[0] != written[1] or config.model_type != "reformer"  # others write one token, whatever the text is
+
+
+@torch.no_grad()
+def test_an_erased_slot_computes_nothing_more() -> None:
+    """Erase the text whose logits were no numbers. The other one goes on."""
+    _, target = pair("mamba")
+    cache, tokens = StateCache(2, "cpu"), torch.tensor([[7], [8]])
+    target.prefill(torch.tensor([PROMPTS[1], PROMPTS[1][::-1]]), [5, 5], cache)
+    cache.set_lengths([5, 5])
+    cache.erase(0)
+    logits = target.forward_tree(tokens, None, None, cache).logits
+    expected = target.forward(torch.tensor([[*PROMPTS[1][::-1], 8]])).logits[0, -1]
+    assert not logits[0].any() and cache.slots[0].state is None
+    torch.testing.assert_close(logits[1, 0], expected, rtol=1e-3, atol=1e-3)
 
 
 def test_where_rounding_may_pick_another_key_it_is_said_before_anything_is_drafted() -> None:
