@@ -52,7 +52,7 @@ def batch(rows: list[int]) -> tuple[Tensor, Tensor]:
 CASES = [(kind, 0.0) for kind in CONFIGS] + [(kind, 1.0) for kind in ("qwen3_5", "lfm2", "deepseek_v32", "mamba")]
 
 
-@pytest.mark.parametrize("kind, temperature", nightly_but(CASES, *CASES[::3], *CASES[-4:]))
+@pytest.mark.parametrize("kind, temperature", nightly_but(CASES, ("phi3", 0.0), *CASES[::3], *CASES[-4:]))
 def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
     plain, target = pair(kind)
     assert not target.capabilities.trees
@@ -355,6 +355,25 @@ def test_a_prompt_that_ends_at_the_boundary_of_longrope_is_read_anew() -> None:
         assert (
             ids[0].tolist() + generate(target, drafter, ids, max_new_tokens=8, eos_token_id=-1).new_tokens[0] == theirs
         )
+
+
+@torch.no_grad()
+def test_logits_of_chains_across_the_boundary_of_longrope_are_those_of_whole_texts() -> None:
+    """Draft chains of 1 to 4 tokens, of which one or two are accepted, until the boundary is far behind."""
+    _, target = pair("phi3")
+    cache, text, boundary = StateCache(1, "cpu"), list(PROMPTS[0]), target.capabilities.rope_boundary
+    target.prefill(torch.tensor([text]), [len(text)], cache)
+    cache.set_lengths([len(text)])
+    for nodes in (4, 3, 2, 4, 1, 4, 4, 3, 1, 4):
+        chain = [(len(text) * 7 + node) % (VOCAB - 3) + 3 for node in range(nodes)]
+        logits = target.forward_tree(torch.tensor([chain]), None, None, cache).logits[0]
+        for node, row in enumerate(logits, start=1):  # each from a text of its own length, which decides the angles
+            expected = target.forward(torch.tensor([text + chain[:node]])).logits[0, -1]
+            torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-3)
+        kept = min(nodes, 2)
+        cache.commit([list(range(kept))])
+        text += chain[:kept]
+    assert boundary is not None and len(PROMPTS[0]) < boundary < len(text) - 5
 
 
 def test_what_transformers_does_not_keep_in_a_cache_is_not_stacked() -> None:

@@ -69,6 +69,9 @@ def test_a_step_has_the_rows_of_all_processes(monkeypatch):
     )
     monkeypatch.setattr(run_state.distributed, "world_size", lambda: 2)
     assert run_state.rows_per_step(cfg) == 12
+    for steps, written in ((-1, 5000), (1, 12 * 64), (3, 3 * 12 * 64), (9, 5000)):  # of text, no more than is read
+        cfg.trainer.max_steps, cfg.max_length, cfg.self_generated_tokens = steps, 64, 5000
+        assert run_state.written_tokens(cfg) == written
 
 
 def test_a_group_of_settings_may_be_gone():
@@ -130,6 +133,7 @@ def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypa
         assert run_state.done_before(config("seed=3", *["trainer.max_steps=8"] * (number == 1)))
         assert not run_state.done_before(config("seed=3", "trainer.max_steps=9"))  # for a sweep it is another run
         assert opened("seed=3") is None and (tmp_path / f"out.{number}" / run_state.METRICS).exists()
+        assert f"{out} holds a finished run; it is kept as {out}.{number}\n" in capsys.readouterr().out
     (out / run_state.METRICS).write_text("{}")
     monkeypatch.chdir(out)
     with pytest.raises(ValueError, match=r"output_dir=\. holds a finished run and cannot be renamed"):
