@@ -187,6 +187,7 @@ def server(monkeypatch, tmp_path):
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # as the environment may say
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setattr("time.sleep", lambda seconds: None)
         yield hub
