@@ -19,6 +19,8 @@ Message = dict[str, Any]
 NINE = re.compile("[a-zA-Z0-9]{9}")
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of a message's reasoning
 SYSTEM = ("system", "developer")
+# What templates raise for messages that they do not take, on purpose or as `'str' object has no attribute 'items'`.
+REFUSALS = (AttributeError, LookupError, RecursionError, TemplateError, TypeError, ValueError)
 REASONING_PARTS = ("thinking", "redacted_thinking", "reasoning", "reasoning_text")  # types of a content's parts
 
 
@@ -30,6 +32,7 @@ class TemplateNeeds(NamedTuple):
     text_arguments: bool = False  # a JSON string instead of an object (DeepSeek-V3.1)
     no_content: str | None = ""  # the content of a message that only has calls
     one_text: bool = False  # next to calls: reasoning or content, not both (gpt-oss)
+    object_arguments: bool = False  # it cannot show arguments that are broken JSON (Qwen3.5, GLM)
     one_system: bool = False  # message, at the start: others are dropped (gpt-oss) or refused (Qwen3.5, Mistral)
 
 
@@ -43,7 +46,10 @@ def template_needs(template: str) -> TemplateNeeds:
     """Return what a template needs, found by rendering conversations with calls and with system messages."""
     said = (("system", "s_a"), ("user", "q"), ("assistant", "c"), ("system", "s_b"), ("user", "q"))
     text = rendered([{"role": role, "content": content} for role, content in said], template)
-    return call_needs(template)._replace(one_system="s_a" not in text or "s_b" not in text)
+    needs, call = call_needs(template), {"function": {"name": "f", "arguments": "broken_x"}}
+    calling = arrange([{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}], needs)
+    is_shown = "broken_x" in rendered(calling, template)
+    return needs._replace(object_arguments=not is_shown, one_system="s_a" not in text or "s_b" not in text)
 
 
 def call_needs(template: str) -> TemplateNeeds:
@@ -126,7 +132,7 @@ def rendered(messages: list[Message], template: str, tools: list[dict] | None = 
         texts, _ = render_jinja_template(
             conversations=[messages], tools=tools, chat_template=template, add_generation_prompt=True, **marks
         )
-    except (TemplateError, TypeError, ValueError):
+    except REFUSALS:
         return ""
     return texts[0]
 

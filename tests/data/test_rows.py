@@ -17,6 +17,7 @@ from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.layouts import SkippedRow, tools
 from foredraft.train.data.prompt_sets import question
 from foredraft.train.data.sources import Row, Source
+from tests.support import ROOT
 from tests.support.chats import CHATML, SPECIAL, form_of, tokenizer
 
 ASKED = {"role": "user", "content": "q"}
@@ -316,6 +317,16 @@ def test_answers_that_are_calls_and_tools_as_json_text():
     for column in (row["tools"], [json.dumps(function)], function, [{"type": "function", "function": function}]):
         assert tools(column) == [{"type": "function", "function": function}]
     assert tools("") is tools(None) is tools("[]") is tools([]) is None
+
+
+@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+@pytest.mark.parametrize("arguments", ['{"a": ', "[1]"])
+def test_a_call_that_a_template_cannot_show_costs_its_row_alone(name: str, arguments: str):
+    template = (ROOT / "tests" / "support" / "chat_templates" / f"{name}.jinja").read_text()
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]
+    with pytest.raises(SkippedRow, match="the chat template refuses it"):
+        Encoder(tokenizer(template), Source("x")).documents(Row("r", {"messages": turns}))
 
 
 def test_ids_of_calls_suit_a_template_that_wants_nine_characters():

@@ -140,6 +140,21 @@ def test_thoughts_of_earlier_answers_go_by_the_template_s_name(encoder):
     assert prompts == [prompts[0]] * 4 and "thought" in encoder.tokenizer.decode(prompts[0])
 
 
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen3_5", "qwen3_coder", "glm4_5", "minimax_m2", "gemma4", "llama3", "kimi_k2"]
+)
+def test_a_conversation_goes_on_after_broken_arguments(encoder, name, monkeypatch):
+    monkeypatch.setattr(encoder.tokenizer, "chat_template", (TEMPLATES / f"{name}.jinja").read_text())
+    for broken in ('{"city": "Par', "[1, 2]"):
+        call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": broken}}
+        turns = [
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": "bad", "tool_call_id": "call_1"},
+        ]
+        (tokens,) = encoder.chat(ChatRequest(messages=[{"role": "user", "content": "hello"}, *turns]))
+        assert "Par" in encoder.tokenizer.decode(tokens) or broken.startswith("[")
+
+
 def test_developers_speak_as_the_system_where_the_template_knows_none(encoder):
     asked = [ChatRequest(messages=[{"role": role, "content": "Be brief."}]) for role in ("developer", "system")]
     assert encoder.chat(asked[0]) == encoder.chat(asked[1])

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from foredraft.heads.target_model.images import ImageReader
-from foredraft.heads.target_model.messages import as_parts, normalize_messages
+from foredraft.heads.target_model.messages import REFUSALS, as_parts, normalize_messages
 from foredraft.inference.text import answer_context, continuation
 from foredraft.train.data.answer_spans import OPENED, STAND_IN, Span, TurnEnd, common, learned, turn_end
 from foredraft.train.data.corpus import Document
@@ -127,7 +126,7 @@ class ChatFormat:
                 return_assistant_tokens_mask=marked,
                 **settings,
             )
-        except (TemplateError, TypeError) as error:
+        except REFUSALS as error:
             raise SkippedRow(f"the chat template refuses it: {error}") from None
         return texts[0], spans[0] if marked else []
 

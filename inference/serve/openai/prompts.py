@@ -6,17 +6,18 @@ import inspect
 import re
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.messages import (
+    REFUSALS,
     as_parts,
     normalize_messages,
     normalize_tools,
     shows_tools,
     take_reasoning,
+    template_needs,
 )
 from foredraft.inference.serve.errors import context_exceeded
 from foredraft.inference.serve.openai.protocol import ChatRequest, CompletionRequest, content_text, is_tokens
@@ -58,7 +59,10 @@ class PromptEncoder:
             )
         given = [message.model_dump(exclude_unset=True) for message in request.messages]
         given = [as_text(message) for message in given]
-        messages = [self.prepare_message(message) for message in normalize_messages(given, template)]
+        messages = normalize_messages(given, template)
+        if template_needs(template).object_arguments:
+            wrap_broken_arguments(messages)
+        messages = [self.prepare_message(message) for message in messages]
         if tools is not None:
             given = [tool.model_dump(exclude_unset=True) for tool in tools]
             tools = self.replace_marks(normalize_tools(given, template))
@@ -74,7 +78,7 @@ class PromptEncoder:
                 add_generation_prompt=True,
                 **self.tokenizer.special_tokens_map | facts,
             )
-        except (TemplateError, TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+        except REFUSALS as error:
             raise ValueError(f"the target's chat template refuses these messages: {error}") from None
         pieces = MARK_PLACEHOLDERS.split(text)  # alternating texts and numbers of marks
         tokens = self.encode(pieces[0], False)
@@ -161,3 +165,11 @@ def as_text(message: dict[str, Any]) -> dict[str, Any]:
         reasoning, content = take_reasoning(content)
     more = {"reasoning": message.get("reasoning") or reasoning} if reasoning else {}
     return message | {"content": content_text(message["role"], content)} | more
+
+
+def wrap_broken_arguments(messages: list[dict[str, Any]]) -> None:
+    """Make objects of the arguments that a target wrote wrong in an earlier turn, so that its conversation can go on."""
+    for call in (call for message in messages for call in message.get("tool_calls", [])):
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, dict):
+            call["function"]["arguments"] = {"arguments": arguments}
