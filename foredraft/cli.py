@@ -65,9 +65,12 @@ def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Main], Callabl
 
 
 def reach_this_machine() -> None:
-    """Let no proxy come between this program and servers on this machine."""
+    """Let no proxy of the environment come between this program and servers on this machine. Without one nothing is set, so
+    that Python looks for the system's proxies. "*" excludes all hosts, but only if it is alone."""
+    proxies = [name for name, value in os.environ.items() if value and name.lower().endswith("_proxy")]
     others = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
-    os.environ["no_proxy"] = ",".join(filter(None, (others, "localhost,127.0.0.1,::1")))
+    if proxies and others != "*":
+        os.environ["no_proxy"] = ",".join(filter(None, (others, "localhost,127.0.0.1,::1")))
 
 
 def parse() -> argparse.Namespace:

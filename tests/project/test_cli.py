@@ -468,6 +468,18 @@ def test_servers_on_this_machine_need_no_proxy(monkeypatch: pytest.MonkeyPatch) 
     assert all(map(urllib.request.proxy_bypass, ("127.0.0.1", "localhost", "example.com")))
     assert not urllib.request.proxy_bypass("example.org")
 
+    monkeypatch.setenv("no_proxy", "*")
+    reach_this_machine()
+    assert urllib.request.proxy_bypass("example.org")
+
+
+def test_system_proxies_are_found_without_proxies_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("no_proxy", "")  # and gone after the test
+    reach_this_machine()
+    assert not urllib.request.getproxies_environment()  # otherwise Python does not ask the system
+
 
 def test_env_has_a_line_for_every_topic(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Check that it gives the reason why a part does not work here, and what to install for it."""
