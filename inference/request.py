@@ -79,6 +79,8 @@ class SequenceState:
         if opening or not closing:
             return False
         _, found, rest = self.end_of_text.partition(closing)
+        if any(closing in stop for stop in self.request.stop_strings):
+            rest = found + rest  # the mark itself may end a text
         self.end_of_text = rest if found else self.end_of_text[-len(closing) :]
         self.reasoning = ("", "" if found else closing)
         return not found

@@ -286,6 +286,17 @@ def test_a_stop_string_does_not_count_within_reasoning(target, marks, text):
     assert (found.index(True) if True in found else -1) == text.find("|")
 
 
+@pytest.mark.parametrize("marks", [("<think>", "</think>"), ("", "</think>")])
+def test_the_end_of_the_reasoning_may_be_a_stop_string(target, marks):
+    """Ask for the reasoning only. The mark is one token or several."""
+    for stop in ("</think>", "</think>\n"):
+        sequence = SequenceState(Request([1], stop_strings=(stop, "b"), reasoning=marks), target)
+        signs = [*(marks[0] + "ab"), *stop.replace("\n", "Ċ"), "c"]
+        tokens = [target.tokenizer.convert_tokens_to_ids(sign) for sign in signs]
+        found = [sequence.completes_stop_string(token) for token in tokens]
+        assert found.index(True) == len(signs) - 2
+
+
 def test_a_stop_string_is_found_with_the_space_before_it():
     """Check also the first word's, and one before half a character."""
     tokenizer = sentencepiece()
