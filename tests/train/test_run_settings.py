@@ -138,6 +138,8 @@ def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypa
     monkeypatch.chdir(out)
     with pytest.raises(ValueError, match=r"output_dir=\. holds a finished run and cannot be renamed"):
         run_state.claim(Path())
+    with pytest.raises(ValueError, match=r"output_dir=\. holds a finished run and cannot be renamed"):
+        run_state.open_directory(config("output_dir=."), 100)
     with pytest.raises(ValueError, match=r"lies in output_dir=.*out, whose finished run would get another name"):
         opened("init_from=head")
     run_state.unlock()

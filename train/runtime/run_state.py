@@ -42,7 +42,7 @@ def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
     directory = Path(cfg.output_dir)
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"output_dir={directory} is a file: give a directory")
-    start = Path(cfg.get("init_from") or directory.parent).absolute()
+    start = Path(cfg.get("init_from") or "/").absolute()
     if (directory / METRICS).exists() and directory.absolute() in (start, *start.parents):
         raise ValueError(
             f"init_from={cfg.init_from} lies in output_dir={directory}, whose finished run would get another name, so that "
