@@ -188,7 +188,8 @@ def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
 
 def check_same_settings(output: Path, writer: Writer) -> None:
     """Note what decides the answers, next to them. Raises ValueError if those in the file had other settings."""
-    note, target = output.with_suffix(".about.json"), fingerprint(writer.target)
+    note = output.with_name(f"{output.name.removesuffix('.jsonl')}.about.json")
+    target = fingerprint(writer.target)
     now = {"target": target["name"], "embedding_digest": target["embedding_digest"]}
     now |= {name: writer.cfg[name] for name in ("chat", "max_new_tokens", "temperature", "top_p", "seed")}
     before = json.loads(note.read_text()) if note.is_file() and output.stat().st_size else now
