@@ -77,6 +77,7 @@ def test_the_same_set_as_json_lines_array_folder_parquet_and_saved_by_datasets(f
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "1.jsonl", rows[:50]), write(tmp_path / "folder" / "2.jsonl", rows[50:])
+    (tmp_path / "folder" / "state.json").write_text("{}")  # of another program
     Dataset.from_list(rows).save_to_disk(tmp_path / "saved", num_shards=2)
     splits = {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:9])}
     DatasetDict(splits).save_to_disk(tmp_path / "splits")

@@ -126,7 +126,7 @@ def files(path: str, split: str) -> list[Path]:
         root = root / split
         if not root.is_dir():
             raise ValueError(f"data.path={path} has no split {split}: choose one with data.split=NAME")
-    if (root / "state.json").is_file():  # its other files are metadata
+    if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():  # the other files are metadata
         return [root / part["filename"] for part in json.loads((root / "state.json").read_text())["_data_files"]]
     if root.is_dir():
         found = sorted(file for file in root.rglob("*") if file.name.endswith(ENDINGS))
