@@ -335,6 +335,8 @@ def test_prompts_show_the_tools_and_template_variables_of_a_row_and_the_settings
     rows = [asked, asked | {"tools": [tool]}, asked | {"chat_template_kwargs": {"thinking": True}}]
     rows.append({"messages": [{"role": "user", "content": "One?"}], "tools": json.dumps([tool])})
     (tmp_path / "set.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
+    (tmp_path / "raw.jsonl").write_text(json.dumps({"prompt": "One", "tools": ["hammer"]}) + "\n")  # no functions
+    assert [one.text for one in questions(str(tmp_path / "raw.jsonl"), None)] == ["One"]
     found = questions(str(tmp_path / "set.jsonl"), None)
     for settings, begins in (
         ({}, ["<", "add<", "True<", "add<"]),

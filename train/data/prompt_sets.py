@@ -100,15 +100,16 @@ def question(row: Row, category: str) -> Question:
     try:
         if not isinstance(row.value, dict):
             raise row.value if isinstance(row.value, SkippedRow) else SkippedRow("not an object")
+        has_messages = isinstance(value.get("messages"), list)
+        if isinstance(asked, str) and "prompt" in value and not has_messages:
+            return Question(category, [], asked)  # raw text, which shows no tools
         shown = declared(value), template_options(value)
-        if isinstance(value.get("messages"), list):
+        if has_messages:
             messages = turns(value["messages"])
             messages = messages if has_system(messages) else system(value) + messages
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()
             return Question(category, [messages], "", *shown)
-        if isinstance(asked, str) and "prompt" in value:
-            return Question(category, [], asked)
         if isinstance(asked, str | list):
             said = turns([asked] if isinstance(asked, str) else asked, all_user=True)
             return Question(category, [[*(system(value) if one is said[0] else []), one] for one in said], "", *shown)
