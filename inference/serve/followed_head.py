@@ -39,8 +39,8 @@ class FollowedHead:
 
     async def serve(self, name: str) -> None:
         """Serve with this head. If it cannot be loaded, correct the file."""
-        load = partial(self.load, path=str(self.file.with_name(name)))
         try:
+            load = partial(self.load, path=str(self.file.with_name(name)))  # ValueError for a path in place of a name
             # In the worker's thread, because loading may use the device while a step is being captured.
             await asyncio.wrap_future(self.worker.call(lambda: self.engine.swap(load())))
         except Exception as error:

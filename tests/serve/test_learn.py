@@ -327,6 +327,8 @@ def test_the_command_swaps_continues_and_keeps_out_what_is_not_to_be_stored(tiny
         (learned / "current").mkdir()
         wait_until(lambda: "current cannot be read or corrected" in server.log.read_text())
         (learned / "current").rmdir()
+        (learned / "current").write_text(f"{learned}/head-0001\n")
+        wait_until(lambda: (learned / "current").read_text() == "head-0002\n")
         (learned / "current").write_text("head-9\n")
         wait_until(lambda: "head-9 cannot serve" in server.log.read_text())
         wait_until(lambda: (learned / "current").read_text() == "head-0002\n")
