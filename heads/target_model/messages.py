@@ -70,7 +70,11 @@ def take_reasoning(content: Any) -> tuple[str, Any]:
     """Return the reasoning among the parts of an answer (Anthropic, Mistral, the AI SDK), and what is left of the content."""
     if not isinstance(content, list):
         return "", content
-    parts = [part for part in content if isinstance(part, dict) and part.get("type") in REASONING_PARTS]
+    parts = [
+        part
+        for part in content
+        if isinstance(part, dict) and (part.get("type") in REASONING_PARTS or isinstance(part.get("thinking"), str))
+    ]
     texts = [part.get("thinking") or part.get("reasoning") or part.get("text") or "" for part in parts]
     texts = [part.get("text") if isinstance(part, dict) else part for text in texts for part in as_list(text)]
     return "".join(text for text in texts if isinstance(text, str)), [part for part in content if part not in parts]

@@ -232,6 +232,7 @@ REASONING = [  # of Anthropic, Mistral, the AI SDK and LangChain
     [{"type": "thinking", "thinking": [{"type": "text", "text": "s"}, {"type": "text", "text": "o"}]}],
     [{"type": "reasoning", "text": "so"}, {"type": "redacted_thinking", "data": "x"}],
     [{"type": "reasoning", "reasoning": "so"}],
+    [{"thinking": "so"}],  # without a type
 ]
 
 
