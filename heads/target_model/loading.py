@@ -171,17 +171,18 @@ def load_model(
         raise ValueError(
             f"target {path} cannot be loaded: its weights have other sizes than its config.json"
         ) from error
-    check_complete(path, config, report["missing_keys"])
+    check_complete(path, model, report["missing_keys"])
     keep_outliers(model)
     if "distributed_config" not in kwargs:
         fuse_norms(model)
     return model if kwargs.keys() & {"device_map", "distributed_config"} else model.to(device)
 
 
-def check_complete(path: str, config: PreTrainedConfig, missing: Iterable[str]) -> None:
+def check_complete(path: str, model: PreTrainedModel, missing: Iterable[str]) -> None:
     """Raise ValueError if the checkpoint lacks weights of the language model: transformers fills them with random numbers."""
-    text = (name for name in missing if not reads_images(config) or "language_model" in name or "lm_head" in name)
-    if names := sorted(text):
+    is_all_text, decoder = model.config.get_text_config() is model.config, model.get_decoder()
+    begins = next((name for name, part in model.named_modules() if part is decoder), "")
+    if names := sorted(name for name in missing if is_all_text or name.startswith(begins) or "lm_head" in name):
         raise ValueError(
             f"target {path} lacks {len(names)} weights that its config.json announces ({', '.join(names[:3])}): "
             "save them by these names, with the config.json of the model"

@@ -1,12 +1,20 @@
 """How a target is loaded."""
 
+import contextlib
 import copy
 import json
 import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+)
 
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
@@ -148,6 +156,20 @@ def test_an_adapter_is_not_left_out_silently(tmp_path):
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="contains a LoRA adapter, which would be left out: give a directory"):
+        Target.from_pretrained(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(("part", "complaint"), [("vision", None), ("text", r"lacks \d+ weights .*model\.text_model")])
+def test_a_target_without_its_image_model_is_complete(tmp_path, part, complaint):
+    """Use SmolVLM, of which only the text model is used."""
+    text = tiny_config().to_dict()
+    sight = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sight |= {"image_size": 16, "patch_size": 4}
+    config = SmolVLMConfig(text_config=text, vision_config=sight, image_token_id=3, pad_token_id=0)
+    SmolVLMForConditionalGeneration(config).save_pretrained(tmp_path)
+    weights = {name: w for name, w in load_file(tmp_path / "model.safetensors").items() if f"{part}_model" not in name}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with contextlib.nullcontext() if complaint is None else pytest.raises(ValueError, match=complaint):
         Target.from_pretrained(tmp_path, device="cpu")
 
 
