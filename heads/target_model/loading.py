@@ -180,9 +180,11 @@ def load_model(
 
 def check_complete(path: str, model: PreTrainedModel, missing: Iterable[str]) -> None:
     """Raise ValueError if the checkpoint lacks weights of the language model: transformers fills them with random numbers."""
-    is_all_text, decoder = model.config.get_text_config() is model.config, model.get_decoder()
-    begins = next((name for name, part in model.named_modules() if part is decoder), "")
-    if names := sorted(name for name in missing if is_all_text or name.startswith(begins) or "lm_head" in name):
+    begins = ""
+    if model.config.get_text_config() is not model.config:  # only its text model is used
+        decoder = model.get_decoder()
+        begins = next((name for name, part in model.named_modules() if part is decoder), "")
+    if names := sorted(name for name in missing if name.startswith(begins) or "lm_head" in name):
         raise ValueError(
             f"target {path} lacks {len(names)} weights that its config.json announces ({', '.join(names[:3])}): "
             "save them by these names, with the config.json of the model"

@@ -367,7 +367,7 @@ def test_logits_of_chains_across_the_boundary_of_longrope_are_those_of_whole_tex
     for nodes in (4, 3, 2, 4, 1, 4, 4, 3, 1, 4):
         chain = [(len(text) * 7 + node) % (VOCAB - 3) + 3 for node in range(nodes)]
         logits = target.forward_tree(torch.tensor([chain]), None, None, cache).logits[0]
-        for node, row in enumerate(logits, start=1):  # each from a text of its own length, which decides the angles
+        for node, row in enumerate(logits, start=1):  # the length of its text decides the angles
             expected = target.forward(torch.tensor([text + chain[:node]])).logits[0, -1]
             torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-3)
         kept = min(nodes, 2)
