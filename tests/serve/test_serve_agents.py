@@ -24,6 +24,7 @@ WITH_TOOLS = [
     for path in sorted(TEMPLATES.glob("*.jinja"))
     if path.stem not in ("deepseek_r1", "gemma3", "phi3", "phi4", "smollm2")  # these do not show tools
 ]
+REASONING = ("glm5", "minimax_m2", "qwen3_5", "qwq")  # their prompts open reasoning, which the tiny target never ends
 KIND = {"type": "object", "properties": {"kind": {"enum": ["alpha", "beta"]}}, "required": ["kind"]}
 TOOLS = [
     {
@@ -44,6 +45,9 @@ def serve(tiny_path: Path) -> Callable:
     @contextmanager
     def start(name: str) -> Iterator[openai.OpenAI]:
         target.text_tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
+        if name in REASONING:
+            before, _, after = target.text_tokenizer.chat_template.rpartition("<think>")
+            target.text_tokenizer.chat_template = before + after.removeprefix("\\n")
         app = create_app(Worker(target, NgramDrafter()), ["tiny"])
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
         thread = threading.Thread(target=server.run)
