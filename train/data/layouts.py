@@ -92,8 +92,8 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
             named_thoughts = (item[name] for name in THOUGHTS if isinstance(item.get(name), str))
             # Nemotron has `reasoning` as a switch.
             thoughts = next((text for text in named_thoughts if text.lower() not in ("on", "off")), "")
-            among, text = take_reasoning(text)
-            thoughts = thoughts or among
+            in_parts, text = take_reasoning(text)
+            thoughts = thoughts or in_parts
             message |= {"reasoning_content": unicode(thoughts)} if thoughts.strip() else {}
             calls = text if named in CALLS else item.get("tool_calls") or item.get("function_call")
             message |= {"tool_calls": tool_calls(calls)} if calls else {}
