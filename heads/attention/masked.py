@@ -114,8 +114,10 @@ def grouped_sdpa(
     """Implement transformers' attention interface for a frozen model, without dropout. `query`: (batch, heads, rows, dim).
     Returns (batch, rows, heads, dim)."""
     sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
-    if attention_mask is None and softcap is not None:
-        attention_mask = torch.ones(1, 1, query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    rows, keys = query.shape[2], key.shape[2]
+    if attention_mask is None and (softcap is not None or (sinks is not None and rows != keys)):
+        # The queries are the last ones of the keys' text.
+        attention_mask = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)
     if (attention_mask is None and sinks is None) or any(kwargs.get(name) is not None for name in EXTRAS):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal=is_causal, **kwargs

@@ -181,6 +181,14 @@ def test_a_row_of_a_ragged_batch_writes_what_it_writes_alone(family: str, attent
             assert ours.acceptance_length > 1.5
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral"])
+def test_a_wrapped_model_still_writes_its_text_by_transformers(family: str) -> None:
+    """Check the model itself, whose attention is ours then: with soft caps, sinks and a window."""
+    plain, target = pair(family, "eager")
+    prompts = [random_text(random.Random(3), 24)]
+    assert continued(target.model, prompts, max_new_tokens=24) == continued(plain, prompts, max_new_tokens=24)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_drafts_beyond_the_last_position_do_no_harm(family: str) -> None:
     """Use GPT-2 and OPT, whose table of positions ends there."""
