@@ -20,14 +20,14 @@ from foredraft.inference.serve.echo import Echo, Scored, score
 from foredraft.inference.serve.errors import ApiError, context_exceeded
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.openai import tools
-from foredraft.inference.serve.openai.choice import TAIL
 from foredraft.inference.serve.openai.completion import Answer
 from foredraft.inference.serve.openai.prompts import PromptEncoder
 from foredraft.inference.serve.openai.protocol import ChatRequest, CommonRequest, CompletionRequest
-from foredraft.inference.serve.openai.reasoning import unstopped
+from foredraft.inference.serve.openai.reasoning import pending_marks
 from foredraft.inference.serve.worker import Worker
 
 log = logging.getLogger("foredraft.serve")
+TAIL = 16  # number of tokens at the end of a prompt that are searched for the mark that opens reasoning
 DEFAULT_MAX_TOKENS = 2**16  # limit of an answer if neither request, config nor the target's context sets one
 PING = 15.0  # seconds without an event after which a comment is sent, because proxies close silent streams
 Result = TypeVar("Result")
@@ -119,7 +119,7 @@ class Service:
             with self.worker.reserved(request.num_texts):
                 async with asyncio.timeout(self.worker.timeout):
                     prompts = await run(self.encoding, encode, request)
-                    closing = self.unstopped(request, prompts[0])[1]
+                    closing = self.pending_marks(request, prompts[0])[1]
                     grammar = await run(self.compiling, self.grammar, request, closing) if request.has_grammar else None
                     requests = self.requests(request, prompts, grammar, tenant)
                     wanted = isinstance(request, CompletionRequest) and request.echo
@@ -158,7 +158,7 @@ class Service:
         seed = secrets.randbits(62) if request.seed is None else request.seed
         trace = request.top_tokens if request.top_tokens is not None else 0 if request.trace else None
         rooms = [self.max_new_tokens(request, len(prompt), tenant) for prompt in prompts]
-        marks = [self.unstopped(request, prompt) for prompt in prompts]
+        marks = [self.pending_marks(request, prompt) for prompt in prompts]
         more = request.stop_strings, trace, request.min_tokens
         return [
             decoding.Request(prompt, params, most, seed + index, ends, *more, reasoning)
@@ -167,12 +167,12 @@ class Service:
             )
         ]
 
-    def unstopped(self, request: CommonRequest, prompt: list[int]) -> tuple[str, str]:
+    def pending_marks(self, request: CommonRequest, prompt: list[int]) -> tuple[str, str]:
         """Return the marks of the reasoning that an answer may start with, with a grammar only if the prompt opens it."""
         if not isinstance(request, ChatRequest):
             return "", ""
         tokenizer = self.target.text_tokenizer
-        marks = unstopped(tokenizer.chat_template, tokenizer.decode(prompt[-TAIL:]))
+        marks = pending_marks(tokenizer.chat_template, tokenizer.decode(prompt[-TAIL:]))
         return ("", "") if request.has_grammar and marks[0] else marks
 
     def max_new_tokens(self, request: CommonRequest, prompt: int, tenant: int) -> int:

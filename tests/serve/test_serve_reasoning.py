@@ -10,7 +10,7 @@ from foredraft.heads import Target
 from foredraft.inference.serve.errors import ApiError
 from foredraft.inference.serve.openai.prompts import PromptEncoder
 from foredraft.inference.serve.openai.protocol import ChatRequest
-from foredraft.inference.serve.openai.reasoning import split_harmony, split_reasoning, unstopped
+from foredraft.inference.serve.openai.reasoning import pending_marks, split_harmony, split_reasoning
 from tests.support import ROOT
 
 TEMPLATES = ROOT / "tests" / "support" / "chat_templates"
@@ -67,7 +67,7 @@ def test_thoughts_are_read_out_of_a_text(kind, text, reasoning, content, calls, 
     ],
 )
 def test_stop_strings_do_not_end_reasoning(name, prompt, marks):
-    assert unstopped((TEMPLATES / f"{name}.jinja").read_text(), prompt) == marks
+    assert pending_marks((TEMPLATES / f"{name}.jinja").read_text(), prompt) == marks
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import json
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
@@ -36,6 +37,7 @@ from foredraft.inference.serve.openai.tool_formats import (
     format_of,
 )
 from foredraft.inference.serve.openai.tools import ToolReader, answer_grammar
+from foredraft.inference.serve.service import Service
 from foredraft.inference.slots import RequestOutput
 from tests.support import ROOT
 from tests.support.chats import tokenizer
@@ -430,7 +432,9 @@ def choice_of(text: str, template: str, finish_reason: str = "stop", prompt: str
     words = tokenizer(file.read_text() if file.is_file() else template, special=marks)
     tool = {"type": "function", "function": {"name": "f"}}
     asked = ChatRequest(**{"messages": [{"role": "user", "content": "q"}], "tools": [tool], **facts})
-    request = Request(words(prompt).input_ids, eos_token_ids=frozenset([words.eos_token_id]))
+    service: Any = SimpleNamespace(target=SimpleNamespace(text_tokenizer=words))
+    reasoning = Service.pending_marks(service, asked, words(prompt).input_ids)
+    request = Request(words(prompt).input_ids, eos_token_ids=frozenset([words.eos_token_id]), reasoning=reasoning)
     choice = Choice(0, SimpleNamespace(request=request), asked, words)
     choice.push(RequestOutput(request, words(text).input_ids, None, 1, finish_reason))
     return choice.whole

@@ -89,12 +89,11 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
             continue
         message: Message = {"role": role}
         if role == "assistant":
-            named_thoughts = (item[name] for name in THOUGHTS if isinstance(item.get(name), str))
-            # Nemotron has `reasoning` as a switch.
-            thoughts = next((text for text in named_thoughts if text.lower() not in ("on", "off")), "")
             in_parts, text = take_reasoning(text)
-            thoughts = thoughts or in_parts
-            message |= {"reasoning_content": unicode(thoughts)} if thoughts.strip() else {}
+            by_name = (item[name] for name in THOUGHTS if isinstance(item.get(name), str))
+            # Nemotron has `reasoning` as a switch.
+            reasoning = next((text for text in by_name if text.lower() not in ("on", "off")), "") or in_parts
+            message |= {"reasoning_content": unicode(reasoning)} if reasoning.strip() else {}
             calls = text if named in CALLS else item.get("tool_calls") or item.get("function_call")
             message |= {"tool_calls": tool_calls(calls)} if calls else {}
             text = None if named in CALLS else text

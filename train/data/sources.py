@@ -132,7 +132,7 @@ def files(path: str, split: str) -> list[Path]:
         found = sorted(file for file in root.rglob("*") if file.name.endswith(ENDINGS))
         found = [file for file in found if not file.name.endswith(".about.json")]  # written_rows.py
         if not found:
-            raise ValueError(f"data.path={path} contains no .jsonl, .json or .parquet file (raw text: data=text)")
+            raise ValueError(f"data.path={path} contains no {', '.join(ENDINGS)} file (raw text: data=text)")
         return found
     if root.is_file():
         return [root]

@@ -16,8 +16,6 @@ from foredraft.inference.serve.worker import Job
 from foredraft.inference.text import Detokenizer, answer_context
 from foredraft.inference.trace import Trace
 
-TAIL = 16  # number of tokens at the end of a prompt that are searched for the mark that opens reasoning
-
 
 @dataclass
 class Piece:
@@ -57,7 +55,7 @@ class Choice:
         is_free = chat is not None and not request.has_grammar
         self.is_harmony = is_free and is_harmony(template)
         marks = ("", "") if chat is None else reasoning_marks(template)
-        self.is_open = bool(marks[0]) and tokenizer.decode(prompt[-TAIL:]).rstrip().endswith(marks[0])
+        self.is_open = bool(marks[1]) and job.request.reasoning == ("", marks[1])
         self.marks = marks if is_free or self.is_open else ("", "")  # a grammar allows reasoning that the prompt opens
         self.reasons = self.is_harmony or bool(self.marks[0])
         self.tools = None if self.is_harmony else new_tool_reader(request, template)

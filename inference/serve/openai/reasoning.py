@@ -35,9 +35,9 @@ def reasoning_marks(template: Any) -> tuple[str, str]:
     return next((pair for pair in MARKS if pair[1] in str(template)), ("", ""))
 
 
-def unstopped(template: Any, prompt: str) -> tuple[str, str]:
-    """Return the marks of the part of an answer that stop strings do not end. prompt: the end of it, which may have the first
-    mark."""
+def pending_marks(template: Any, prompt: str) -> tuple[str, str]:
+    """Return the marks of the reasoning that an answer has still to write, in which stop strings do not count. prompt: its
+    end, which may have the first mark."""
     opening, closing = HARMONY if is_harmony(template) else reasoning_marks(template)
     return "" if prompt.rstrip().endswith(opening) else opening, closing
 
