@@ -20,6 +20,7 @@ from foredraft.heads.formats.files import ADAPTER_CONFIG, CONFIG, FILE, PICKLED,
 from foredraft.heads.hub.client import find, weights_sha256
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.files import checkpoint_file, weight_map
+from foredraft.heads.target_model.loading import has_bfloat16_products
 
 WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
@@ -182,10 +183,14 @@ def load_head(
 
 
 def drafting_dtype(head: DraftHead, target: Target) -> torch.dtype:
-    """Return the target's dtype, but float32 for a small head on a CPU. What it computes costs less than calling a
-    half-precision kernel, and its weights fit into the processor's cache at either width."""
-    small = sum(parameter.numel() for parameter in head.parameters()) < SMALL_HEAD
-    return torch.float32 if small and target.device.type == "cpu" else target.dtype
+    """Return the target's dtype. On a CPU: float32 for a small head, whose products cost less than calling a half-precision
+    kernel, and bfloat16 for a larger one, where the CPU multiplies in it: its weights are read for every draft, and the
+    text does not depend on their rounding."""
+    if target.device.type != "cpu":
+        return target.dtype
+    if sum(parameter.numel() for parameter in head.parameters()) < SMALL_HEAD:
+        return torch.float32
+    return torch.bfloat16 if has_bfloat16_products("cpu") else target.dtype
 
 
 def check_card(directory: Path) -> None:

@@ -44,7 +44,7 @@ class Text(NamedTuple):
 
 def check(trained: str | Path, target: Target, file: Path, prompts: list[list[int]], new_tokens: int) -> str:
     """Return a sentence on what was equal. Raise ValueError with the first difference, or without a server."""
-    head = load_head(trained, target)
+    head = load_head(trained, target, dtype=target.dtype)  # as the file has it
     depth = head.depth if isinstance(head, BlockHead) else DEPTH
     ours = [decode_here(head, target, row, depth, new_tokens) for row in prompts]
     theirs = decode_llamacpp(trained, target, file, prompts, depth, new_tokens)

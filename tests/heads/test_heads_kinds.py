@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from foredraft.heads import Target, load_head
+from foredraft.heads import Target, checkpoint, load_head, save_head
 from foredraft.heads.base import BlockHead, PackedBatch, RecurrentHead
 from foredraft.heads.caches import cuda_graphs
 from foredraft.inference.drafters import AutoTree, drafter_for, load_drafter
@@ -75,6 +75,34 @@ def test_text_is_the_targets_own(target, kind, tree, name):
     drafter = drafter_for(head, target, nodes=9, tree=tree, **every_level)
     assert isinstance(drafter, AutoTree) == (tree == "auto")
     check_drafts(target, drafter, rows, mask, max_new_tokens=16, seed=3, **SETTINGS[name])
+
+
+@pytest.mark.parametrize("kind", nightly_but(KINDS, "eagle3", "dflash"))
+def test_a_head_drafts_in_half_precision_for_a_target_in_float32(target, kind):
+    """Check that it does as on a CPU that multiplies in bfloat16, where all but small heads are loaded in it."""
+    drafter = drafter_for(make_head(kind, target).to(torch.bfloat16), target, nodes=9)
+    for name in ("greedy", "sampled"):
+        check_drafts(target, drafter, torch.tensor([PROMPT[:12]]), max_new_tokens=16, seed=3, **SETTINGS[name])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "small", "products", "expected"),
+    [
+        ("float32", False, True, torch.bfloat16),
+        ("float32", False, False, torch.float32),
+        ("bfloat16", False, False, torch.bfloat16),
+        ("float32", True, True, torch.float32),
+        ("bfloat16", True, True, torch.float32),
+    ],
+)
+def test_a_head_is_loaded_in_the_dtype_of_the_fastest_drafts(
+    tiny_path, tmp_path, monkeypatch, dtype, small, products, expected
+):
+    target = Target.from_pretrained(tiny_path, dtype=dtype, device="cpu")
+    save_head(make_head("medusa", target), tmp_path, target)
+    monkeypatch.setattr(checkpoint, "SMALL_HEAD", 1 << 22 if small else 0)
+    monkeypatch.setattr(checkpoint, "has_bfloat16_products", lambda device: products)
+    assert load_head(tmp_path, target).dtype == expected
 
 
 @torch.no_grad()
