@@ -9,6 +9,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
 from foredraft.inference.serve.openai.protocol import content_text
+from foredraft.inference.serve.openai.responses import ResponsesAnswer
 from foredraft.inference.serve.openai.responses_protocol import ResponsesRequest
 from tests.support.serving import Served, on_cpu, served
 
@@ -158,6 +159,54 @@ def test_an_agent_calls_a_tool_and_goes_on_with_its_result(server, client):
     assert answer.usage.input_tokens == chat.usage.prompt_tokens and answer.tools[0].name == "pick"
 
 
+def test_the_tools_of_an_agent_become_functions(server, client):
+    """Send what Codex sends: functions, a namespace of an MCP server, a custom tool, and tools that OpenAI executes."""
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}
+    patch = {"type": "custom", "name": "apply_patch", "description": "Edit files.", "format": grammar}
+    inner = {"type": "namespace", "name": "mcp__idea__", "description": "IDE", "tools": [PICK]}
+    tools = [PICK, inner, patch, {"type": "web_search", "external_web_access": False}, {"type": "tool_search"}]
+    for name, namespace in (("pick", None), ("mcp__idea__pick", "mcp__idea__")):
+        events = same(server, client, tools=tools, tool_choice={"type": "function", "name": name})
+        (call,) = events[-1]["response"]["output"]
+        assert (call["name"], call.get("namespace"), events[-3]["name"]) == ("pick", namespace, "pick")
+    found = ResponsesRequest(input="a", tools=tools)
+    assert [tool.function.name for tool in found.chat().tools] == ["pick", "mcp__idea__pick", "apply_patch"]
+    asked = found.chat().tools[2].function
+    assert "start: /a+/" in asked.description and [*asked.parameters["properties"]] == ["input"]
+    request = ResponsesRequest(input="a", tools=tools, tool_choice={"type": "custom", "name": "apply_patch"})
+    assert request.chat().tool_choice.function.name == "apply_patch"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "*** é"}', "*** é"),
+        ('{"patch": "a"}', '{"patch": "a"}'),
+        ('{"input": 1}', '{"input": 1}'),
+        ("[", "["),
+    ],
+)
+def test_a_custom_tool_gets_its_text(arguments, text):
+    tool = {"type": "custom", "name": "apply_patch"}
+    request = ResponsesRequest(input="a", tools=[{"type": "namespace", "name": "edit", "tools": [tool]}])
+    answer = ResponsesAnswer.__new__(ResponsesAnswer)
+    vars(answer).update(responses_request=request, output=[], number=0)
+    call = {"id": "call_1", "function": {"name": "edit__apply_patch", "arguments": arguments}}
+    events = [*answer.add_call(call)]
+    for event in events:
+        EVENT.validate_python(event)
+    assert [event["type"] for event in events[1:3]] == [
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
+    ]
+    (item,) = answer.output
+    assert (item["name"], item["namespace"], item["input"], events[1]["delta"]) == ("apply_patch", "edit", text, text)
+    result = {"type": "custom_tool_call_output", "call_id": "call_1", "output": "Done."}
+    called, returned = ResponsesRequest(input=[item, result]).chat().messages
+    assert called.tool_calls[0]["function"] == {"name": "edit__apply_patch", "arguments": json.dumps({"input": text})}
+    assert (returned.role, returned.content, returned.tool_call_id) == ("tool", "Done.", "call_1")
+
+
 def test_items_of_one_answer_are_one_message(client):
     """Send reasoning, text and several calls; an answer after them is the next message."""
     calls = [{"type": "function_call", "call_id": key, "name": "pick", "arguments": "{}"} for key in "ab"]
@@ -237,7 +286,8 @@ def test_items_are_taken_as_clients_replay_them():
             ...,
         ),
         ({"input": []}, "at least 1 item", "input"),
-        ({"tools": [PICK, {"type": "web_search"}]}, "tools of type 'web_search' are not supported", "tools.1"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice required needs tools", None),
+        ({"tools": [PICK], "tool_choice": {"type": "web_search"}}, "tool_choice", ...),
         ({"tools": [{"type": "function", "name": "a b"}]}, "match pattern", "tools.0.name"),
         ({"tools": [PICK, PICK]}, "two tools of one name", None),
         ({"tool_choice": "required"}, "tool_choice required needs tools", None),

@@ -10,7 +10,7 @@ from foredraft.inference.serve.openai.choice import Piece
 from foredraft.inference.serve.openai.completion import Answer
 from foredraft.inference.serve.openai.responses_protocol import ResponsesRequest
 
-PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc"}  # prefixes of ids
+PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}  # of ids
 
 
 class ResponsesAnswer(Answer):
@@ -130,13 +130,15 @@ class ResponsesAnswer(Answer):
         yield self.item_event("output_item.done", item=item)
 
     def add_call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
-        item = {"id": new_id("function_call"), "type": "function_call", "status": "in_progress"}
-        self.output.append(item | {"call_id": call["id"], "name": name, "arguments": ""})
+        name = call["function"]["name"]
+        tool = next(tool for tool in self.responses_request.tools if tool.full_name == name)
+        item, field, text = tool.item(call)
+        self.output.append({"id": new_id(item["type"]), **item, field: ""})
         yield self.item_event("output_item.added", item=self.output[-1])
-        yield self.item_event("function_call_arguments.delta", delta=arguments)
-        self.output[-1] |= {"arguments": arguments, "status": "completed"}
-        yield self.item_event("function_call_arguments.done", name=name, arguments=arguments)
+        yield self.item_event(f"{item['type']}_{field}.delta", delta=text)
+        self.output[-1] |= {field: text} | ({"status": "completed"} if "status" in item else {})
+        named = {"name": tool.name} if tool.type == "function" else {}
+        yield self.item_event(f"{item['type']}_{field}.done", **named, **{field: text})
         yield self.item_event("output_item.done", item=self.output[-1])
 
     def item_event(self, kind: str, **facts: Any) -> dict[str, Any]:

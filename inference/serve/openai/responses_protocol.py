@@ -9,10 +9,10 @@ from foredraft.inference.serve.openai.protocol import (
     UNSUPPORTED,
     ChatRequest,
     CommonRequest,
-    Function,
     Tokens,
     content_text,
 )
+from foredraft.inference.serve.openai.responses_tools import ResponsesTool, as_call, offered
 
 STORED = "responses are not stored, so send the whole conversation as input"
 CHAT = "/v1/chat/completions supports it"
@@ -37,6 +37,8 @@ ITEMS = {
     "reasoning": [],
     "function_call": ["call_id", "name"],
     "function_call_output": ["call_id"],
+    "custom_tool_call": ["call_id", "name", "input"],
+    "custom_tool_call_output": ["call_id"],
 }
 # The parts of an assistant's message in the order of their items, each with the parts that must not precede it.
 LATER = {"reasoning": {"content", "tool_calls"}, "content": {"content", "tool_calls"}, "tool_calls": set[str]()}
@@ -53,28 +55,15 @@ def as_message(item: dict[str, Any]) -> dict[str, Any]:
         case "reasoning":
             text = content_text("assistant", item.get("content") or item.get("summary") or "")
             return {"role": "assistant", "reasoning": text}
-        case "function_call":
-            function = {"name": item["name"], "arguments": item.get("arguments")}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            return {"role": "assistant", "tool_calls": [call]}
-        case "function_call_output":
+        case "function_call" | "custom_tool_call":
+            return {"role": "assistant", "tool_calls": [as_call(item)]}
+        case "function_call_output" | "custom_tool_call_output":
             return {"role": "tool", "tool_call_id": item["call_id"], "content": item.get("output")}
     return {"role": item["role"], "content": item.get("content")}
 
 
-class FunctionTool(Function):
-    type: Literal["function"]
-
-    @model_validator(mode="before")
-    @classmethod
-    def refuse_others(cls, tool: Any) -> Any:
-        if isinstance(tool, dict) and tool.get("type") != "function":
-            raise ValueError(f"tools of type {tool.get('type')!r} are not supported here: use functions")
-        return tool
-
-
-class NamedFunction(BaseModel):
-    type: Literal["function"]
+class NamedTool(BaseModel):
+    type: Literal["function", "custom"]
     name: str
 
 
@@ -101,8 +90,8 @@ class ResponsesRequest(CommonRequest):
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    tools: list[FunctionTool] = Field([], max_length=128)
-    tool_choice: Literal["auto", "none", "required"] | NamedFunction = "auto"
+    tools: list[ResponsesTool] = Field([], max_length=128)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
@@ -111,6 +100,11 @@ class ResponsesRequest(CommonRequest):
     include: list[str] = Field([], description=f"only {LOGPROBS} has an effect here")
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = Field({})
+
+    @field_validator("tools", mode="before")
+    @classmethod
+    def leave_out_tools_of_servers(cls, tools: Any) -> Any:
+        return offered(tools)
 
     @field_validator("input")
     @classmethod
@@ -149,9 +143,8 @@ class ResponsesRequest(CommonRequest):
         facts |= {"response_format": {"type": wanted.type}, "verbosity": self.text.verbosity}
         if wanted.definition is not None:
             facts["response_format"]["json_schema"] = {"name": wanted.name or "", "schema": wanted.definition}
-        functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools]
-        facts["tools"] = [{"type": "function", "function": function} for function in functions]
-        if isinstance(choice, NamedFunction):
+        facts["tools"] = [{"type": "function", "function": tool.as_function()} for tool in self.tools]
+        if isinstance(choice, NamedTool):
             facts["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
         else:
             facts["tool_choice"] = choice
