@@ -20,6 +20,8 @@ from foredraft.inference.serve.openai.tool_formats import (
     BARE,
     DEEPSEEK_V3,
     DEEPSEEK_V3_1,
+    FUNCTION_GEMMA,
+    GEMMA,
     GLM,
     GRANITE,
     HARMONY,
@@ -36,7 +38,7 @@ from foredraft.inference.serve.openai.tool_formats import (
     call_rules,
     format_of,
 )
-from foredraft.inference.serve.openai.tools import ToolReader, answer_grammar
+from foredraft.inference.serve.openai.tools import ToolReader, answer_grammar, call_format
 from foredraft.inference.serve.service import Service
 from foredraft.inference.slots import RequestOutput
 from tests.support import ROOT
@@ -48,6 +50,7 @@ STYLES = {
     "deepseek_v3_1": DEEPSEEK_V3_1,
     "devstral": MISTRAL_ARGS,
     "gemma3": None,
+    "gemma4": GEMMA,
     "glm4_5": GLM,
     "gpt_oss": HARMONY,
     "granite3": GRANITE,
@@ -230,6 +233,8 @@ GIVEN = '{"a": 1}'
 R1 = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
 V3_1 = "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"
 K2 = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+MARKED = '<|"|>},b:1 <tool_call|><|"|>'  # a text that contains what ends others
+NESTED = {"a": [{"b": "},b:1 <tool_call|>"}, "c,d:1"], "e": {"f": None}}
 TEXTS: list[tuple[ToolFormat, str, str, list]] = [
     (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [F]),
     (HERMES, f"I look.\n<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}", "I look.\n", [F, F]),
@@ -293,6 +298,12 @@ TEXTS: list[tuple[ToolFormat, str, str, list]] = [
     (DEEPSEEK_V3_1, f"I look.{V3_1}{GIVEN}<｜tool▁call▁end｜>{V3_1}<｜tool▁call▁end｜>", "I look.", [ONE, NOTHING]),
     (KIMI, f"<|tool_calls_section_begin|>{K2}{GIVEN}<|tool_call_end|><|tool_calls_section_end|>ok", "ok", [ONE]),
     (HARMONY, f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{GIVEN}<|call|>", "", [ONE]),
+    (GEMMA, f"I look.<|tool_call>call:f{{a:{MARKED}}}<tool_call|>", "I look.", [("f", {"a": "},b:1 <tool_call|>"})]),
+    (GEMMA, "<|tool_call>call:f{}<tool_call|><|tool_call>call:f{a:1}<tool_call|>ok", "ok", [NOTHING, ONE]),
+    (GEMMA, f'<|tool_call>call:f{{a:[{{b:{MARKED}}},"c,d:1"],e:{{f:null}}}}', "", [("f", NESTED)]),
+    (GEMMA, '<|tool_call>call:f{a:<|"|>b', '<|tool_call>call:f{a:<|"|>b', []),
+    (GEMMA, "<|tool_call>call:g{}<tool_call|>", "<|tool_call>call:g{}<tool_call|>", []),
+    (FUNCTION_GEMMA, "<start_function_call>call:f{a:<escape>é<escape>}<end_function_call>", "", [("f", {"a": "é"})]),
     (BARE, CALL, "", [F]),
     (BARE, "", "", []),
 ]
@@ -392,7 +403,9 @@ def test_formats_are_known_by_their_templates(template, style):
 
 
 @pytest.mark.parametrize("many", [False, True])
-@pytest.mark.parametrize("name", [name for name, style in STYLES.items() if style not in (None, HARMONY, MISTRAL)])
+@pytest.mark.parametrize(
+    "name", [name for name, style in STYLES.items() if style not in (None, HARMONY, MISTRAL, GEMMA)]
+)
 def test_a_forced_call_is_what_the_template_writes(name, many):
     """Check that the grammar accepts the template's own text of calls, which is read as the same calls. (gpt-oss has a
     second order of its header, and the ids in Mistral-Nemo's list are not for the model to write.)"""
@@ -413,6 +426,21 @@ def test_a_forced_call_is_what_the_template_writes(name, many):
         if not matcher.try_consume_tokens([byte]):
             break
     assert read(style, accepted.decode(), 9, PARAMETERS) == ("", [("f", plain)] * len(calls))
+
+
+def test_calls_that_a_template_writes_between_marks_are_read():
+    calls = [{"id": "1", "function": {"name": "f", "arguments": VALUES}}] * 2
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls}]
+    template = (TEMPLATES / "gemma4.jinja").read_text()
+    shown = rendered(normalize_messages(messages, template), template)
+    assert read(GEMMA, shown[shown.index("<|tool_call>") :], 5) == ("", [("f", VALUES)] * 2)
+
+
+def test_calls_are_forced_as_json_where_the_format_has_no_grammar():
+    tools = [{"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}]
+    template = (TEMPLATES / "gemma4.jinja").read_text()
+    for choice, style in (("required", BARE), ("auto", GEMMA)):
+        assert call_format(ChatRequest(**ASKED, tools=tools, tool_choice=choice), template) == style
 
 
 def test_special_tokens_are_not_spelled_in_a_forced_call():

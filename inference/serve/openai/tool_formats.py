@@ -35,6 +35,7 @@ class ToolFormat(NamedTuple):
     id: str = ""  # a regular expression
     parameters: Parameters | None = None
     also: str = ""  # another mark that may start a call
+    quote: str = ""  # a mark around texts, in arguments whose keys are bare; calls in this format are not forced
 
     @property
     def is_object(self) -> bool:
@@ -70,7 +71,7 @@ class ToolFormat(NamedTuple):
     @property
     def text(self) -> str:
         """Return all text of the format, to search it for special tokens."""
-        return "\n".join((*self.section, self.opening, self.closing, self.also, *(self.parameters or ())))
+        return "\n".join((*self.section, self.opening, self.closing, self.also, self.quote, *(self.parameters or ())))
 
 
 HERMES = ToolFormat('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n")  # Qwen2.5, Qwen3, Granite 4
@@ -115,7 +116,9 @@ KIMI = ToolFormat(
     id="[0-9]{1,4}",
 )
 GRANITE = MISTRAL._replace(section=("<|tool_call|>[", "]"))  # 3.x
-BARE = ToolFormat('{"name": "NAME", "arguments": ', "}")  # forced on models of an unknown format
+GEMMA = ToolFormat("<|tool_call>call:NAME", "<tool_call|>", "", quote='<|"|>')  # 4
+FUNCTION_GEMMA = ToolFormat("<start_function_call>call:NAME", "<end_function_call>", "", quote="<escape>")
+BARE = ToolFormat('{"name": "NAME", "arguments": ', "}")  # forced on models of an unknown format, and on Gemma
 
 FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (  # the first one whose texts are all in the template is used
     (("<|channel|>", "<|message|>"), HARMONY),
@@ -129,6 +132,8 @@ FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (  # the first one who
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
     (("[TOOL_CALLS]",), MISTRAL),
     (("<|tool_call|>",), GRANITE),
+    (("<|tool_call>call:", GEMMA.quote), GEMMA),
+    (("<start_function_call>", FUNCTION_GEMMA.quote), FUNCTION_GEMMA),
     (("<tool_call>", "arguments"), HERMES),
     (("dictionary of argument name and its value",), LLAMA),
 )

@@ -31,6 +31,7 @@ OBJECT = r'(?<!\s)\s*(?:\[\s*)?\{\s*"(?:name|type|function|arguments|parameters)
 PARTIAL_OBJECT = re.compile(r'(?<!\s)\s*(?:\[\s*)?(?:\{\s*(?:"\w*)?)?$')
 SEPARATOR = re.compile(r"[\s,;]*")
 DECODER = json.JSONDecoder(strict=False, parse_constant=str)  # models write newlines within strings, and NaN
+BARE_KEY = re.compile(r'("(?:[^"\\]|\\.)*")|([{,]\s*)([\w.-]+)\s*:')  # or a text in quotes, which may contain one
 ATTEMPTS = 128  # maximum number of failed attempts to parse a call: each may cost the length of the text
 
 
@@ -50,24 +51,30 @@ def forced_tools(request: ChatRequest) -> list[Tool]:
 
 def new_tool_reader(request: CommonRequest, template: Any) -> "ToolReader | None":
     """Return a reader for the calls in one text of the answer; None if there cannot be any."""
-    tools = callable_tools(request)
-    style = format_of(template) or (BARE if isinstance(request, ChatRequest) and forced_tools(request) else None)
+    tools, style = callable_tools(request), call_format(request, template)
     return ToolReader(style, tools) if tools and style is not None else None
+
+
+def call_format(request: CommonRequest, template: Any) -> ToolFormat | None:
+    """Return the format in which an answer calls tools; None if the template's is unknown, and calls are not forced."""
+    found = format_of(template)
+    is_forced = isinstance(request, ChatRequest) and bool(forced_tools(request))
+    return BARE if is_forced and (found is None or found.quote) else found
 
 
 def answer_grammar(request: CommonRequest, template: Any, grammars: Grammars, closing: str = "") -> Grammar | None:
     """Return the grammar of an answer: calls of the forced tools, or its response_format, possibly with calls. closing: the
     mark that ends the reasoning that the prompt opens. Raises ValueError like `Grammars`."""
-    found, wanted = format_of(template), request.response_format
+    found, wanted = call_format(request, template), request.response_format
     schema: dict[str, Any] | None = None
     if wanted is not None and wanted.type != "text":
         schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.definition
     if isinstance(request, ChatRequest) and request.tools:
         many = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
-        if forced_tools(request):
-            rules = call_rules(forced_tools(request), found or BARE, many, grammars.special)
+        if found is not None and forced_tools(request):
+            rules = call_rules(forced_tools(request), found, many, grammars.special)
             return grammars.lark(after_reasoning(rules, closing, grammars.special))
-        if schema is not None and found is not None and request.tool_choice != "none":
+        if schema is not None and found is not None and not found.quote and request.tool_choice != "none":
             rules = call_rules(request.tools, found, many, grammars.special, schema)
             return grammars.lark(after_reasoning(rules, closing, grammars.special))
     if schema is not None and closing:
@@ -147,6 +154,9 @@ class ToolReader:
         if self.style.parameters is not None:
             arguments, end = self.parameters_at(text, at, self.tools.get(head["name"], {}))
             is_call = self.closing.match(text, end) is not None
+        elif self.style.quote:
+            arguments, end = decode_marked(text, at, self.style.quote, self.style.closing)
+            is_call = end > at
         elif match_end(self.closing, text, at) > at:
             arguments, end, is_call = None, at, True
         else:
@@ -204,6 +214,23 @@ def decode_json(text: str, at: int) -> tuple[Any, int]:
         return DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
         return None, at
+
+
+def decode_marked(text: str, at: int, quote: str, closing: str) -> tuple[Any, int]:
+    """Return the object at this position, whose keys are bare and whose texts stand between marks, and where it ends."""
+    parts, end = list[str](), at
+    for number, piece in enumerate(text[at:].split(quote)):
+        if number % 2:
+            parts.append(json.dumps(piece))
+            end += len(piece) + 2 * len(quote)
+            continue
+        bare, ended, _ = piece.partition(closing)
+        parts.append(BARE_KEY.sub(lambda found: found[1] or f'{found[2]}"{found[3]}":', bare))
+        end += len(bare)
+        if ended:
+            break
+    value, size = decode_json("".join(parts).strip(), 0)
+    return value, end if size else at
 
 
 def match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
