@@ -27,11 +27,13 @@ from foredraft.inference.serve.openai.tool_formats import (
     HARMONY,
     HERMES,
     KIMI,
+    LFM,
     LLAMA,
     MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
     MISTRAL_ID,
+    OLMO,
     QWEN3_CODER,
     ToolFormat,
     after_reasoning,
@@ -235,6 +237,7 @@ V3_1 = "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"
 K2 = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
 MARKED = '<|"|>},b:1 <tool_call|><|"|>'  # a text that contains what ends others
 NESTED = {"a": [{"b": "},b:1 <tool_call|>"}, "c,d:1"], "e": {"f": None}}
+PYTHONIC = {"a": "}é)", "b": [True, None], "c": {"d": None}}
 TEXTS: list[tuple[ToolFormat, str, str, list]] = [
     (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [F]),
     (HERMES, f"I look.\n<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}", "I look.\n", [F, F]),
@@ -304,6 +307,13 @@ TEXTS: list[tuple[ToolFormat, str, str, list]] = [
     (GEMMA, '<|tool_call>call:f{a:<|"|>b', '<|tool_call>call:f{a:<|"|>b', []),
     (GEMMA, "<|tool_call>call:g{}<tool_call|>", "<|tool_call>call:g{}<tool_call|>", []),
     (FUNCTION_GEMMA, "<start_function_call>call:f{a:<escape>é<escape>}<end_function_call>", "", [("f", {"a": "é"})]),
+    (LFM, "I look.<|tool_call_start|>[f(a=1), f()]<|tool_call_end|>Done.", "I look.Done.", [ONE, NOTHING]),
+    (LFM, '<|tool_call_start|>[f(a="}é)", b=[true, None], c={"d": null})]', "", [("f", PYTHONIC)]),
+    (LFM, "<|tool_call_start|>[f(1)]<|tool_call_end|>", "<|tool_call_start|>[f(1)]<|tool_call_end|>", []),
+    (LFM, "<|tool_call_start|>[f(a=b), g()]", "<|tool_call_start|>[f(a=b), g()]", []),
+    (LFM, "<|tool_call_start|>import os", "<|tool_call_start|>import os", []),
+    (LFM, "<|tool_call_start|>[f(), g()]", "<|tool_call_start|>[f(), g()]", []),
+    (OLMO, "<function_calls>\nf(a=1)\nf()\n</function_calls>", "", [ONE, NOTHING]),
     (BARE, CALL, "", [F]),
     (BARE, "", "", []),
 ]
@@ -393,6 +403,9 @@ def test_arguments_in_tags_have_the_types_of_their_schema(model):
         ),
         ('in the format {"name": function name, "parameters": dictionary of argument name and its value}', LLAMA),
         (None, None),
+        ("List of tools: <|tool_list_start|>[ and <|tool_call_start|>[", LFM),
+        ("<functions></functions> ... <function_calls> ... <|im_start|>environment", OLMO),
+        ("<start_function_call>call:f{a:<escape>b<escape>}", FUNCTION_GEMMA),
         ("plain <tool_call>", None),
         *((name, style) for name, style in STYLES.items()),
     ],

@@ -35,7 +35,8 @@ class ToolFormat(NamedTuple):
     id: str = ""  # a regular expression
     parameters: Parameters | None = None
     also: str = ""  # another mark that may start a call
-    quote: str = ""  # a mark around texts, in arguments whose keys are bare; calls in this format are not forced
+    quote: str = ""  # a mark around texts, in arguments whose keys are bare
+    is_python: bool = False  # calls of functions with keywords, as in Python
 
     @property
     def is_object(self) -> bool:
@@ -51,6 +52,11 @@ class ToolFormat(NamedTuple):
         """Return the line with the name, if it follows a line that models may omit."""
         rest = self.head.partition("\n")[2]
         return rest if NAME in rest else ""
+
+    @property
+    def is_forced(self) -> bool:
+        """Return whether a grammar can force calls in this format."""
+        return not (self.quote or self.is_python)
 
     @property
     def is_bare(self) -> bool:
@@ -118,7 +124,9 @@ KIMI = ToolFormat(
 GRANITE = MISTRAL._replace(section=("<|tool_call|>[", "]"))  # 3.x
 GEMMA = ToolFormat("<|tool_call>call:NAME", "<tool_call|>", "", quote='<|"|>')  # 4
 FUNCTION_GEMMA = ToolFormat("<start_function_call>call:NAME", "<end_function_call>", "", quote="<escape>")
-BARE = ToolFormat('{"name": "NAME", "arguments": ', "}")  # forced on models of an unknown format, and on Gemma
+LFM = ToolFormat("", "", section=("<|tool_call_start|>", "<|tool_call_end|>"), is_python=True)
+OLMO = LFM._replace(section=("<function_calls>", "</function_calls>"))  # 3
+BARE = ToolFormat('{"name": "NAME", "arguments": ', "}")  # forced where `is_forced` is false, or the format is unknown
 
 FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (  # the first one whose texts are all in the template is used
     (("<|channel|>", "<|message|>"), HARMONY),
@@ -133,6 +141,8 @@ FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (  # the first one who
     (("[TOOL_CALLS]",), MISTRAL),
     (("<|tool_call|>",), GRANITE),
     (("<|tool_call>call:", GEMMA.quote), GEMMA),
+    (("<|tool_call_start|>",), LFM),
+    (("<function_calls>", "environment"), OLMO),
     (("<start_function_call>", FUNCTION_GEMMA.quote), FUNCTION_GEMMA),
     (("<tool_call>", "arguments"), HERMES),
     (("dictionary of argument name and its value",), LLAMA),

@@ -1,5 +1,6 @@
 """Tool calls: parsed from an answer, or forced by a grammar, in the format of the model's family."""
 
+import ast
 import json
 import re
 import uuid
@@ -32,6 +33,7 @@ PARTIAL_OBJECT = re.compile(r'(?<!\s)\s*(?:\[\s*)?(?:\{\s*(?:"\w*)?)?$')
 SEPARATOR = re.compile(r"[\s,;]*")
 DECODER = json.JSONDecoder(strict=False, parse_constant=str)  # models write newlines within strings, and NaN
 BARE_KEY = re.compile(r'("(?:[^"\\]|\\.)*")|([{,]\s*)([\w.-]+)\s*:')  # or a text in quotes, which may contain one
+JSON_NAMES = {"true": True, "false": False, "null": None}  # which models write in Python, too
 ATTEMPTS = 128  # maximum number of failed attempts to parse a call: each may cost the length of the text
 
 
@@ -59,7 +61,7 @@ def call_format(request: CommonRequest, template: Any) -> ToolFormat | None:
     """Return the format in which an answer calls tools; None if the template's is unknown, and calls are not forced."""
     found = format_of(template)
     is_forced = isinstance(request, ChatRequest) and bool(forced_tools(request))
-    return BARE if is_forced and (found is None or found.quote) else found
+    return BARE if is_forced and not (found and found.is_forced) else found
 
 
 def answer_grammar(request: CommonRequest, template: Any, grammars: Grammars, closing: str = "") -> Grammar | None:
@@ -74,7 +76,7 @@ def answer_grammar(request: CommonRequest, template: Any, grammars: Grammars, cl
         if found is not None and forced_tools(request):
             rules = call_rules(forced_tools(request), found, many, grammars.special)
             return grammars.lark(after_reasoning(rules, closing, grammars.special))
-        if schema is not None and found is not None and not found.quote and request.tool_choice != "none":
+        if schema is not None and found is not None and found.is_forced and request.tool_choice != "none":
             rules = call_rules(request.tools, found, many, grammars.special, schema)
             return grammars.lark(after_reasoning(rules, closing, grammars.special))
     if schema is not None and closing:
@@ -137,6 +139,11 @@ class ToolReader:
     def calls_at(self, text: str, at: int) -> tuple[list[dict[str, Any]], int]:
         """Return the consecutive calls at this position, and where they end."""
         at, calls = match_end(self.before, text, at), list[dict[str, Any]]()
+        if self.style.is_python:
+            inside, closing, _ = text[at:].partition(self.style.section[1])
+            read = [self.call(*call) for call in python_calls(inside)]
+            found = [call for call in read if call is not None]
+            return (found, at + len(inside + closing)) if found and len(found) == len(read) else ([], at)
         while True:
             found, end = self.call_at(text, match_end(SEPARATOR, text, at) if calls else at)
             if not found:
@@ -214,6 +221,25 @@ def decode_json(text: str, at: int) -> tuple[Any, int]:
         return DECODER.raw_decode(text, at)
     except (ValueError, RecursionError):
         return None, at
+
+
+class JsonNames(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(JSON_NAMES[node.id]) if node.id in JSON_NAMES else node
+
+
+def python_calls(text: str) -> list[tuple[str, dict[str | None, Any]]]:
+    """Return names and arguments of the calls in a list, or one on each line; none if there is anything else."""
+    try:
+        values = [statement.value for statement in JsonNames().visit(ast.parse(text.strip())).body]
+        calls = [call for value in values for call in getattr(value, "elts", [value])]
+        if any(call.args for call in calls):
+            return []
+        return [
+            (ast.unparse(call.func), {one.arg: ast.literal_eval(one.value) for one in call.keywords}) for call in calls
+        ]
+    except (SyntaxError, ValueError, AttributeError, TypeError, RecursionError, MemoryError):
+        return []
 
 
 def decode_marked(text: str, at: int, quote: str, closing: str) -> tuple[Any, int]:
