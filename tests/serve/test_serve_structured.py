@@ -468,7 +468,7 @@ def test_special_tokens_are_not_spelled_in_a_forced_call():
 def choice_of(text: str, template: str, finish_reason: str = "stop", prompt: str = "q", **facts) -> Piece:
     """Return the answer that a target wrote in these tokens, some of which are special."""
     marks = ["<s>", "</s>", "[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|start|>"]
-    marks += ["[THINK]", "[/THINK]", "<|channel>", "<channel|>"]
+    marks += ["[THINK]", "[/THINK]", "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<turn|>"]
     file = TEMPLATES / f"{template}.jinja"
     words = tokenizer(file.read_text() if file.is_file() else template, special=marks)
     tool = {"type": "function", "function": {"name": "f"}}
@@ -542,6 +542,10 @@ def test_a_call_in_reasoning_that_never_ends_is_a_call():
 def test_calls_between_special_tokens_are_read_and_other_special_tokens_are_no_text():
     choice = choice_of('I look.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[ARGS]{}</s>', "devstral")
     assert (choice.text, named(choice), choice.finish_reason) == ("I look.", ["f", "f"], "tool_calls")
+    text = '<|channel>thought\nI call.<channel|>I look.<|tool_call>call:f{a:<|"|>b<|"|>}<tool_call|><turn|></s>'
+    choice = choice_of(text, "gemma4")
+    assert (choice.reasoning.strip(), choice.text, choice.finish_reason) == ("I call.", "I look.", "tool_calls")
+    assert choice.calls[0]["function"] == {"name": "f", "arguments": '{"a": "b"}'}
     choice = choice_of("Hello.</s>", "devstral", tool_choice="none")
     assert (choice.text, choice.calls, choice.finish_reason) == ("Hello.", [], "stop")
 
