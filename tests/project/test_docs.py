@@ -88,7 +88,11 @@ def test_the_python_of_a_document_runs(
 ) -> None:
     save_head(make_head("eagle3", target), tmp_path / "head", target)
     monkeypatch.chdir(tmp_path)
-    names = {"ORG/NAME": str(tiny_path), "outputs/mine/head": str(tmp_path / "head")}
+    names = dict.fromkeys(("ORG/NAME", "smollm2"), str(tiny_path))
+    names |= {
+        "outputs/mine/head": str(tmp_path / "head"),
+        "scripts/smollm2/eagle3+suffix": f"{tmp_path / 'head'}+suffix",
+    }
     scope: dict[str, object] = {"__name__": "document"}
     for block in blocks(document, "python"):
         text = block.text

