@@ -102,6 +102,7 @@ def test_log_probabilities_name_every_token_apart(client, spelled):
     offsets = [*choice.logprobs.text_offset, len(choice.text)]
     pieces = [choice.text[start:end] for start, end in itertools.pairwise(offsets)]
     assert pieces[1:] == choice.logprobs.tokens[1:] == ["The", " sky", " blue", " blue", " blue"] and pieces[0] == ""
+    assert client.completions.create(**asked | {"logprobs": False}).choices[0].logprobs is None
     ids = client.completions.create(**asked, extra_body={"return_tokens_as_token_ids": True}).choices[0].logprobs
     assert all(token.startswith("token_id:") for token in ids.tokens)
 
