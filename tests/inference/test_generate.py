@@ -1,6 +1,8 @@
 """The text is the target's own: for every drafter, greedy and seeded, alone and in ragged batches."""
 
 import itertools
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -65,6 +67,24 @@ def test_streaming_gives_all_tokens_once(target):
         collect = Collect()
         out = generate(target, NgramDrafter(), prompt(9), max_new_tokens=new, eos_token_id=-1, streamer=collect)
         assert collect.got == out.sequences[0].tolist() and collect.ended
+
+
+def test_threads_share_a_target(target):
+    """Check texts of threads whose batches have one shape, but prompts of other lengths."""
+    lengths = [(3, 9), (9, 3), (5, 9), (9, 6)]
+
+    def write(pair: tuple[int, int]) -> list[list[int]]:
+        mask = torch.arange(9) < torch.tensor(pair)[:, None]
+        return generate(target, None, prompt(9).repeat(2, 1), mask, max_new_tokens=4, eos_token_id=-1).new_tokens
+
+    alone = list(map(write, lengths))
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(write, lengths * 5)) == alone * 5
+    finally:
+        sys.setswitchinterval(switch)
 
 
 def test_bad_input_is_named(target):
