@@ -258,6 +258,14 @@ def test_the_head_before_comes_back_by_hand_or_where_it_is_better():
     assert rounds.current == "head-0001"
 
 
+def test_half_a_line_of_history_ends_no_round():
+    rounds = Rounds()
+    rounds.learner.history.write_bytes(b'{"head": "head-0001", "par\n[]\n')
+    rounds.serve()
+    rounds.learner.run_round_if_due()
+    assert json.loads(rounds.learner.history.read_text().splitlines()[-1])["outcome"] == "no better"
+
+
 @pytest.mark.linux
 def test_a_process_runs_for_its_share_of_the_time():
     process = start_process(["-c", "import time; time.sleep(600)"], Path("log"))
