@@ -338,7 +338,7 @@ def test_the_command_swaps_continues_and_keeps_out_what_is_not_to_be_stored(tiny
         (learned / "current").write_text(f"{learned}/head-0001\n")
         wait_until(lambda: (learned / "current").read_text() == "head-0002\n")
         (learned / "current").write_text("head-9\n")
-        wait_until(lambda: "head-9 cannot serve" in server.log.read_text())
+        wait_until(lambda: "head-9 cannot serve: learned/head-9 is not a directory" in server.log.read_text())
         wait_until(lambda: (learned / "current").read_text() == "head-0002\n")
         rows = (learned / "served.jsonl").read_text()
         assert '"seed": 9' not in rows and rows == (folder / "log").read_text()
