@@ -144,7 +144,9 @@ def build_requests(
     inputs."""
     if seed is None:
         seed = broadcast(target, int(torch.randint(1 << 62, ()))) if shared["params"].temperature > 0 else 0
-    seeds = [int(seed) + number for number in range(len(prompts))] if isinstance(seed, Integral) else list(map(int, seed))
+    seeds = (
+        [int(seed) + number for number in range(len(prompts))] if isinstance(seed, Integral) else list(map(int, seed))
+    )
     if len(seeds) != len(prompts):
         raise ValueError(f"seed has {len(seeds)} entries for {len(prompts)} sequences: give one for each")
     same = shared | {"params": replace(shared["params"], grammar=None)}  # a grammar cannot be compared
