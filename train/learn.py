@@ -298,7 +298,8 @@ def split(lines: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
 def compare(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return the verdict on a new head: its outcome, and the acceptance lengths of both heads on both sets of texts."""
     difference, error = acceptance_difference(old["recent"], new["recent"])
-    facts: dict[str, Any] = {"outcome": "better" if difference > ERRORS * error else "no better", "error": error}
+    facts: dict[str, Any] = {"outcome": "better" if difference > ERRORS * error else "no better"}
+    facts["error"] = error if np.isfinite(error) else None  # JSON has no infinity
     facts |= {name: [acceptance(counts[name])[0] for counts in (old, new)] for name in SETS if old[name]}
     if facts["outcome"] == "better" and old["replay"]:
         before, now = facts["replay"]

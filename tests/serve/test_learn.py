@@ -266,6 +266,13 @@ def test_half_a_line_of_history_ends_no_round():
     assert json.loads(rounds.learner.history.read_text().splitlines()[-1])["outcome"] == "no better"
 
 
+def test_history_is_json_after_a_single_held_out_text():
+    rounds = Rounds()
+    rounds.found = {name: [SAME[:1], SAME] for name in ("head", "head-0001")}
+    assert rounds.run_round()["outcome"] == "no better"
+    assert "Infinity" not in rounds.learner.history.read_text() and rounds.history()[-1]["error"] is None
+
+
 @pytest.mark.linux
 def test_a_process_runs_for_its_share_of_the_time():
     process = start_process(["-c", "import time; time.sleep(600)"], Path("log"))
