@@ -150,10 +150,22 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
         if (unknown := getattr(error.__cause__, "full_key", None)) is None:
             raise
         raise HydraException(unknown_key(unknown, known)) from None  # in {...}
+    if final.hydra.runtime.choices.get("recipe"):
+        check_recipe(program, choices, final)
     for group, node in [("", final), *flat(final)]:
         if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
             check_group(group, node, base, final, values)
     return final
+
+
+def check_recipe(program: str, choices: list[str], final: DictConfig) -> None:
+    """Raise HydraException for a group or key that only a recipe has, which may be the user's own file."""
+    chosen = final.hydra.runtime.choices
+    others = [line for line in choices if line.partition("=")[0] not in ("recipe", "head")]
+    known = [str(key) for key in hydra.compose(program, [*others, f"head={chosen.head}"])]
+    for key in (str(key) for key in final if key not in {*known, "hydra"}):
+        reason = "its first line must be # @package _global_" if key == "recipe" else unknown_key(key, known)
+        raise HydraException(f"recipe={chosen.recipe}: {reason}")
 
 
 def flat(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,8 @@ def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[...,
     """Return a function for `model.generate(custom_generate=...)`, where model is `target.model`.
 
     The sampling seed comes from torch's global generator, so `set_seed` works. Raises ValueError for settings that our loop
-    does not support (beams, other logits processors), because ignoring them would change the text silently.
+    does not support (beams, other logits processors), because ignoring them would change the text silently. transformers
+    passes neither `streamer` nor `tokenizer` to such a function: stream, and stop at strings, with our own `generate`.
     """
 
     def decode(
@@ -41,7 +42,6 @@ def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[...,
         if unknown:
             raise ValueError(f"speculative decoding does not support {', '.join(unknown)}: remove it, or do not draft")
         end = generation_config.eos_token_id
-        streamer = kwargs.get("streamer")
         # transformers has already combined max_new_tokens with max_length, and set its defaults.
         return generate(
             target,
@@ -49,24 +49,8 @@ def as_custom_generate(target: Target, drafter: Drafter | None) -> Callable[...,
             input_ids,
             kwargs.get("attention_mask"),
             generation_config,
-            streamer=None if streamer is None else WithoutPrompt(streamer),
             max_new_tokens=None,
             eos_token_id=-1 if end is None else end,
         ).sequences
 
     return decode
-
-
-class WithoutPrompt:
-    """Pass new tokens to a streamer, which has already received the prompt from transformers."""
-
-    def __init__(self, streamer: Any):
-        self.streamer, self.first = streamer, True
-
-    def put(self, tokens: Tensor) -> None:
-        if not self.first:
-            self.streamer.put(tokens)
-        self.first = False
-
-    def end(self) -> None:
-        self.streamer.end()

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +92,8 @@ def generate(
     each step with the number of tokens that it added to all sequences. Raises ValueError for an empty or too long prompt,
     for an unknown or unsupported setting, and for logits that are not numbers.
     """
+    if not isinstance(drafter, Drafter | None):
+        raise ValueError(f"drafter is {type(drafter).__name__}, not a Drafter: load_drafter(path, target) makes one")
     prompts = unpad(input_ids, attention_mask)
     shared = read_settings(generation_config, settings, target, input_ids.shape[1])
     pad_token_id = shared.pop("pad_token_id")
@@ -141,7 +144,9 @@ def build_requests(
     inputs."""
     if seed is None:
         seed = broadcast(target, int(torch.randint(1 << 62, ()))) if shared["params"].temperature > 0 else 0
-    seeds = [seed + number for number in range(len(prompts))] if isinstance(seed, int) else list(seed)
+    seeds = (
+        [int(seed) + number for number in range(len(prompts))] if isinstance(seed, Integral) else list(map(int, seed))
+    )
     if len(seeds) != len(prompts):
         raise ValueError(f"seed has {len(seeds)} entries for {len(prompts)} sequences: give one for each")
     same = shared | {"params": replace(shared["params"], grammar=None)}  # a grammar cannot be compared

@@ -194,8 +194,8 @@ class Learner:
             facts["head"] = head.name
             self.heads.choose(head.name)
         print(json.dumps(facts), flush=True)
-        with self.history.open("a") as file:
-            file.write(json.dumps({"time": round(time.time()), **facts}) + "\n")
+        history = self.history.read_bytes() if self.history.exists() else b""
+        write_atomically(self.history, history + json.dumps({"time": round(time.time()), **facts}).encode() + b"\n")
         self.finish()
         self.heads.prune(self.keep, {parent.name, facts.get("head", parent.name)})
 
@@ -214,8 +214,8 @@ class Learner:
 
     def previous(self, parent: Path) -> Path | None:
         """Return the head that served before `parent`, if it was replaced by a round."""
-        lines = self.history.read_text().splitlines() if self.history.exists() else []
-        rounds = [facts for facts in map(json.loads, lines) if facts.get("head") == parent.name]
+        lines = self.history.read_bytes().splitlines() if self.history.exists() else []
+        rounds = [facts for facts in map(parsed, lines) if facts.get("head") == parent.name]
         head = self.heads.folder / rounds[-1]["parent"] if rounds else parent
         return head if head != parent and head.is_dir() else None
 
@@ -275,11 +275,17 @@ def texts_of(log: Path) -> list[bytes]:
 
 
 def is_text(line: bytes) -> bool:
+    row = parsed(line)
+    return bool(row.get("prompt_ids")) and bool(row.get("ids")) and line.endswith(b"\n")
+
+
+def parsed(line: bytes) -> dict[str, Any]:
+    """Return the JSON object of a line; an empty one for anything else, such as half a line."""
     try:
         row = json.loads(line)
     except ValueError:
-        return False
-    return isinstance(row, dict) and bool(row.get("prompt_ids")) and bool(row.get("ids")) and line.endswith(b"\n")
+        return {}
+    return row if isinstance(row, dict) else {}
 
 
 def split(lines: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
@@ -292,7 +298,8 @@ def split(lines: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
 def compare(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     """Return the verdict on a new head: its outcome, and the acceptance lengths of both heads on both sets of texts."""
     difference, error = acceptance_difference(old["recent"], new["recent"])
-    facts: dict[str, Any] = {"outcome": "better" if difference > ERRORS * error else "no better", "error": error}
+    facts: dict[str, Any] = {"outcome": "better" if difference > ERRORS * error else "no better"}
+    facts["error"] = error if np.isfinite(error) else None  # JSON has no infinity
     facts |= {name: [acceptance(counts[name])[0] for counts in (old, new)] for name in SETS if old[name]}
     if facts["outcome"] == "better" and old["replay"]:
         before, now = facts["replay"]

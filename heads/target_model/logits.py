@@ -1,6 +1,7 @@
 """The output of a target: what its config does to the output of the lm_head, and positions at which it is not needed."""
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,10 +48,11 @@ def only_logits_at(lm_head: nn.Module, positions: Tensor, shape: torch.Size) -> 
     positions. shape: of the tokens. A model that calls its lm_head in another way returns all logits: then the list that this
     yields stays empty."""
     selected: list[bool] = []
+    thread = threading.get_ident()  # other threads may decode other texts with the same target
 
     def select(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         hidden, *others = inputs
-        if hidden.shape[:-1] != shape:
+        if hidden.shape[:-1] != shape or threading.get_ident() != thread:
             return None
         selected.append(True)
         return hidden.gather(1, positions.to(hidden.device).expand(-1, -1, hidden.shape[-1])), *others

@@ -28,7 +28,7 @@ LOOKUPS = ("ngram", "suffix")  # look up what followed the newest tokens before
 DRAFTER_NAMES = "none, ngram, suffix, lookahead, draft:<path or id of a smaller model>, a head's directory or Hub id"
 
 
-def load_drafter(path: str, target: Target, revision: str | None = None, **options: Any) -> Drafter:
+def load_drafter(path: str | Path, target: Target, revision: str | None = None, **options: Any) -> Drafter:
     """Load the drafter that `path` names. `options` are passed to its constructor (foredraft/loading.py).
 
     path: "none" (autoregressive decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's
@@ -36,6 +36,7 @@ def load_drafter(path: str, target: Target, revision: str | None = None, **optio
     draft models have the option `tree` (`with_tree_policy`), "auto" by default. Of "ngram" and "suffix" it is "auto", which
     drafts only when it pays, or "fixed".
     """
+    path = str(path)
     if "+" in path and not Path(path).is_dir():
         return load_joined(path.split("+"), target, **options)
     return load(path, target, revision, "auto", **options)

@@ -40,11 +40,14 @@ class FollowedHead:
     async def serve(self, name: str) -> None:
         """Serve with this head. If it cannot be loaded, correct the file."""
         try:
-            load = partial(self.load, path=str(self.file.with_name(name)))  # ValueError for a path in place of a name
+            directory = self.file.with_name(name)  # ValueError for a path in place of a name
+            if not directory.is_dir():  # otherwise it would be an id on the Hub
+                raise ValueError(f"{directory} is not a directory")
+            load = partial(self.load, path=str(directory))
             # In the worker's thread, because loading may use the device while a step is being captured.
             await asyncio.wrap_future(self.worker.call(lambda: self.engine.swap(load())))
         except Exception as error:
-            log.warning("%s cannot serve: %s", name, error)
+            log.warning("%s cannot serve: %s", name, error.__cause__ or error)  # instantiate wraps what was raised
             self.file.write_text(f"{self.name}\n")
         else:
             self.set_name(name)

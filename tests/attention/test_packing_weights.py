@@ -69,7 +69,7 @@ def test_texts_are_the_same(kind: str, everything_is_packed, tiny_path, target: 
     save_head(make_head(kind, target), tmp_path / "head", target)
     packed = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
     assert len(packed_layers(packed.model)) > 7 and not packed_layers(target.model)
-    drafter = load_drafter(str(tmp_path / "head"), packed, tree="fixed")
+    drafter = load_drafter(tmp_path / "head", packed, tree="fixed")
     ids = torch.arange(5, 25)[None] % target.vocab_size
     for settings in ({}, {"do_sample": True, "temperature": 1.0, "seed": 3}):
         plain = generate(target, None, ids, max_new_tokens=24, eos_token_id=-1, **settings).sequences

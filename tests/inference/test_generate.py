@@ -1,7 +1,10 @@
 """The text is the target's own: for every drafter, greedy and seeded, alone and in ragged batches."""
 
 import itertools
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy
 import pytest
 import torch
 
@@ -26,6 +29,13 @@ def test_a_perfect_drafter_is_accepted_whole(target):
 def test_other_seeds_give_other_texts(target):
     texts = [generate(target, None, prompt(9), temperature=1.0, seed=s, eos_token_id=-1).new_tokens for s in range(4)]
     assert all(a != b for a, b in itertools.combinations(texts, 2))
+
+
+def test_seeds_of_numpy_are_seeds(target):
+    settings = {"temperature": 1.0, "max_new_tokens": 20, "eos_token_id": -1}
+    texts = generate(target, None, prompt(9).repeat(2, 1), seed=3, **settings).new_tokens
+    for seed in (numpy.int64(3), numpy.array([3, 4]), [numpy.int32(3), 4]):
+        assert generate(target, None, prompt(9).repeat(2, 1), seed=seed, **settings).new_tokens == texts
 
 
 def test_without_a_seed_torch_s_generator_has_the_word(target):
@@ -67,6 +77,24 @@ def test_streaming_gives_all_tokens_once(target):
         assert collect.got == out.sequences[0].tolist() and collect.ended
 
 
+def test_threads_share_a_target(target):
+    """Check texts of threads whose batches have one shape, but prompts of other lengths."""
+    lengths = [(3, 9), (9, 3), (5, 9), (9, 6)]
+
+    def write(pair: tuple[int, int]) -> list[list[int]]:
+        mask = torch.arange(9) < torch.tensor(pair)[:, None]
+        return generate(target, None, prompt(9).repeat(2, 1), mask, max_new_tokens=4, eos_token_id=-1).new_tokens
+
+    alone = list(map(write, lengths))
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(write, lengths * 5)) == alone * 5
+    finally:
+        sys.setswitchinterval(switch)
+
+
 def test_bad_input_is_named(target):
     mask = torch.tensor([[1, 1, 1], [0, 0, 0]])
     for ids, settings, message in (
@@ -79,6 +107,8 @@ def test_bad_input_is_named(target):
     ):
         with pytest.raises(ValueError, match=message):
             generate(target, None, ids, **settings)
+    with pytest.raises(ValueError, match="drafter is str, not a Drafter"):
+        generate(target, "suffix", prompt(3))
 
 
 def test_settings_beyond_the_vocabulary_have_a_defined_result(target):

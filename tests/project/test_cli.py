@@ -584,6 +584,20 @@ def test_further_config_dir(run: Run, tmp_path: Path) -> None:
     assert code == 0 and cfg.head.width == 3 and cfg.features.place == "here"
 
 
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("trainer: {max_steps: 3}", "its first line must be # @package _global_"),
+        ("# @package _global_\ntrainr: {max_steps: 3}", "trainr is not known; did you mean trainer?"),
+    ],
+)
+def test_a_recipe_of_the_user_is_not_ignored(run: Run, tmp_path: Path, capsys, text: str, message: str) -> None:
+    (tmp_path / "mine" / "recipe").mkdir(parents=True)
+    (tmp_path / "mine" / "recipe" / "own.yaml").write_text(text)
+    code, seen = run("--config-dir", "mine", "recipe=own")
+    assert code == 2 and not seen and f"recipe=own: {message}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command, extra", [("chat", "cli"), ("plan", "cli"), ("preview", "train")])
 def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch, capsys, command: str, extra: str):
     monkeypatch.setattr(sys, "argv", ["foredraft", command, "target=tiny"])

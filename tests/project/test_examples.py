@@ -75,6 +75,12 @@ def documented() -> type:
     return scope["SharedHead"]
 
 
+def test_the_documented_settings_have_a_line_for_help() -> None:
+    (block,) = blocks(ROOT / "docs" / "developer" / "add-a-head.md", "yaml")
+    first, *settings = block.text.splitlines()
+    assert first.startswith("# Shared: ") and settings[0] == "_target_: foredraft.heads.shared.SharedHead.for_target"
+
+
 def test_the_documented_head_learns(documented: type, target: Target) -> None:
     head = documented.for_target(target, num_heads=2)
     model, text = DistillationModel(head, target, cross_entropy), batch(40, 24)

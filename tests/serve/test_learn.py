@@ -258,6 +258,21 @@ def test_the_head_before_comes_back_by_hand_or_where_it_is_better():
     assert rounds.current == "head-0001"
 
 
+def test_half_a_line_of_history_ends_no_round():
+    rounds = Rounds()
+    rounds.learner.history.write_bytes(b'{"head": "head-0001", "par\n[]\n')
+    rounds.serve()
+    rounds.learner.run_round_if_due()
+    assert json.loads(rounds.learner.history.read_text().splitlines()[-1])["outcome"] == "no better"
+
+
+def test_history_is_json_after_a_single_held_out_text():
+    rounds = Rounds()
+    rounds.found = {name: [SAME[:1], SAME] for name in ("head", "head-0001")}
+    assert rounds.run_round()["outcome"] == "no better"
+    assert "Infinity" not in rounds.learner.history.read_text() and rounds.history()[-1]["error"] is None
+
+
 @pytest.mark.linux
 def test_a_process_runs_for_its_share_of_the_time():
     process = start_process(["-c", "import time; time.sleep(600)"], Path("log"))
@@ -330,7 +345,7 @@ def test_the_command_swaps_continues_and_keeps_out_what_is_not_to_be_stored(tiny
         (learned / "current").write_text(f"{learned}/head-0001\n")
         wait_until(lambda: (learned / "current").read_text() == "head-0002\n")
         (learned / "current").write_text("head-9\n")
-        wait_until(lambda: "head-9 cannot serve" in server.log.read_text())
+        wait_until(lambda: "head-9 cannot serve: learned/head-9 is not a directory" in server.log.read_text())
         wait_until(lambda: (learned / "current").read_text() == "head-0002\n")
         rows = (learned / "served.jsonl").read_text()
         assert '"seed": 9' not in rows and rows == (folder / "log").read_text()
