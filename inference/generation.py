@@ -206,7 +206,7 @@ def read_settings(
         "max_new_tokens": most,
         "eos_token_ids": frozenset(eos),
         "pad_token_id": max(0, min(eos, default=0)) if pad is None else pad,
-        "stop_strings": (stops,) if isinstance(stops, str) else tuple(stops),
+        "stop_strings": tuple(filter(None, (stops,) if isinstance(stops, str) else stops)),
     }
 
 

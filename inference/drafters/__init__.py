@@ -47,6 +47,8 @@ def load_joined(paths: list[str], target: Target, tree: str = "auto", window: in
     Other drafters, or tree="fixed": the union of their trees. It sizes no head's tree, whose share of the time is unknown."""
     if tree not in ("auto", "fixed"):
         raise ValueError(f"tree={tree} is not one of auto, fixed, which drafters joined by + support")
+    if "" in paths:
+        raise ValueError(f"drafter {'+'.join(paths)!r} lacks a drafter next to a +: add it, or remove the +")
     windows = [{} if window is None or path in ("none", *LOOKUPS) else {"window": window} for path in paths]
     drafters = [
         load(path, target, None, "fixed" if path in LOOKUPS else tree, **some)

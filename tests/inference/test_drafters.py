@@ -325,6 +325,7 @@ def test_bad_settings_are_named(target, tiny_path):
         (draft, {"tree": "wide"}, "tree=wide"),
         (draft, {"confidence": 0.3}, "tree=adaptive"),
         (f"{draft}+suffix", {"tree": "adaptive"}, "tree=adaptive is not one of auto, fixed"),
+        ("suffix+", {}, r"'suffix\+' lacks a drafter next to a \+"),
         (draft, {"tree": "adaptive", "confidence": 1.5}, r"confidence=1\.5"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -58,6 +58,8 @@ def test_a_stop_string_cuts_at_the_token_that_completes_it(target):
     for drafter in (None, Oracle(plain.sequences.tolist(), target.vocab_size, right=True)):
         out = generate(target, drafter, prompt(9), max_new_tokens=30, eos_token_id=-1, stop_strings=stop)
         assert out.new_tokens[0] == plain.new_tokens[0][: first + 1]
+    out = generate(target, None, prompt(9), max_new_tokens=30, eos_token_id=-1, stop_strings=["", "no such text"])
+    assert out.new_tokens == plain.new_tokens
 
 
 def test_streaming_gives_all_tokens_once(target):

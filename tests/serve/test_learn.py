@@ -162,9 +162,9 @@ def test_a_training_has_the_minutes_and_the_share_that_are_typed(call, tiny_path
     monkeypatch.setattr(learn, "lower_priority", lambda: None)
     monkeypatch.setattr(learn.signal, "signal", lambda *given: None)
     monkeypatch.setattr(learn, "Learner", lambda *given: made.append(given) or sys.exit(3))
-    arguments = f"target={tiny_path}", "max_minutes=7", "device_share=0.25", "output_dir=learned"
+    arguments = f"target={tiny_path}", "max_minutes=7.5", "device_share=0.25", "output_dir=learned"
     assert call(learn.main, *arguments).code == 3
-    assert "trainer.max_minutes=7" in made[0][2] and made[0][5].keywords["share"] == 0.25
+    assert "trainer.max_minutes=7.5" in made[0][2] and made[0][5].keywords["share"] == 0.25
 
 
 def test_a_row_that_cannot_be_written_again_ends_no_round(target: Target, capsys):

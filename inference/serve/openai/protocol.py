@@ -112,7 +112,9 @@ class CommonRequest(BaseModel):
             if value is not None and value not in harmless:
                 raise ValueError(f"{name} is not supported here: {cls.remedies.get(name, 'remove it')}")
         dropped = {*cls.refused, *IGNORED, *(name for name in UNSET_AT_MINUS_ONE if fields.get(name) == -1)}
-        dropped |= {"logprobs"} if fields.get("logprobs") is False else set()  # which is 0 for pydantic: a request for them
+        dropped |= (
+            {"logprobs"} if fields.get("logprobs") is False else set()
+        )  # which is 0 for pydantic: a request for them
         return {name: value for name, value in fields.items() if value is not None and name not in dropped}
 
     @model_validator(mode="after")
