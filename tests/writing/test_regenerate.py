@@ -94,6 +94,25 @@ def test_a_server_that_stays_broken_ends_the_run_with_what_is_done_kept(file: Pa
         regenerate(file, tmp_path / "out.jsonl", server, retries=0)
 
 
+@pytest.mark.parametrize("models", ["<html>a page</html>", '{"data": null}', '["tiny"]', '{"data": []}'])
+def test_an_address_that_lists_no_model_is_named(models: str):
+    with pytest.raises(ValueError, match=r"/models does not list a model. Check the address.*or set model=NAME"):
+        Server(BadServer(models=models).endpoint, None)
+
+
+def test_an_error_with_status_200_is_shown(file: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"gives no answer.*not an answer: ChatCompletion"):
+        regenerate(file, tmp_path / "out.jsonl", BadServer(("no choices",)), retries=0)
+
+
+def test_an_answer_with_half_a_character_costs_its_row_only(tmp_path: Path):
+    async def create(question: str, **_: Any) -> dict:
+        return {"message": {"content": "yes \ud83d"}} if question == "half" else {}
+
+    half, good = rows_of(stubbed(create), ["half", "good"], tmp_path / "out.jsonl")
+    assert "half a character" in half["error"] and "error" not in good
+
+
 def test_raw_texts_are_asked_about_where_there_are_tasks(tmp_path: Path):
     rows = [{"text": "first"}, {"prompt": "a question"}, {"text": "second"}, {"text": "third"}]
     file, dropped = tmp_path / "rows.jsonl", dict[str, int]()

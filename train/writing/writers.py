@@ -10,6 +10,7 @@ each row when it is finished (written_rows.py). A request that cannot be answere
 """
 
 import asyncio
+import json
 import math
 import os
 import random
@@ -23,7 +24,7 @@ from foredraft.heads.target_model import Target
 from foredraft.inference.engine import Engine
 from foredraft.inference.evaluation.progress import report
 from foredraft.inference.request import Request
-from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, tool_calls
+from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, tool_calls, unicode
 from foredraft.train.writing.written_rows import Row, RowFile
 
 FAILURES = 16  # conversations in a row that a server fails at, at least, before it is taken for broken
@@ -126,8 +127,12 @@ class Server:
         self.client = openai.AsyncOpenAI(**settings)
         try:
             self.model = model or openai.OpenAI(**settings).models.list().data[0].id
-        except (openai.OpenAIError, IndexError) as error:
+        except openai.OpenAIError as error:
             raise self.unavailable(error) from error
+        except (ValueError, TypeError, IndexError, AttributeError) as error:  # a page, or JSON that is not a list of models
+            raise ValueError(
+                f"{endpoint}/models does not list a model. Check the address (OpenAI's ends with /v1), or set model=NAME"
+            ) from error
 
     def unavailable(self, failure: object) -> ValueError:
         return ValueError(
@@ -175,7 +180,7 @@ class Server:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def reply(self, request: Request, ids: dict[str, bool]) -> Reply:
-        """Ask once. Raise TypeError for an answer without text."""
+        """Ask once. Raise TypeError or ValueError for an answer without text."""
         params = request.params
         fields: dict[str, Any] = {"model": self.model, "seed": request.seed, "max_tokens": request.max_new_tokens}
         fields |= {"temperature": params.temperature}
@@ -185,19 +190,21 @@ class Server:
             options = request.options | self.chat.get("chat_template_kwargs", {})
             more = self.chat | ids | ({"chat_template_kwargs": options} if options else {})
             answer = await self.client.chat.completions.create(extra_body=more or None, **fields)
-            said = answer.choices[0].message.model_dump()
         else:  # exactly these settings, whatever the server's defaults are
             fields |= {"prompt": request.prompt, "stop": [*request.stop_strings] or None, "top_p": params.top_p or 1.0}
             extra = {"min_p": params.min_p or 0.0, "top_k": -1, "skip_special_tokens": False} | ids
             answer = await self.client.completions.create(extra_body=extra, **fields)
-            said = {"content": answer.choices[0].text}
+        if not getattr(answer, "choices", None):  # a page, or an error with status 200
+            raise TypeError(f"not an answer: {str(answer)[:200]}")
         choice = answer.choices[0]
+        said = choice.message.model_dump() if isinstance(request, Chat) else {"content": choice.text}
         if not isinstance(said["content"], str | None) or not isinstance(choice.finish_reason, str):
-            raise TypeError("an answer without text")
+            raise TypeError("an answer without text or finish_reason")
         message: Message = {"role": "assistant", "content": said["content"] or ""}
         reasoning = next((said[name] for name in THOUGHTS if said.get(name)), None)
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": tool_calls(said["tool_calls"])} if said.get("tool_calls") else {}
+        unicode(json.dumps(message, ensure_ascii=False))  # JSON can spell halves of characters, which no file takes
         given = (answer.model_extra or {}) | (choice.model_extra or {})
         return Reply(choice.finish_reason, given.get("prompt_token_ids") or [], given.get("token_ids") or [], message)
 
