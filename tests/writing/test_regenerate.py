@@ -174,6 +174,7 @@ def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
     check(output)
     assert output.read_bytes().startswith(before)  # nothing was written twice
     assert "no conversation and no text in it" in ended.out and "no question in it" in ended.out
+    assert "32 rows in " in ended.out and "1 of them lack an answer" in ended.out
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
