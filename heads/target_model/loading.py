@@ -172,6 +172,13 @@ def load_model(
             f"target {path} cannot be loaded: its weights have other sizes than its config.json"
         ) from error
     check_complete(path, model, report["missing_keys"])
+    check_scales(path, model, report["unexpected_keys"])
+    if isinstance(dtype, torch.dtype) and not hasattr(model.config, "quantization_config"):
+        for (
+            parameter
+        ) in model.parameters():  # next to weights that were dequantized (FP8 on a CPU), others stay as stored
+            if parameter.dtype == torch.bfloat16:
+                parameter.data = parameter.data.to(dtype)
     keep_outliers(model)
     if "distributed_config" not in kwargs:
         fuse_norms(model)
@@ -188,6 +195,17 @@ def check_complete(path: str, model: PreTrainedModel, missing: Iterable[str]) ->
         raise ValueError(
             f"target {path} lacks {len(names)} weights that its config.json announces ({', '.join(names[:3])}): "
             "save them by these names, with the config.json of the model"
+        )
+
+
+def check_scales(path: str, model: PreTrainedModel, unexpected: Iterable[str]) -> None:
+    """Raise ValueError if the checkpoint has scales of weights that transformers did not apply (ModelOpt's FP8): it only
+    warns, and the weights are wrong."""
+    weights = {name for name, _ in model.named_parameters()}
+    if names := sorted(name for name in unexpected if name.partition("_scale")[0] in weights):
+        raise ValueError(
+            f"target {path} cannot be loaded: transformers does not apply the scales of its quantized weights ({names[0]}). "
+            "Use the model in bfloat16, or in another quantized format"
         )
 
 
