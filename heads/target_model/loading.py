@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from foredraft.heads.target_model.files import check_no_pointer
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import reads_images
 from foredraft.heads.target_model.norms import fuse_norms
@@ -164,6 +165,8 @@ def load_model(
         facts = {"dtype": dtype, "revision": revision, "output_loading_info": True}
         model, report = model_class(config).from_pretrained(path, **facts, **kwargs)
     except (OSError, ImportError, json.JSONDecodeError, SafetensorError) as error:  # some models need more packages
+        for file in Path(path).glob("*.safetensors"):
+            check_no_pointer(file)
         raise ValueError(f"target {path} cannot be loaded: {first_line(error)}") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
@@ -219,6 +222,8 @@ def load_tokenizer(
     try:
         tokenizer = kind.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # no tokenizer, or a missing package: what transformers raises differs by kind
+        for file in Path(path).glob("tokenizer.*"):
+            check_no_pointer(file)
         return None, first_line(error)
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # transformers' default without any files
         return None, f"{path} has no tokenizer files"

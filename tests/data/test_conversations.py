@@ -115,6 +115,9 @@ def test_hidden_files_and_folders_with_the_name_of_a_file_are_not_read(tmp_path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, [{"messages": HI}])
     assert [row.where for row in Source(str(tmp_path)).rows()] == ["1.jsonl:1", "3.jsonl:1"]
+    (tmp_path / "0.jsonl").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+    with pytest.raises(ValueError, match=r"0\.jsonl is a pointer of Git LFS"):
+        Source(str(tmp_path)).shards()
     (tmp_path / "4.jsonl").symlink_to(tmp_path / "gone.jsonl")
     with pytest.raises(ValueError, match=r"4\.jsonl is a link to a file that is missing"):
         Source(str(tmp_path)).shards()

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi
 
+from foredraft.heads.target_model.files import check_no_pointer
 from foredraft.train.data.columns import (
     LISTS,
     PROMPTS,
@@ -157,6 +158,7 @@ def of_split(found: list[Path], root: Path, split: str) -> list[Path]:
 
 
 def shards(file: Path) -> list[Shard]:
+    check_no_pointer(file)
     with file.open("rb") as opened:
         begins = opened.read(64)
         if begins.startswith(b"PAR1"):
