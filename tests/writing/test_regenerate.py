@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import json
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -343,6 +344,25 @@ def test_a_server_that_refuses_everything_ends_the_run(tmp_path: Path, monkeypat
     server.patience = 0.05
     with pytest.raises(ValueError, match=r"gives no answer.*quota of this month.*the same command continues"):
         rows_of(server, ["next"] * 9, tmp_path / "out.jsonl")
+
+
+def test_a_server_that_answers_nothing_is_named_while_it_is_waited_for(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(writing, "PAUSE", 0.3)
+    monkeypatch.setattr(writing, "QUIET", 0.05)
+    refused = False
+
+    async def create(question: str, **_: Any) -> dict:
+        nonlocal refused
+        if not refused:
+            await asyncio.sleep(0.3)
+            refused = True
+            raise refusal(openai.RateLimitError, 429, "slow down")
+        return {}
+
+    assert len(rows_of(stubbed(create), ["next"], tmp_path / "out.jsonl")) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert re.search(r"has answered nothing for \d+ s \(it may be busy with 4 conversations\)", told[0])
+    assert told[-1].endswith("(slow down)")
 
 
 def test_an_engine_that_refuses_to_tell_ids_is_asked_without(tmp_path: Path):

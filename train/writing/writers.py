@@ -29,6 +29,7 @@ from foredraft.train.writing.written_rows import Row, RowFile
 
 FAILURES = 16  # conversations in a row that a server fails at, at least, before it is taken for broken
 PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a request is repeated, at first and at most
+QUIET = 60.0  # seconds without an answer after which the user is told, again and again
 PATIENCE = 900.0  # seconds in which a server may refuse all requests by status 429
 TOKEN_IDS = "return_token_ids"  # supported by vLLM and SGLang
 
@@ -110,7 +111,8 @@ class Server:
     """Ask a server. The `openai` package retries (429 with Retry-After, 408, 409, 5xx, time-outs, cut connections). Repeated
     here are requests that status 429 still refuses, and those whose answer cannot be read.
 
-    failed: why requests got no answer after all retries, since the last answer."""
+    failed: why requests got no answer after all retries, since the last answer. trouble: why the last request is repeated, if
+    nothing has been answered since."""
 
     def __init__(self, endpoint: str, model: str | None, timeout: float = 600.0, retries: int = 6, **chat: Any):
         """Connect to a server. model: None is the first that it serves. chat: more fields of chat requests. Raise ValueError
@@ -121,6 +123,7 @@ class Server:
             raise ValueError("endpoint=... needs the openai package: pip install 'foredraft[regenerate]'") from None
         self.errors, self.endpoint, self.retries, self.chat = openai, endpoint, retries, chat
         self.patience, self.last_answer, self.failed = max(PATIENCE, timeout), time.monotonic(), list[str]()
+        self.trouble = ""
         self.ids = {TOKEN_IDS: True}  # {} for a server that refuses it
         settings: dict[str, Any] = {"base_url": endpoint, "timeout": timeout, "max_retries": retries}
         settings["api_key"] = os.environ.get("OPENAI_API_KEY", "none")
@@ -158,6 +161,7 @@ class Server:
                 reply = await self.reply(request, ids)
                 self.last_answer = time.monotonic()
                 self.failed.clear()
+                self.trouble = ""
                 return reply
             except errors.APIStatusError as error:
                 status, waited, failure = error.status_code, time.monotonic() - self.last_answer, str(error)
@@ -178,6 +182,7 @@ class Server:
                 raise self.unavailable(error) from error
             except (errors.APIResponseValidationError, ValueError, TypeError, IndexError, AttributeError) as error:
                 tried, failure = tried + 1, str(error)  # no JSON, or not an answer's
+            self.trouble = failure
             if tried > self.retries:
                 self.failed.append(failure)
                 raise SkippedRow(f"tried {self.retries + 1} times: {failure[:300]}")
@@ -235,12 +240,21 @@ def through_server(
             rows.append(waiting.pop(0))
         show({})
 
+    async def tell_of_silence() -> None:
+        while True:
+            await asyncio.sleep(QUIET)
+            if (seconds := time.monotonic() - server.last_answer) >= QUIET:
+                reason = server.trouble or f"it may be busy with {concurrency} conversations"
+                report(f"{server.endpoint} has answered nothing for {seconds:.0f} s ({reason[:300]})")
+
     async def run() -> None:
+        watch = asyncio.create_task(tell_of_silence())
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):
                     group.create_task(work())
         finally:
+            watch.cancel()
             await server.client.close()
 
     try:
