@@ -99,8 +99,8 @@ class MTPHead(HiddenStateHead):
         other += [name for name in ours if name in shipped and shipped[name].shape != ours[name].shape]
         if other:
             raise ValueError(
-                f"the MTP layer of {target.name} is not supported ({PREFIX}{other[0]}): it has experts or another kind of "
-                "attention. Use head=eagle, which trains its own layer"
+                f"the MTP layer of {target.name} is not supported ({PREFIX}{other[0]}): it is quantized, or has experts or "
+                "another kind of attention. Use head=eagle, which trains its own layer"
             )
         weights = shift_norms(shipped, target)
         self.load_state_dict({name.replace("layers.0.", "layer.", 1): tensor for name, tensor in weights.items()})

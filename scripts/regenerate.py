@@ -48,7 +48,8 @@ def main(cfg: DictConfig) -> None:
         left = answers.remaining(questions(source, dropped, tasks), rows)
         with Progress("answering", total, "rows", done=len(rows.done)) as progress:
             write(by, left, rows, batch, lambda texts: progress.add(len(rows.done) - progress.done))
-    print(f"{len(rows.done)} rows in {rows.path}; filtered: {dropped or 'none'}", flush=True)
+    failed = f", {rows.errors} of them lack an answer (`error` in the row says why)" if rows.errors else ""
+    print(f"{len(rows.done)} rows in {rows.path}{failed}; filtered: {dropped or 'none'}", flush=True)
 
 
 if __name__ == "__main__":

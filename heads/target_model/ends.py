@@ -112,9 +112,11 @@ def end_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
 
 def drop_layers(target: "Target") -> None:
     """Free all weights but those of the ends of a target that was fully loaded. It cannot write text any more."""
-    ends = {id(module) for _, module in end_modules(target.model)}
-    for module in target.model.modules():
-        if id(module) not in ends:
+    for name, module in target.model.named_modules():
+        if in_layer(f"{name}."):
+            vars(module).pop("packed", None)  # the weight of a PackedLinear, which is not a parameter
+            # compressed-tensors puts others in their place, which copy what is assigned.
+            module._parameters, module._buffers = dict(module._parameters), dict(module._buffers)
             module._apply(lambda tensor: tensor.to("meta"), recurse=False)
     target.embeddings_only = True
 

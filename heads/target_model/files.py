@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+def check_no_pointer(file: Path) -> None:
+    """Raise ValueError if Git left a pointer in the place of a large file, because the repository was cloned without LFS."""
+    with file.open("rb") as opened:
+        if opened.read(23) == b"version https://git-lfs":
+            raise ValueError(
+                f"{file} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its repository"
+            )
+
+
 def checkpoint_file(target: "Target", name: str) -> Path | None:
     """Return a file of the target's checkpoint, in its directory or the Hub's cache."""
     if Path(target.checkpoint).is_dir():

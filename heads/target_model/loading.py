@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from foredraft.heads.target_model.files import check_no_pointer
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import reads_images
 from foredraft.heads.target_model.norms import fuse_norms
@@ -164,6 +165,8 @@ def load_model(
         facts = {"dtype": dtype, "revision": revision, "output_loading_info": True}
         model, report = model_class(config).from_pretrained(path, **facts, **kwargs)
     except (OSError, ImportError, json.JSONDecodeError, SafetensorError) as error:  # some models need more packages
+        for file in Path(path).glob("*.safetensors"):
+            check_no_pointer(file)
         raise ValueError(f"target {path} cannot be loaded: {first_line(error)}") from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
@@ -172,6 +175,13 @@ def load_model(
             f"target {path} cannot be loaded: its weights have other sizes than its config.json"
         ) from error
     check_complete(path, model, report["missing_keys"])
+    check_scales(path, model, report["unexpected_keys"])
+    if isinstance(dtype, torch.dtype) and not hasattr(model.config, "quantization_config"):
+        for (
+            parameter
+        ) in model.parameters():  # next to weights that were dequantized (FP8 on a CPU), others stay as stored
+            if parameter.dtype == torch.bfloat16:
+                parameter.data = parameter.data.to(dtype)
     keep_outliers(model)
     if "distributed_config" not in kwargs:
         fuse_norms(model)
@@ -191,6 +201,17 @@ def check_complete(path: str, model: PreTrainedModel, missing: Iterable[str]) ->
         )
 
 
+def check_scales(path: str, model: PreTrainedModel, unexpected: Iterable[str]) -> None:
+    """Raise ValueError if the checkpoint has scales of weights that transformers did not apply (ModelOpt's FP8): it only
+    warns, and the weights are wrong."""
+    weights = {name for name, _ in model.named_parameters()}
+    if names := sorted(name for name in unexpected if name.partition("_scale")[0] in weights):
+        raise ValueError(
+            f"target {path} cannot be loaded: transformers does not apply the scales of its quantized weights ({names[0]}). "
+            "Use the model in bfloat16, or in another quantized format"
+        )
+
+
 def load_tokenizer(
     path: str, model: PreTrainedModel, revision: str | None, trust_remote_code: bool
 ) -> tuple[PreTrainedTokenizerBase | None, str | None]:
@@ -201,6 +222,8 @@ def load_tokenizer(
     try:
         tokenizer = kind.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except Exception as error:  # no tokenizer, or a missing package: what transformers raises differs by kind
+        for file in Path(path).glob("tokenizer.*"):
+            check_no_pointer(file)
         return None, first_line(error)
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # transformers' default without any files
         return None, f"{path} has no tokenizer files"

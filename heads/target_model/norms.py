@@ -18,7 +18,7 @@ def fuse_norms(model: nn.Module) -> None:
     to its weights)."""
     for module in model.modules():
         if is_rms_norm(module):
-            module.forward = partial(fused, module)  # a method of another name could not be pickled
+            module.forward = FusedForward(fused, module)
 
 
 def epsilon(module: Any) -> float | None:
@@ -29,6 +29,12 @@ def fused(self: Any, hidden_states: Tensor) -> Tensor:
     if hidden_states.dtype != self.weight.dtype:
         return type(self).forward(self, hidden_states)
     return F.rms_norm(hidden_states, self.weight.shape, self.weight, epsilon(self))
+
+
+class FusedForward(partial[Tensor]):
+    """Act as a method, which could not be pickled under another name. compressed-tensors wraps `forward.__func__`."""
+
+    __func__ = staticmethod(fused)
 
 
 @torch.no_grad()

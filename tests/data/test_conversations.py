@@ -95,6 +95,34 @@ def test_the_same_set_as_json_lines_array_folder_parquet_and_saved_by_datasets(f
     assert len(corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), max_samples=50).train) < 50
 
 
+def test_of_a_folder_the_files_of_the_split_are_read(tmp_path: Path):
+    for name in ("data/train-00000.jsonl", "data/test_a.jsonl", "dev/rows.jsonl", "more.jsonl", "evaluations.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, [{"messages": HI}])
+
+    def names(split: str) -> set[str]:
+        return {row.where.partition(":")[0] for row in Source(str(tmp_path), split=split).rows()}
+
+    both = {"more.jsonl", "evaluations.jsonl"}
+    assert names("train") == both | {"train-00000.jsonl"}
+    assert names("test") == names("test_a") == both | {"test_a.jsonl"}
+    assert names("dev") == both | {"rows.jsonl"}
+    assert len(names("other")) == len(names("train[:10%]")) == 5  # no file is named for it
+
+
+def test_hidden_files_and_folders_with_the_name_of_a_file_are_not_read(tmp_path: Path):
+    for name in ("1.jsonl", "._1.jsonl", ".ipynb_checkpoints/1-checkpoint.jsonl", "2.json/3.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, [{"messages": HI}])
+    assert [row.where for row in Source(str(tmp_path)).rows()] == ["1.jsonl:1", "3.jsonl:1"]
+    (tmp_path / "0.jsonl").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+    with pytest.raises(ValueError, match=r"0\.jsonl is a pointer of Git LFS"):
+        Source(str(tmp_path)).shards()
+    (tmp_path / "4.jsonl").symlink_to(tmp_path / "gone.jsonl")
+    with pytest.raises(ValueError, match=r"4\.jsonl is a link to a file that is missing"):
+        Source(str(tmp_path)).shards()
+
+
 def test_a_second_run_reads_the_cache_and_a_changed_file_is_read_anew(file: Path, tmp_path: Path, monkeypatch):
     first = corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path))
     with monkeypatch.context() as patched:
@@ -119,6 +147,9 @@ def test_nothing_to_train_on_names_the_reasons_and_the_remedy(tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=match):
             corpus(tokenizer(CHATML), path=str(write(tmp_path / "no.jsonl", rows)), cache_dir=str(tmp_path))
+    (tmp_path / "wide.json").write_text(json.dumps({"data": [{"messages": HI}] * 4}, indent=1))
+    with pytest.raises(ValueError, match=r"x not JSON\. Write one JSON object per line in UTF-8, or Parquet"):
+        corpus(tokenizer(CHATML), path=str(tmp_path / "wide.json"), cache_dir=str(tmp_path))
     with pytest.raises(ValueError, match="does not exist"):
         corpus(tokenizer(CHATML), path=str(tmp_path / "none.jsonl"), cache_dir=str(tmp_path))
 

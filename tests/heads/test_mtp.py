@@ -149,6 +149,11 @@ def test_a_layer_of_another_kind_is_named(shipping, tmp_path, monkeypatch):
     monkeypatch.setattr("foredraft.heads.mtp.stored_tensors", lambda target, prefix: experts)
     with pytest.raises(ValueError, match=r"the MTP layer of .*mtp\.layers\.0\.mlp\.experts.*head=eagle"):
         MTPHead.for_target(shipping)
+    fp8 = {name.removeprefix("mtp."): tensor for name, tensor in shipped().items()}
+    fp8["layers.0.mlp.gate_proj.weight_scale_inv"] = torch.ones(1, 1)
+    monkeypatch.setattr("foredraft.heads.mtp.stored_tensors", lambda target, prefix: fp8)
+    with pytest.raises(ValueError, match=r"gate_proj\.weight_scale_inv\): it is quantized, or has experts"):
+        MTPHead.for_target(shipping)
 
 
 @pytest.mark.parametrize("layout", ["mimo", "deepseek"])

@@ -10,14 +10,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 WAYS = ("fine", "busy", "broken", "late", "cut", "not json", "no choices", "text")
+MODELS = json.dumps({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
 
 
 class BadServer(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, ways: tuple[str, ...] = WAYS, slow: float = 0.0):
+    def __init__(self, ways: tuple[str, ...] = WAYS, slow: float = 0.0, models: str = MODELS):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.ways, self.slow = ways, slow
+        self.ways, self.slow, self.models = ways, slow, models
         self.asked: dict[str, list[float]] = {}  # times at which each request came, by its body
         self.met: set[str] = set()  # the ways in which it has failed
         self.now, self.most, self.lock = 0, 0, threading.Lock()
@@ -47,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
     def do_GET(self) -> None:
-        self.send(json.dumps({"object": "list", "data": [{"id": "tiny", "object": "model"}]}))
+        self.send(self.server.models)
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from foredraft.heads import Target
-from foredraft.heads.target_model import ends
+from foredraft.heads.target_model import ends, packing
 from foredraft.train.hidden_states.probe import final_norm
 from tests.support import nightly_but
 from tests.support.architectures import FAMILIES, VOCAB, pair
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, losses
-from tests.support.small_targets import without_layers
+from tests.support.small_targets import random_model, without_layers
 
 
 def said_of(target: Target) -> tuple:
@@ -45,6 +45,26 @@ def test_the_ends_of_every_family(family: str, tmp_path: Path):
         ValueError, match=r"only the ends of the target are loaded.*hidden_states\.load_full_target=true"
     ):
         alone.forward(tokens[None])
+
+
+class Copying(dict):
+    """Copy what is assigned, as the dictionaries do that compressed-tensors gives to modules."""
+
+    def __setitem__(self, name, value):
+        self[name].copy_(value)
+
+
+def test_dropped_layers_are_freed_whatever_holds_their_weights(monkeypatch):
+    monkeypatch.setattr(packing, "is_faster", lambda dtype: True)
+    target, states = random_model(0, hidden_size=256, vocab_size=320), torch.randn(5, 256)
+    packing.pack(target.model)
+    first, expected = target.model.model.layers[0], target.logits(states)
+    assert isinstance(first.self_attn.q_proj, packing.PackedLinear)
+    assert isinstance(target.model.lm_head, packing.PackedLinear)
+    first.input_layernorm._parameters = Copying(first.input_layernorm._parameters)
+    ends.drop_layers(target)
+    assert not [name for name, module in target.model.model.named_modules() if "packed" in vars(module)]
+    assert first.input_layernorm.weight.is_meta and torch.equal(target.logits(states), expected)
 
 
 def test_a_file_of_the_ends_that_is_missing_is_named(target: Target, tmp_path: Path):

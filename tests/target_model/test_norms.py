@@ -74,6 +74,18 @@ def test_a_replaced_forward_and_a_gated_norm_stay():
     assert "forward" not in vars(gated) and torch.equal(hooked(torch.zeros(8)), torch.ones(8))
 
 
+def test_a_fused_forward_can_be_wrapped_as_a_method():
+    """Check it as compressed-tensors does when it decompresses a model in its first forward."""
+    (norm,) = norms = torch.nn.ModuleList([hf.models.llama.modeling_llama.LlamaRMSNorm(8)])
+    fuse_norms(norms)
+    x, original = torch.randn(2, 8), norm.forward.__func__
+    fused = norm(x)
+    norm.forward = (lambda self, states: original(self, states)).__get__(norm)
+    assert torch.equal(norm(x), fused)
+    norm.forward = original.__get__(norm)
+    assert torch.equal(norm(x), fused) and norm.forward.__self__ is norm
+
+
 def test_a_model_with_fused_norms_can_be_stored(tmp_path):
     model = hf.AutoModelForCausalLM.from_config(hf.LlamaConfig(**SIZES)).eval()
     fuse_norms(model)

@@ -1,9 +1,12 @@
 """A 4-bit and an 8-bit target: loaded, drafted for and decoded as any other."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig, LlamaForCausalLM
 
 from foredraft.heads import Target, load_head
@@ -111,3 +114,38 @@ def test_its_float32_copy_is_packed_too(packed, path):
 def test_another_width_is_refused(path):
     with pytest.raises(ValueError, match="quantization=3bit is not one of 4bit, 8bit"):
         Target.from_pretrained(path, quantization="3bit")
+
+
+def quantized(path: Path, saved: Path, scales: str) -> Path:
+    """Save the model in bfloat16 with its MLPs in FP8, in blocks of 64 x 64, with the scales under this name."""
+    shutil.copytree(path, saved)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(path / "model.safetensors").items()}
+    for name in [name for name in tensors if "mlp" in name]:
+        blocks = tensors[name].float().unflatten(0, (-1, 64)).unflatten(2, (-1, 64))
+        scale = blocks.abs().amax((1, 3)) / 448
+        stored = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+        tensors |= {name: stored.flatten(2).flatten(0, 1), name + scales: scale}
+    save_file(tensors, saved / "model.safetensors", {"format": "pt"})
+    return saved
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "auto"])
+def test_fp8_weights_are_dequantized_in_the_chosen_dtype(dtype, path, tmp_path, whole):
+    """Use the layout of DeepSeek's and Qwen's FP8 checkpoints, of which transformers dequantizes the weights on a CPU."""
+    saved = quantized(path, tmp_path / "fp8", "_scale_inv")
+    config = json.loads((saved / "config.json").read_text()) | {"dtype": "bfloat16"}
+    method = {"quant_method": "fp8", "weight_block_size": [64, 64], "modules_to_not_convert": ["lm_head"]}
+    (saved / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    target = Target.from_pretrained(saved, dtype=dtype, device="cpu")
+    assert dtype == "auto" or {each.dtype for each in target.model.parameters()} == {getattr(torch, dtype)}
+    ours, theirs = target.forward(prompt()).logits, whole.forward(prompt()).logits
+    assert (ours - theirs).abs().mean() < 0.2 * theirs.std()
+
+
+@pytest.mark.parametrize("method", [{"quant_method": "modelopt", "quant_algo": "FP8"}, {"quant_method": "fp8"}, None])
+def test_scales_that_transformers_does_not_apply_are_refused(method, path, tmp_path):
+    saved = quantized(path, tmp_path / "fp8", "_scale")
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | ({"quantization_config": method} if method else {})))
+    with pytest.raises(ValueError, match=r"does not apply the scales of its quantized weights \(model.*weight_scale\)"):
+        Target.from_pretrained(saved, device="cpu")

@@ -152,6 +152,14 @@ def test_a_damaged_target_is_refused_and_gets_no_random_weights(tmp_path, settin
         Target.from_pretrained(tmp_path, device="cpu")
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named(name, tiny_path, tmp_path):
+    shutil.copytree(tiny_path, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    with pytest.raises(ValueError, match=f"{name} is a pointer of Git LFS.*git lfs pull"):
+        Target.from_pretrained(tmp_path, device="cpu")
+
+
 def test_an_adapter_is_not_left_out_silently(tmp_path):
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")

@@ -3,6 +3,7 @@
 import asyncio
 import fcntl
 import json
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -94,6 +95,25 @@ def test_a_server_that_stays_broken_ends_the_run_with_what_is_done_kept(file: Pa
         regenerate(file, tmp_path / "out.jsonl", server, retries=0)
 
 
+@pytest.mark.parametrize("models", ["<html>a page</html>", '{"data": null}', '["tiny"]', '{"data": []}'])
+def test_an_address_that_lists_no_model_is_named(models: str):
+    with pytest.raises(ValueError, match=r"/models does not list a model. Check the address.*or set model=NAME"):
+        Server(BadServer(models=models).endpoint, None)
+
+
+def test_an_error_with_status_200_is_shown(file: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"gives no answer.*not an answer: ChatCompletion"):
+        regenerate(file, tmp_path / "out.jsonl", BadServer(("no choices",)), retries=0)
+
+
+def test_an_answer_with_half_a_character_costs_its_row_only(tmp_path: Path):
+    async def create(question: str, **_: Any) -> dict:
+        return {"message": {"content": "yes \ud83d"}} if question == "half" else {}
+
+    half, good = rows_of(stubbed(create), ["half", "good"], tmp_path / "out.jsonl")
+    assert "half a character" in half["error"] and "error" not in good
+
+
 def test_raw_texts_are_asked_about_where_there_are_tasks(tmp_path: Path):
     rows = [{"text": "first"}, {"prompt": "a question"}, {"text": "second"}, {"text": "third"}]
     file, dropped = tmp_path / "rows.jsonl", dict[str, int]()
@@ -155,6 +175,7 @@ def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
     check(output)
     assert output.read_bytes().startswith(before)  # nothing was written twice
     assert "no conversation and no text in it" in ended.out and "no question in it" in ended.out
+    assert "32 rows in " in ended.out and "1 of them lack an answer" in ended.out
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -323,6 +344,25 @@ def test_a_server_that_refuses_everything_ends_the_run(tmp_path: Path, monkeypat
     server.patience = 0.05
     with pytest.raises(ValueError, match=r"gives no answer.*quota of this month.*the same command continues"):
         rows_of(server, ["next"] * 9, tmp_path / "out.jsonl")
+
+
+def test_a_server_that_answers_nothing_is_named_while_it_is_waited_for(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(writing, "PAUSE", 0.3)
+    monkeypatch.setattr(writing, "QUIET", 0.05)
+    refused = False
+
+    async def create(question: str, **_: Any) -> dict:
+        nonlocal refused
+        if not refused:
+            await asyncio.sleep(0.3)
+            refused = True
+            raise refusal(openai.RateLimitError, 429, "slow down")
+        return {}
+
+    assert len(rows_of(stubbed(create), ["next"], tmp_path / "out.jsonl")) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert re.search(r"has answered nothing for \d+ s \(it may be busy with 4 conversations\)", told[0])
+    assert told[-1].endswith("(slow down)")
 
 
 def test_an_engine_that_refuses_to_tell_ids_is_asked_without(tmp_path: Path):

@@ -93,10 +93,10 @@ def assemble(
     good, dropped = np.flatnonzero(reasons == ""), Counter(reasons[reasons != ""])
     if not len(good):
         found = "; ".join(f"{count} x {reason}" for reason, count in dropped.most_common(3))
-        raise ValueError(
-            f"data.path={path} gives nothing to train on: {found}. Name columns of other names "
-            "with data.messages, or data.prompt and data.response, or data.text"
-        )
+        advice = "Name columns of other names with data.messages, or data.prompt and data.response, or data.text"
+        if dropped.keys() <= {"not JSON", "not UTF-8"}:  # CSV, one object over many lines, another compression
+            advice = "Write one JSON object per line in UTF-8, or Parquet"
+        raise ValueError(f"data.path={path} gives nothing to train on: {found}. {advice}")
     parts = np.repeat(np.arange(len(encoded)), [len(part) for part in encoded])[good]
     test, validation = held_out(keys[good], val_split)
     if last_is_test:

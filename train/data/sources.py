@@ -6,6 +6,7 @@ A row that cannot be read is a `SkippedRow` with its reason, never lost.
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi
 
+from foredraft.heads.target_model.files import check_no_pointer
 from foredraft.train.data.columns import (
     LISTS,
     PROMPTS,
@@ -34,6 +36,7 @@ from foredraft.train.data.layouts import Message, SkippedRow, has_system, listed
 from foredraft.train.data.layouts import parsed as parsed_json
 
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".parquet")  # of files in a directory
+SPLITS = {"train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"}
 SHARD = 1 << 24  # bytes of a file of JSON Lines that one process reads at a time
 SHARD_ROWS = 10_000  # and rows of a dataset from the Hub
 
@@ -129,11 +132,15 @@ def files(path: str, split: str) -> list[Path]:
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():  # the other files are metadata
         return [root / part["filename"] for part in json.loads((root / "state.json").read_text())["_data_files"]]
     if root.is_dir():
-        found = sorted(file for file in root.rglob("*") if file.name.endswith(ENDINGS))
+        found = sorted(file for file in root.rglob("*") if file.name.endswith(ENDINGS) and not file.is_dir())
         found = [file for file in found if not file.name.endswith(".about.json")]  # written_rows.py
+        # Copies of editors and of macOS (.ipynb_checkpoints, ._rows.jsonl) are hidden.
+        found = [file for file in found if "/." not in f"/{file.relative_to(root).as_posix()}"]
         if not found:
             raise ValueError(f"data.path={path} contains no {', '.join(ENDINGS)} file (raw text: data=text)")
-        return found
+        if broken := next((file for file in found if not file.exists()), None):
+            raise ValueError(f"{broken} is a link to a file that is missing: restore the file, or remove the link")
+        return of_split(found, root, split)
     if root.is_file():
         return [root]
     if path.count("/") > 1 or path.startswith((".", "/", "~")) or path.endswith(ENDINGS):
@@ -141,7 +148,17 @@ def files(path: str, split: str) -> list[Path]:
     return []
 
 
+def of_split(found: list[Path], root: Path, split: str) -> list[Path]:
+    """Return the files without those that are named for another split (data/test-00000.parquet), if some are for this one."""
+    words = {file: {*re.split(r"[^a-z0-9]+", str(file.relative_to(root)).lower())} for file in found}
+    ours = {*re.split(r"[^a-z0-9]+", split.lower())}
+    if not any(ours <= words[file] for file in found):
+        return found
+    return [file for file in found if ours <= words[file] or not words[file] & SPLITS]
+
+
 def shards(file: Path) -> list[Shard]:
+    check_no_pointer(file)
     with file.open("rb") as opened:
         begins = opened.read(64)
         if begins.startswith(b"PAR1"):

@@ -124,9 +124,11 @@ def check_same_run(directory: Path, before: dict[str, Any], now: dict[str, Any])
     if found and not different:
         print(f"resuming with other settings: {'; '.join(found)}", flush=True)
     if different:
+        product = "processes x trainer.per_device_train_batch_size x trainer.gradient_accumulation_steps"
+        note = f" (rows_per_step is {product})" if any("rows_per_step" in line for line in different) else ""
         raise ValueError(
             f"output_dir={directory} holds an unfinished run with another config ({'; '.join(different[:3])}): "
-            f"give another output_dir, the old settings to resume it, or delete {directory / CHECKPOINTS}"
+            f"give another output_dir, the old settings to resume it{note}, or delete {directory / CHECKPOINTS}"
         )
     old, new = before["strategy"], now["strategy"]
     if old != new and not {old, new} <= REPLICATED:

@@ -10,6 +10,7 @@ each row when it is finished (written_rows.py). A request that cannot be answere
 """
 
 import asyncio
+import json
 import math
 import os
 import random
@@ -23,11 +24,12 @@ from foredraft.heads.target_model import Target
 from foredraft.inference.engine import Engine
 from foredraft.inference.evaluation.progress import report
 from foredraft.inference.request import Request
-from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, tool_calls
+from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, tool_calls, unicode
 from foredraft.train.writing.written_rows import Row, RowFile
 
 FAILURES = 16  # conversations in a row that a server fails at, at least, before it is taken for broken
 PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a request is repeated, at first and at most
+QUIET = 60.0  # seconds without an answer after which the user is told, again and again
 PATIENCE = 900.0  # seconds in which a server may refuse all requests by status 429
 TOKEN_IDS = "return_token_ids"  # supported by vLLM and SGLang
 
@@ -109,7 +111,8 @@ class Server:
     """Ask a server. The `openai` package retries (429 with Retry-After, 408, 409, 5xx, time-outs, cut connections). Repeated
     here are requests that status 429 still refuses, and those whose answer cannot be read.
 
-    failed: why requests got no answer after all retries, since the last answer."""
+    failed: why requests got no answer after all retries, since the last answer. trouble: why the last request is repeated, if
+    nothing has been answered since."""
 
     def __init__(self, endpoint: str, model: str | None, timeout: float = 600.0, retries: int = 6, **chat: Any):
         """Connect to a server. model: None is the first that it serves. chat: more fields of chat requests. Raise ValueError
@@ -120,14 +123,24 @@ class Server:
             raise ValueError("endpoint=... needs the openai package: pip install 'foredraft[regenerate]'") from None
         self.errors, self.endpoint, self.retries, self.chat = openai, endpoint, retries, chat
         self.patience, self.last_answer, self.failed = max(PATIENCE, timeout), time.monotonic(), list[str]()
+        self.trouble = ""
         self.ids = {TOKEN_IDS: True}  # {} for a server that refuses it
         settings: dict[str, Any] = {"base_url": endpoint, "timeout": timeout, "max_retries": retries}
         settings["api_key"] = os.environ.get("OPENAI_API_KEY", "none")
         self.client = openai.AsyncOpenAI(**settings)
         try:
             self.model = model or openai.OpenAI(**settings).models.list().data[0].id
-        except (openai.OpenAIError, IndexError) as error:
+        except openai.OpenAIError as error:
             raise self.unavailable(error) from error
+        except (
+            ValueError,
+            TypeError,
+            IndexError,
+            AttributeError,
+        ) as error:  # a page, or JSON that is not a list of models
+            raise ValueError(
+                f"{endpoint}/models does not list a model. Check the address (OpenAI's ends with /v1), or set model=NAME"
+            ) from error
 
     def unavailable(self, failure: object) -> ValueError:
         return ValueError(
@@ -148,6 +161,7 @@ class Server:
                 reply = await self.reply(request, ids)
                 self.last_answer = time.monotonic()
                 self.failed.clear()
+                self.trouble = ""
                 return reply
             except errors.APIStatusError as error:
                 status, waited, failure = error.status_code, time.monotonic() - self.last_answer, str(error)
@@ -168,6 +182,7 @@ class Server:
                 raise self.unavailable(error) from error
             except (errors.APIResponseValidationError, ValueError, TypeError, IndexError, AttributeError) as error:
                 tried, failure = tried + 1, str(error)  # no JSON, or not an answer's
+            self.trouble = failure
             if tried > self.retries:
                 self.failed.append(failure)
                 raise SkippedRow(f"tried {self.retries + 1} times: {failure[:300]}")
@@ -175,7 +190,7 @@ class Server:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def reply(self, request: Request, ids: dict[str, bool]) -> Reply:
-        """Ask once. Raise TypeError for an answer without text."""
+        """Ask once. Raise TypeError or ValueError for an answer without text."""
         params = request.params
         fields: dict[str, Any] = {"model": self.model, "seed": request.seed, "max_tokens": request.max_new_tokens}
         fields |= {"temperature": params.temperature}
@@ -185,19 +200,21 @@ class Server:
             options = request.options | self.chat.get("chat_template_kwargs", {})
             more = self.chat | ids | ({"chat_template_kwargs": options} if options else {})
             answer = await self.client.chat.completions.create(extra_body=more or None, **fields)
-            said = answer.choices[0].message.model_dump()
         else:  # exactly these settings, whatever the server's defaults are
             fields |= {"prompt": request.prompt, "stop": [*request.stop_strings] or None, "top_p": params.top_p or 1.0}
             extra = {"min_p": params.min_p or 0.0, "top_k": -1, "skip_special_tokens": False} | ids
             answer = await self.client.completions.create(extra_body=extra, **fields)
-            said = {"content": answer.choices[0].text}
+        if not getattr(answer, "choices", None):  # a page, or an error with status 200
+            raise TypeError(f"not an answer: {str(answer)[:200]}")
         choice = answer.choices[0]
+        said = choice.message.model_dump() if isinstance(request, Chat) else {"content": choice.text}
         if not isinstance(said["content"], str | None) or not isinstance(choice.finish_reason, str):
-            raise TypeError("an answer without text")
+            raise TypeError("an answer without text or finish_reason")
         message: Message = {"role": "assistant", "content": said["content"] or ""}
         reasoning = next((said[name] for name in THOUGHTS if said.get(name)), None)
         message |= {"reasoning_content": reasoning} if reasoning else {}
         message |= {"tool_calls": tool_calls(said["tool_calls"])} if said.get("tool_calls") else {}
+        unicode(json.dumps(message, ensure_ascii=False))  # JSON can spell halves of characters, which no file takes
         given = (answer.model_extra or {}) | (choice.model_extra or {})
         return Reply(choice.finish_reason, given.get("prompt_token_ids") or [], given.get("token_ids") or [], message)
 
@@ -223,12 +240,21 @@ def through_server(
             rows.append(waiting.pop(0))
         show({})
 
+    async def tell_of_silence() -> None:
+        while True:
+            await asyncio.sleep(QUIET)
+            if (seconds := time.monotonic() - server.last_answer) >= QUIET:
+                reason = server.trouble or f"it may be busy with {concurrency} conversations"
+                report(f"{server.endpoint} has answered nothing for {seconds:.0f} s ({reason[:300]})")
+
     async def run() -> None:
+        watch = asyncio.create_task(tell_of_silence())
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):
                     group.create_task(work())
         finally:
+            watch.cancel()
             await server.client.close()
 
     try:

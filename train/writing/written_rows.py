@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 class RowFile:
     """Read a file of rows, or append to it. done: the digest of each row, or None, by its number. lines: for each line,
-    the tokens in the loss up to its end."""
+    the tokens in the loss up to its end. errors: the number of rows that lack an answer, and say why."""
 
     def __init__(self, path: Path, about: dict[str, Any] | None = None, key: str = "data.path", wait: bool = False):
         """Open the file. about: the writer, None to only read. Its `target` and `settings` must be those of the rows in the
@@ -30,7 +30,7 @@ class RowFile:
         self.path, self.key, self.writer = path, key, None
         self.done: dict[int, str | None] = {}
         self.lines: list[int] = []
-        self.dropped = Counter[str]()
+        self.dropped, self.errors = Counter[str](), 0
         if about is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.writer = hold(path, key, wait)
@@ -95,6 +95,7 @@ class RowFile:
             raise ValueError(f"{where} is row {number} once more: the file was changed")
         self.done[number] = row.get("digest")
         self.dropped.update([row["dropped"]] if "dropped" in row else [])
+        self.errors += "error" in row
         self.lines.append(self.tokens + sum(end - start for start, end in row.get("written", [])))
 
     def append(self, row: Row) -> None:
