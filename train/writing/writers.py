@@ -132,12 +132,7 @@ class Server:
             self.model = model or openai.OpenAI(**settings).models.list().data[0].id
         except openai.OpenAIError as error:
             raise self.unavailable(error) from error
-        except (
-            ValueError,
-            TypeError,
-            IndexError,
-            AttributeError,
-        ) as error:  # a page, or JSON that is not a list of models
+        except (ValueError, TypeError, IndexError, AttributeError) as error:  # a page, or other JSON
             raise ValueError(
                 f"{endpoint}/models does not list a model. Check the address (OpenAI's ends with /v1), or set model=NAME"
             ) from error
