@@ -61,7 +61,6 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer, self.name = tokenizer, name
         self.checkpoint = name  # what transformers loads: a directory or Hub id, of a GGUF file the converted directory
-        self._idle_cache: KVCache | None = None
         self.config = model.config.get_text_config()
         self.hidden_size: int = getattr(self.config, "hidden_size", 0)  # BLT nests several transformers
         check_supported(model)
@@ -206,7 +205,7 @@ class Target:
 
     def acquire_cache(self, num_slots: int, capacity: int, nodes: int = NODES) -> TargetCache:
         """Return an empty cache with at least these sizes: the one that was released last, if it suits."""
-        cache, self._idle_cache = self._idle_cache, None
+        cache: KVCache | None = vars(self).pop("_idle_cache", None)  # in one step: other threads may decode with it, too
         new = self.new_cache(num_slots, capacity, nodes, self.capabilities.cuda_graphs)  # has no memory yet
         if cache is None or not isinstance(new, KVCache) or cache.sliding != new.sliding:
             return new
