@@ -28,6 +28,7 @@ SCHEMA = {"type": "object", "properties": {"kind": {"enum": ["alpha", "beta"]}},
 SCHEMA["additionalProperties"] = False
 PICK = {"type": "function", "name": "pick", "description": "Pick one.", "parameters": SCHEMA, "strict": True}
 CHAT_PICK = {"type": "function", "function": {name: value for name, value in PICK.items() if name != "type"}}
+CALL = {"type": "function_call", "call_id": "call_1", "name": "pick", "arguments": "{}"}
 QUESTION = {"role": "user", "content": "def add(self, other):"}
 EVENT = TypeAdapter(Annotated[get_args(ResponseStreamEvent)[0], Field(discriminator="type")])
 
@@ -290,6 +291,10 @@ def test_items_are_taken_as_clients_replay_them():
         ({"tools": [PICK], "tool_choice": {"type": "web_search"}}, "tool_choice", ...),
         ({"tools": [{"type": "function", "name": "a b"}]}, "match pattern", "tools.0.name"),
         ({"tools": [PICK, PICK]}, "two tools of one name", None),
+        ({"tools": [{"name": "pick"}]}, "type: Field required", "tools.0.type"),
+        ({"tools": [{"type": "custom", "name": "a", "description": 5}]}, "description", "tools.0.description"),
+        ({"tools": [{"type": "custom", "name": "a", "format": "text"}]}, "format", "tools.0.format"),
+        ({"input": [CALL | {"namespace": 5}]}, "item 0 has namespace 5: send a text", "input"),
         ({"tool_choice": "required"}, "tool_choice required needs tools", None),
         ({"text": {"verbosity": "low"}}, "verbosity is not supported", None),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),

@@ -121,6 +121,8 @@ class ResponsesRequest(CommonRequest):
                 )
             if missing := [name for name in ITEMS[kind] if not isinstance(item.get(name), str)]:
                 raise ValueError(f"item {number} of type {kind!r} needs {missing[0]!r}, a text")
+            if not isinstance(item.get("namespace") or "", str):
+                raise ValueError(f"item {number} has namespace {item['namespace']!r}: send a text")
         return items
 
     @model_validator(mode="after")
