@@ -181,25 +181,31 @@ class Message(BaseModel):
 # Type of a text part -> its text field. Clients send those of the Responses API to chat completions, too.
 PARTS = {"text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text"}
 PARTS["refusal"] = "refusal"
+MEDIA = {"image_url", "input_image", "image", "input_file", "file", "input_audio", "audio"}  # as tools return them
 
 
 def content_text(role: str, content: Any) -> str | None:
-    """Join the text parts of a message; a tool's result may be any JSON. Raises ValueError for other parts."""
+    """Join the text parts of a message; a tool's result may be any JSON. Raises ValueError for other parts, except the media
+    that a tool returned: a note replaces them, because an agent sends them again with each later request."""
     if content is None or isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    texts = [part_text(part) for part in parts]
+    is_result = role in ("tool", "function")
+    texts = [part_text(part, is_result) for part in parts]
     if all(isinstance(text, str) for text in texts):
         return "".join(texts)
     kinds = [part["type"] for part in parts if isinstance(part, dict) and "type" in part]
-    if role in ("tool", "function") and not kinds:
+    if is_result and not kinds:
         return json.dumps(content, ensure_ascii=False)
     of_type = f" of type {', '.join(map(str, kinds))}" if kinds else ""
     raise ValueError(f"messages contain parts{of_type} that are not text: only text is supported here")
 
 
-def part_text(part: Any) -> Any:
-    return part.get(PARTS.get(str(part.get("type")))) if isinstance(part, dict) else part
+def part_text(part: Any, is_result: bool) -> Any:
+    if not isinstance(part, dict):
+        return part
+    kind = str(part.get("type"))
+    return f"[{kind} omitted: not text]" if is_result and kind in MEDIA else part.get(PARTS.get(kind))
 
 
 class Function(BaseModel):
