@@ -8,7 +8,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
-from foredraft.inference.serve.openai.protocol import content_text
+from foredraft.inference.serve.openai.protocol import ChatRequest, content_text
 from foredraft.inference.serve.openai.responses import ResponsesAnswer
 from foredraft.inference.serve.openai.responses_protocol import ResponsesRequest
 from tests.support.serving import Served, on_cpu, served
@@ -261,6 +261,21 @@ def test_items_are_taken_as_clients_replay_them():
     assert found[2].tool_calls[0]["function"]["name"] == "pick" and not hasattr(found[2], "reasoning")
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_tools_that_are_not_allowed_are_left_out(mode):
+    """Check both endpoints, and that a response repeats the choice and all tools."""
+    tools = [PICK, PICK | {"name": "weigh"}]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "weigh"}]}
+    request = ResponsesRequest(input="a", tools=tools, tool_choice=choice)
+    assert request.echo()["tool_choice"] == choice and len(request.echo()["tools"]) == 2
+    named = [{"type": "function", "function": {"name": "weigh"}}]
+    chat_tools = [{"type": "function", "function": {"name": name}} for name in ("pick", "weigh")]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+    chat = ChatRequest(messages=[QUESTION], tools=chat_tools, tool_choice=choice)
+    for found in (request.chat(), chat):
+        assert [tool.function.name for tool in found.tools] == ["weigh"] and found.tool_choice == mode
+
+
 @pytest.mark.parametrize(
     "settings, message, param",
     [
@@ -296,6 +311,11 @@ def test_items_are_taken_as_clients_replay_them():
         ({"tools": [{"type": "custom", "name": "a", "format": "text"}]}, "format", "tools.0.format"),
         ({"input": [CALL | {"namespace": 5}]}, "item 0 has namespace 5: send a text", "input"),
         ({"tool_choice": "required"}, "tool_choice required needs tools", None),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "a"}]}},
+            "tool_choice names 'a', but tools contains none",
+            None,
+        ),
         ({"text": {"verbosity": "low"}}, "verbosity is not supported", None),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
         ({"extra_body": {"min_tokens": 4}, "max_output_tokens": 3}, "more than max_tokens=3", None),

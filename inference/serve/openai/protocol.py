@@ -233,6 +233,16 @@ class NamedTool(BaseModel):
     function: FunctionName
 
 
+class Allowed(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(BaseModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
 class ChatRequest(CommonRequest):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Tokens | None = None
@@ -241,7 +251,7 @@ class ChatRequest(CommonRequest):
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool = True
     echo: Literal[False] = False
     add_special_tokens: Literal[False] = Field(False, description="the chat template writes them")
@@ -251,10 +261,14 @@ class ChatRequest(CommonRequest):
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
             raise ValueError(f"tools contains two tools of one name: {', '.join(names)}")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(
-                f"tool_choice names {self.tool_choice.function.name!r}, but tools contains {', '.join(names) or 'none'}"
-            )
+        choice = self.tool_choice
+        chosen = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else [choice]
+        allowed = [tool.function.name for tool in chosen if isinstance(tool, NamedTool)]
+        if unknown := [name for name in allowed if name not in names]:
+            raise ValueError(f"tool_choice names {unknown[0]!r}, but tools contains {', '.join(names) or 'none'}")
+        if isinstance(choice, AllowedTools):  # the model does not learn of the other tools
+            self.tools = [tool for tool in self.tools or [] if tool.function.name in allowed]
+            self.tool_choice, names = choice.allowed_tools.mode, allowed
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice required needs tools")
         if self.top_logprobs and not self.logprobs:
