@@ -170,6 +170,8 @@ def test_the_tools_of_an_agent_become_functions(server, client):
         events = same(server, client, tools=tools, tool_choice={"type": "function", "name": name})
         (call,) = events[-1]["response"]["output"]
         assert (call["name"], call.get("namespace"), events[-3]["name"]) == ("pick", namespace, "pick")
+    many = {"type": "namespace", "name": "many", "tools": [PICK | {"name": f"pick_{number}"} for number in range(200)]}
+    assert len(ResponsesRequest(input="a", tools=[many]).chat().tools) == 200
     found = ResponsesRequest(input="a", tools=tools)
     assert [tool.function.name for tool in found.chat().tools] == ["pick", "mcp__idea__pick", "apply_patch"]
     asked = found.chat().tools[2].function

@@ -250,7 +250,7 @@ class ChatRequest(CommonRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: list[Tool] | None = Field(None, max_length=1024)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool = True
     echo: Literal[False] = False

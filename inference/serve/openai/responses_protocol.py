@@ -101,7 +101,7 @@ class ResponsesRequest(CommonRequest):
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    tools: list[ResponsesTool] = Field([], max_length=128)
+    tools: list[ResponsesTool] = Field([], max_length=1024)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
