@@ -308,6 +308,8 @@ def test_tools_that_are_not_allowed_are_left_out(mode):
         ({"tools": [PICK], "tool_choice": {"type": "web_search"}}, "tool_choice", ...),
         ({"tools": [{"type": "function", "name": "a b"}]}, "match pattern", "tools.0.name"),
         ({"tools": [PICK, PICK]}, "two tools of one name", None),
+        ({"tools": [{"type": "namespace", "name": "a b", "tools": [PICK]}]}, "tools.0.function.name: String", None),
+        ({"reasoning": {"effort": "most"}}, "reasoning_effort: Input should be", None),
         ({"tools": [{"name": "pick"}]}, "type: Field required", "tools.0.type"),
         ({"tools": [{"type": "custom", "name": "a", "description": 5}]}, "description", "tools.0.description"),
         ({"tools": [{"type": "custom", "name": "a", "format": "text"}]}, "format", "tools.0.format"),

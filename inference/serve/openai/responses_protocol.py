@@ -142,7 +142,8 @@ class ResponsesRequest(CommonRequest):
             self.chat()
         except ValidationError as error:
             first = error.errors()[0]
-            raise ValueError(first["msg"].removeprefix("Value error, ")) from None
+            where, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+            raise ValueError(f"{where}: {message}" if where else message) from None
         return self
 
     def chat(self) -> ChatRequest:
