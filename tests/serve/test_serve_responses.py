@@ -8,7 +8,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
-from foredraft.inference.serve.openai.protocol import content_text
+from foredraft.inference.serve.openai.protocol import ChatRequest, content_text
 from foredraft.inference.serve.openai.responses import ResponsesAnswer
 from foredraft.inference.serve.openai.responses_protocol import ResponsesRequest
 from tests.support.serving import Served, on_cpu, served
@@ -28,6 +28,7 @@ SCHEMA = {"type": "object", "properties": {"kind": {"enum": ["alpha", "beta"]}},
 SCHEMA["additionalProperties"] = False
 PICK = {"type": "function", "name": "pick", "description": "Pick one.", "parameters": SCHEMA, "strict": True}
 CHAT_PICK = {"type": "function", "function": {name: value for name, value in PICK.items() if name != "type"}}
+CALL = {"type": "function_call", "call_id": "call_1", "name": "pick", "arguments": "{}"}
 QUESTION = {"role": "user", "content": "def add(self, other):"}
 EVENT = TypeAdapter(Annotated[get_args(ResponseStreamEvent)[0], Field(discriminator="type")])
 
@@ -169,6 +170,8 @@ def test_the_tools_of_an_agent_become_functions(server, client):
         events = same(server, client, tools=tools, tool_choice={"type": "function", "name": name})
         (call,) = events[-1]["response"]["output"]
         assert (call["name"], call.get("namespace"), events[-3]["name"]) == ("pick", namespace, "pick")
+    many = {"type": "namespace", "name": "many", "tools": [PICK | {"name": f"pick_{number}"} for number in range(200)]}
+    assert len(ResponsesRequest(input="a", tools=[many]).chat().tools) == 200
     found = ResponsesRequest(input="a", tools=tools)
     assert [tool.function.name for tool in found.chat().tools] == ["pick", "mcp__idea__pick", "apply_patch"]
     asked = found.chat().tools[2].function
@@ -260,6 +263,21 @@ def test_items_are_taken_as_clients_replay_them():
     assert found[2].tool_calls[0]["function"]["name"] == "pick" and not hasattr(found[2], "reasoning")
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_tools_that_are_not_allowed_are_left_out(mode):
+    """Check both endpoints, and that a response repeats the choice and all tools."""
+    tools = [PICK, PICK | {"name": "weigh"}]
+    choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "weigh"}]}
+    request = ResponsesRequest(input="a", tools=tools, tool_choice=choice)
+    assert request.echo()["tool_choice"] == choice and len(request.echo()["tools"]) == 2
+    named = [{"type": "function", "function": {"name": "weigh"}}]
+    chat_tools = [{"type": "function", "function": {"name": name}} for name in ("pick", "weigh")]
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+    chat = ChatRequest(messages=[QUESTION], tools=chat_tools, tool_choice=choice)
+    for found in (request.chat(), chat):
+        assert [tool.function.name for tool in found.tools] == ["weigh"] and found.tool_choice == mode
+
+
 @pytest.mark.parametrize(
     "settings, message, param",
     [
@@ -290,7 +308,18 @@ def test_items_are_taken_as_clients_replay_them():
         ({"tools": [PICK], "tool_choice": {"type": "web_search"}}, "tool_choice", ...),
         ({"tools": [{"type": "function", "name": "a b"}]}, "match pattern", "tools.0.name"),
         ({"tools": [PICK, PICK]}, "two tools of one name", None),
+        ({"tools": [{"type": "namespace", "name": "a b", "tools": [PICK]}]}, "tools.0.function.name: String", None),
+        ({"reasoning": {"effort": "most"}}, "reasoning_effort: Input should be", None),
+        ({"tools": [{"name": "pick"}]}, "type: Field required", "tools.0.type"),
+        ({"tools": [{"type": "custom", "name": "a", "description": 5}]}, "description", "tools.0.description"),
+        ({"tools": [{"type": "custom", "name": "a", "format": "text"}]}, "format", "tools.0.format"),
+        ({"input": [CALL | {"namespace": 5}]}, "item 0 has namespace 5: send a text", "input"),
         ({"tool_choice": "required"}, "tool_choice required needs tools", None),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "a"}]}},
+            "tool_choice names 'a', but tools contains none",
+            None,
+        ),
         ({"text": {"verbosity": "low"}}, "verbosity is not supported", None),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
         ({"extra_body": {"min_tokens": 4}, "max_output_tokens": 3}, "more than max_tokens=3", None),

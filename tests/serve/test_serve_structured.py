@@ -237,6 +237,8 @@ V3_1 = "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"
 K2 = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
 MARKED = '<|"|>},b:1 <tool_call|><|"|>'  # a text that contains what ends others
 NESTED = {"a": [{"b": "},b:1 <tool_call|>"}, "c,d:1"], "e": {"f": None}}
+NOT_JSON = ("a=1j", "a={1, 2}", "a=b'c'", "a={(1, 2): 3}", "a=1e999", "**{'a': 1}")
+LINES = {"a": 'b (c-d)\n"e', "b": "f\n"}
 PYTHONIC = {"a": "}é)", "b": [True, None], "c": {"d": None}}
 TEXTS: list[tuple[ToolFormat, str, str, list]] = [
     (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", "", [F]),
@@ -313,6 +315,8 @@ TEXTS: list[tuple[ToolFormat, str, str, list]] = [
     (LFM, "<|tool_call_start|>[f(a=b), g()]", "<|tool_call_start|>[f(a=b), g()]", []),
     (LFM, "<|tool_call_start|>import os", "<|tool_call_start|>import os", []),
     (LFM, "<|tool_call_start|>[f(), g()]", "<|tool_call_start|>[f(), g()]", []),
+    *((LFM, f"<|tool_call_start|>[f({given})]", f"<|tool_call_start|>[f({given})]", []) for given in NOT_JSON),
+    (LFM, '<|tool_call_start|>[f(a="b (c-d)\n\\"e", b=\'f\n\')]<|tool_call_end|>', "", [("f", LINES)]),
     (OLMO, "<function_calls>\nf(a=1)\nf()\n</function_calls>", "", [ONE, NOTHING]),
     (BARE, CALL, "", [F]),
     (BARE, "", "", []),
@@ -337,7 +341,18 @@ def test_calls_are_read_out_of_a_text(style, text, content, calls, size):
     assert read(style, text, size) == (content, calls)
 
 
-STYLES_WITH_NAMES = [HERMES, MISTRAL_ARGS, QWEN3_CODER, DEEPSEEK_V3, DEEPSEEK_V3_1, KIMI]
+STYLES_WITH_NAMES = [
+    HERMES,
+    MISTRAL_ARGS,
+    QWEN3_CODER,
+    DEEPSEEK_V3,
+    DEEPSEEK_V3_1,
+    KIMI,
+    GEMMA,
+    FUNCTION_GEMMA,
+    LFM,
+    OLMO,
+]
 
 
 @pytest.mark.parametrize("style", STYLES_WITH_NAMES)
@@ -346,6 +361,7 @@ def test_a_tool_may_have_any_name_of_the_model_context_protocol(style, name):
     Tool(type="function", function={"name": name})
     arguments = "" if style.parameters else "{}"
     call = style.opening.replace("NAME", name).replace("#", "0") + arguments + style.closing
+    call = f"{name}()" if style.is_python else call
     _, calls = ToolReader(style, {name: {}}).split(style.section[0] + call + style.section[1], True)
     assert [one["function"]["name"] for one in calls] == [name]
     text = f"<|channel|>commentary to=functions.{name} <|message|>{{}}<|call|>"

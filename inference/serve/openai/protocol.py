@@ -181,25 +181,31 @@ class Message(BaseModel):
 # Type of a text part -> its text field. Clients send those of the Responses API to chat completions, too.
 PARTS = {"text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text"}
 PARTS["refusal"] = "refusal"
+MEDIA = {"image_url", "input_image", "image", "input_file", "file", "input_audio", "audio"}  # as tools return them
 
 
 def content_text(role: str, content: Any) -> str | None:
-    """Join the text parts of a message; a tool's result may be any JSON. Raises ValueError for other parts."""
+    """Join the text parts of a message; a tool's result may be any JSON. Raises ValueError for other parts, except the media
+    that a tool returned: a note replaces them, because an agent sends them again with each later request."""
     if content is None or isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    texts = [part_text(part) for part in parts]
+    is_result = role in ("tool", "function")
+    texts = [part_text(part, is_result) for part in parts]
     if all(isinstance(text, str) for text in texts):
         return "".join(texts)
     kinds = [part["type"] for part in parts if isinstance(part, dict) and "type" in part]
-    if role in ("tool", "function") and not kinds:
+    if is_result and not kinds:
         return json.dumps(content, ensure_ascii=False)
     of_type = f" of type {', '.join(map(str, kinds))}" if kinds else ""
     raise ValueError(f"messages contain parts{of_type} that are not text: only text is supported here")
 
 
-def part_text(part: Any) -> Any:
-    return part.get(PARTS.get(str(part.get("type")))) if isinstance(part, dict) else part
+def part_text(part: Any, is_result: bool) -> Any:
+    if not isinstance(part, dict):
+        return part
+    kind = str(part.get("type"))
+    return f"[{kind} omitted: not text]" if is_result and kind in MEDIA else part.get(PARTS.get(kind))
 
 
 class Function(BaseModel):
@@ -227,6 +233,16 @@ class NamedTool(BaseModel):
     function: FunctionName
 
 
+class Allowed(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(BaseModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
 class ChatRequest(CommonRequest):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Tokens | None = None
@@ -234,8 +250,8 @@ class ChatRequest(CommonRequest):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tools: list[Tool] | None = Field(None, max_length=1024)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool = True
     echo: Literal[False] = False
     add_special_tokens: Literal[False] = Field(False, description="the chat template writes them")
@@ -245,10 +261,14 @@ class ChatRequest(CommonRequest):
         names = [tool.function.name for tool in self.tools or []]
         if len(set(names)) < len(names):
             raise ValueError(f"tools contains two tools of one name: {', '.join(names)}")
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
-            raise ValueError(
-                f"tool_choice names {self.tool_choice.function.name!r}, but tools contains {', '.join(names) or 'none'}"
-            )
+        choice = self.tool_choice
+        chosen = choice.allowed_tools.tools if isinstance(choice, AllowedTools) else [choice]
+        allowed = [tool.function.name for tool in chosen if isinstance(tool, NamedTool)]
+        if unknown := [name for name in allowed if name not in names]:
+            raise ValueError(f"tool_choice names {unknown[0]!r}, but tools contains {', '.join(names) or 'none'}")
+        if isinstance(choice, AllowedTools):  # the model does not learn of the other tools
+            self.tools = [tool for tool in self.tools or [] if tool.function.name in allowed]
+            self.tool_choice, names = choice.allowed_tools.mode, allowed
         if self.tool_choice == "required" and not names:
             raise ValueError("tool_choice required needs tools")
         if self.top_logprobs and not self.logprobs:

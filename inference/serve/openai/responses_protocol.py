@@ -67,6 +67,12 @@ class NamedTool(BaseModel):
     name: str
 
 
+class AllowedTools(BaseModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
 class TextFormat(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -84,14 +90,19 @@ class Reasoning(BaseModel):
     effort: str | None = None
 
 
+def as_chosen(tool: NamedTool) -> dict[str, Any]:
+    """Convert the choice of a tool to that of a chat."""
+    return {"type": "function", "function": {"name": tool.name}}
+
+
 class ResponsesRequest(CommonRequest):
     refused: ClassVar = UNSUPPORTED | {name: harmless for name, (harmless, _) in REFUSED.items()}
     remedies: ClassVar = {name: remedy for name, (_, remedy) in REFUSED.items()}
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    tools: list[ResponsesTool] = Field([], max_length=128)
-    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    tools: list[ResponsesTool] = Field([], max_length=1024)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
@@ -121,6 +132,8 @@ class ResponsesRequest(CommonRequest):
                 )
             if missing := [name for name in ITEMS[kind] if not isinstance(item.get(name), str)]:
                 raise ValueError(f"item {number} of type {kind!r} needs {missing[0]!r}, a text")
+            if not isinstance(item.get("namespace") or "", str):
+                raise ValueError(f"item {number} has namespace {item['namespace']!r}: send a text")
         return items
 
     @model_validator(mode="after")
@@ -129,7 +142,8 @@ class ResponsesRequest(CommonRequest):
             self.chat()
         except ValidationError as error:
             first = error.errors()[0]
-            raise ValueError(first["msg"].removeprefix("Value error, ")) from None
+            where, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+            raise ValueError(f"{where}: {message}" if where else message) from None
         return self
 
     def chat(self) -> ChatRequest:
@@ -144,10 +158,11 @@ class ResponsesRequest(CommonRequest):
         if wanted.definition is not None:
             facts["response_format"]["json_schema"] = {"name": wanted.name or "", "schema": wanted.definition}
         facts["tools"] = [{"type": "function", "function": tool.as_function()} for tool in self.tools]
-        if isinstance(choice, NamedTool):
-            facts["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        if isinstance(choice, AllowedTools):
+            allowed = {"mode": choice.mode, "tools": [as_chosen(tool) for tool in choice.tools]}
+            facts["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
         else:
-            facts["tool_choice"] = choice
+            facts["tool_choice"] = as_chosen(choice) if isinstance(choice, NamedTool) else choice
         return ChatRequest(**facts)
 
     def messages(self) -> list[dict[str, Any]]:

@@ -22,6 +22,8 @@ def joined_name(namespace: str | None, name: str) -> str:
 class ResponsesTool(Function):
     type: Literal["function", "custom"]
     namespace: str | None = None
+    description: str | None = None
+    format: dict[str, Any] | None = None
 
     @property
     def full_name(self) -> str:
@@ -31,8 +33,8 @@ class ResponsesTool(Function):
         """Return it as a chat template gets it."""
         facts = self.model_dump(exclude={"type", "namespace", "format"}, exclude_unset=True) | {"name": self.full_name}
         if self.type == "custom":
-            grammar = ((self.model_extra or {}).get("format") or {}).get("definition")
-            told = [facts.get("description"), f"The input follows this grammar:\n{grammar}" if grammar else None]
+            grammar = (self.format or {}).get("definition")
+            told = [self.description, f"The input follows this grammar:\n{grammar}" if grammar else None]
             facts |= {"description": "\n\n".join(filter(None, told)), "parameters": INPUT}
         return facts
 
@@ -59,9 +61,9 @@ def offered(tools: Any) -> Any:
     """Return the tools of a request that a client executes, those of namespaces among the others."""
     found = []
     for tool in tools if isinstance(tools, list) else []:
-        if not isinstance(tool, dict) or tool.get("type") in CALLED:
+        if not isinstance(tool, dict) or not isinstance(tool.get("type"), str) or tool["type"] in CALLED:
             found.append(tool)
-        elif tool.get("type") == "namespace":
+        elif tool["type"] == "namespace":
             inner = offered(tool.get("tools") or [])
             found += [one | {"namespace": tool.get("name")} if isinstance(one, dict) else one for one in inner]
     return found if isinstance(tools, list) else tools

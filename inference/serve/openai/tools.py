@@ -34,6 +34,9 @@ SEPARATOR = re.compile(r"[\s,;]*")
 DECODER = json.JSONDecoder(strict=False, parse_constant=str)  # models write newlines within strings, and NaN
 BARE_KEY = re.compile(r'("(?:[^"\\]|\\.)*")|([{,]\s*)([\w.-]+)\s*:')  # or a text in quotes, which may contain one
 JSON_NAMES = {"true": True, "false": False, "null": None}  # which models write in Python, too
+# In calls of Python: a text in quotes, or a name before a parenthesis, whose signs become letters.
+QUOTED_OR_NAME = re.compile(r"""("(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?)|(?<![\w./-])[\w./-]+(?=\()""", re.DOTALL)
+AS_LETTERS, AS_SIGNS = str.maketrans("./-", "\ua7f7\ua78c\ua7fb"), str.maketrans("\ua7f7\ua78c\ua7fb", "./-")
 ATTEMPTS = 128  # maximum number of failed attempts to parse a call: each may cost the length of the text
 
 
@@ -199,7 +202,10 @@ class ToolReader:
         arguments = parsed_arguments(arguments)
         if not isinstance(name, str) or name not in self.tools or not isinstance(arguments, dict):
             return None
-        return new_call(name, json.dumps(arguments))
+        try:
+            return new_call(name, json.dumps(arguments, allow_nan=False))
+        except (TypeError, ValueError):  # what JSON does not have, such as complex numbers and infinity
+            return None
 
     def parameters_at(self, text: str, at: int, schema: dict[str, Any]) -> tuple[dict[str, Any], int]:
         found, properties = dict[str, Any](), properties_of(schema)
@@ -229,14 +235,19 @@ class JsonNames(ast.NodeTransformer):
 
 
 def python_calls(text: str) -> list[tuple[str, dict[str | None, Any]]]:
-    """Return names and arguments of the calls in a list, or one on each line; none if there is anything else."""
+    """Return names and arguments of the calls in a list, or one on each line; none if there is anything else. Names may have
+    signs, and texts in quotes may have newlines."""
+    text = QUOTED_OR_NAME.sub(
+        lambda found: found[1].replace("\n", "\\n") if found[1] else found[0].translate(AS_LETTERS), text
+    )
     try:
         values = [statement.value for statement in JsonNames().visit(ast.parse(text.strip())).body]
         calls = [call for value in values for call in getattr(value, "elts", [value])]
-        if any(call.args for call in calls):
+        if any(call.args or None in [one.arg for one in call.keywords] for call in calls):
             return []
         return [
-            (ast.unparse(call.func), {one.arg: ast.literal_eval(one.value) for one in call.keywords}) for call in calls
+            (call.func.id.translate(AS_SIGNS), {one.arg: ast.literal_eval(one.value) for one in call.keywords})
+            for call in calls
         ]
     except (SyntaxError, ValueError, AttributeError, TypeError, RecursionError, MemoryError):
         return []
