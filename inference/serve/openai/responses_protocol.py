@@ -114,7 +114,7 @@ class ResponsesRequest(CommonRequest):
 
     @field_validator("tools", mode="before")
     @classmethod
-    def leave_out_tools_of_servers(cls, tools: Any) -> Any:
+    def leave_out_other_tools(cls, tools: Any) -> Any:
         return offered(tools)
 
     @field_validator("input")

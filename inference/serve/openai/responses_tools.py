@@ -1,8 +1,8 @@
 """Tools of the Responses API, all of them as functions, the only tools that models call.
 
 Agents such as Codex send tools of many types in each request. A namespace (an MCP server) contains functions, which get its
-name before theirs. A custom tool takes a text, so it becomes a function with one text. Tools that OpenAI's servers execute,
-such as web_search, are left out: the model does not learn of them.
+name before theirs. A custom tool takes a text, so it becomes a function with one text. Tools of other types, such as
+web_search, are left out: the model does not learn of them.
 """
 
 import json
