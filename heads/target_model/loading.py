@@ -177,7 +177,7 @@ def load_model(
     check_complete(path, model, report["missing_keys"])
     check_scales(path, model, report["unexpected_keys"])
     if isinstance(dtype, torch.dtype) and not hasattr(model.config, "quantization_config"):
-        # Next to weights that were dequantized (FP8 on a CPU), others stay as they are stored.
+        # Next to weights that were dequantized (FP8 on a CPU), others keep their stored dtype.
         for parameter in model.parameters():
             if parameter.dtype == torch.bfloat16:
                 parameter.data = parameter.data.to(dtype)
