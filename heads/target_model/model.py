@@ -205,9 +205,7 @@ class Target:
 
     def acquire_cache(self, num_slots: int, capacity: int, nodes: int = NODES) -> TargetCache:
         """Return an empty cache with at least these sizes: the one that was released last, if it suits."""
-        cache: KVCache | None = vars(self).pop(
-            "_idle_cache", None
-        )  # in one step: other threads may decode with it, too
+        cache: KVCache | None = vars(self).pop("_idle_cache", None)  # in one step: other threads may want it, too
         new = self.new_cache(num_slots, capacity, nodes, self.capabilities.cuda_graphs)  # has no memory yet
         if cache is None or not isinstance(new, KVCache) or cache.sliding != new.sliding:
             return new
