@@ -21,6 +21,7 @@ from foredraft.heads.hub.client import find, weights_sha256
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.files import checkpoint_file, weight_map
 from foredraft.heads.target_model.loading import has_bfloat16_products
+from foredraft.heads.target_model.packing import is_faster
 
 WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
@@ -190,7 +191,7 @@ def drafting_dtype(head: DraftHead, target: Target) -> torch.dtype:
         return target.dtype
     if sum(parameter.numel() for parameter in head.parameters()) < SMALL_HEAD:
         return torch.float32
-    return torch.bfloat16 if has_bfloat16_products("cpu") else target.dtype
+    return torch.bfloat16 if has_bfloat16_products("cpu") and is_faster(torch.bfloat16) else target.dtype
 
 
 def check_card(directory: Path) -> None:

@@ -102,6 +102,7 @@ def test_a_head_is_loaded_in_the_dtype_of_the_fastest_drafts(
     save_head(make_head("medusa", target), tmp_path, target)
     monkeypatch.setattr(checkpoint, "SMALL_HEAD", 1 << 22 if small else 0)
     monkeypatch.setattr(checkpoint, "has_bfloat16_products", lambda device: products)
+    monkeypatch.setattr(checkpoint, "is_faster", lambda dtype: products)
     assert load_head(tmp_path, target).dtype == expected
 
 
