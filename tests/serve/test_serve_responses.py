@@ -187,6 +187,7 @@ def test_the_tools_of_an_agent_become_functions(server, client):
         ('{"patch": "a"}', '{"patch": "a"}'),
         ('{"input": 1}', '{"input": 1}'),
         ("[", "["),
+        ("[" * 99999,) * 2,
     ],
 )
 def test_a_custom_tool_gets_its_text(arguments, text):

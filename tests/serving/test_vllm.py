@@ -103,7 +103,7 @@ def test_the_engine_reads_the_window_of_a_head(heads, embedded, rows, plain, tmp
     assert layer["layer_types"] == ["sliding_attention"] and layer["sliding_window"] > 16
     layer["sliding_window"] = 16
     (exported / "config.json").write_text(json.dumps(config))
-    assert load_head(exported, embedded).window == 16
+    assert load_head(exported, embedded, dtype=torch.float32).window == 16
     compare(exported, embedded, rows, plain, tmp_path, "eagle3")
 
 
@@ -111,7 +111,7 @@ def compare(
     exported: Path, embedded: Target, rows: list[list[int]], plain: list[list[int]], tmp_path: Path, method: str
 ) -> None:
     """Check that the engine writes the target's text, and accepts as many drafts at each position as we do."""
-    head = load_head(exported, embedded)
+    head = load_head(exported, embedded, dtype=torch.float32)
     # Of a block all: the slots of a shorter one would see fewer of the others.
     depth = head.depth if isinstance(head, BlockHead) else DEPTH
     speculative = {"method": method, "model": str(exported), "num_speculative_tokens": depth}
@@ -148,7 +148,7 @@ def test_smollm2_accepts_at_the_places_where_we_do(smollm2_heads, tmp_path, kind
     head, rows = smollm2_heads[kind], chat_prompts(target)
     given = (f"checkpoint={head}", "format=vllm", f"output_dir={tmp_path / 'export'}", f"target.path={folder}")
     call(sys.executable, "scripts/export.py", *given)
-    loaded = load_head(tmp_path / "export", target)
+    loaded = load_head(tmp_path / "export", target, dtype=torch.float32)  # as vLLM drafts
     depth = loaded.depth if isinstance(loaded, BlockHead) else DEPTH
     speculative = {"method": kind, "model": str(tmp_path / "export"), "num_speculative_tokens": depth}
     plain = decode(tmp_path / "plain", rows, None, target=folder)["texts"]

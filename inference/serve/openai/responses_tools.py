@@ -52,7 +52,7 @@ def text_of(arguments: str) -> str:
     """Return the text of a custom tool from a model's call, or all of its arguments if they are others."""
     try:
         text = json.loads(arguments)["input"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return arguments
     return text if isinstance(text, str) else arguments
 
