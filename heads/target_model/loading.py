@@ -1,6 +1,7 @@
 """Load a target's model and tokenizer with transformers. dtypes and quantization are names, and each way to fail has one
 message."""
 
+import errno
 import functools
 import importlib.util
 import json
@@ -98,6 +99,9 @@ def keep_outliers(model: PreTrainedModel) -> None:
             module.state.threshold = 0.0
 
 
+# What transformers raises for files of another form: a list as config.json, a kind of rope that it does not know, an index
+# without its parts.
+MALFORMED = (AttributeError, EOFError, LookupError, TypeError)
 # Kinds with other code that equal one of transformers' in every name: it loads Kimi-K2.5's text model so itself.
 SAME_KIND = {"kimi_k2": "deepseek_v3"}
 
@@ -111,6 +115,8 @@ def read_config(path: str | Path, revision: str | None = None, trust_remote_code
         raise ValueError(
             f"target {path} cannot be loaded: its config.json: {str(error).rpartition('Error: ')[2]}"
         ) from error
+    except MALFORMED as error:
+        raise ValueError(f"target {path} cannot be loaded: {reason_of(error)}") from error
     except ValueError as error:
         settings, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
         model_type = settings.pop("model_type", None)
@@ -164,16 +170,18 @@ def load_model(
                 print(f"{path} is {note} (dtype=bfloat16 insists{half})", file=sys.stderr, flush=True)
         facts = {"dtype": dtype, "revision": revision, "output_loading_info": True}
         model, report = model_class(config).from_pretrained(path, **facts, **kwargs)
-    except (OSError, ImportError, json.JSONDecodeError, SafetensorError) as error:  # some models need more packages
+    except (OSError, ImportError, json.JSONDecodeError, SafetensorError, *MALFORMED) as error:
         for file in Path(path).glob("*.safetensors"):
             check_no_pointer(file)
-        raise ValueError(f"target {path} cannot be loaded: {first_line(error)}") from error
+        raise ValueError(f"target {path} cannot be loaded: {reason_of(error)}") from error
     except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
+        if "ignore_mismatched_sizes" in str(error):
+            reason = "its weights have other sizes than its config.json"
+        elif "PytorchStreamReader" in str(error):
+            reason = "a .bin file of its weights is damaged or incomplete"
+        else:
             raise
-        raise ValueError(
-            f"target {path} cannot be loaded: its weights have other sizes than its config.json"
-        ) from error
+        raise ValueError(f"target {path} cannot be loaded: {reason}") from error
     check_complete(path, model, report["missing_keys"])
     check_scales(path, model, report["unexpected_keys"])
     if isinstance(dtype, torch.dtype) and not hasattr(model.config, "quantization_config"):
@@ -255,3 +263,14 @@ def has_tokens_beyond(tokenizer: PreTrainedTokenizerBase | None, rows: int) -> b
 
 def first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error that transformers raises for the files of a checkpoint."""
+    if isinstance(error, OSError) and error.errno == errno.EINVAL:  # torch seeks beyond the end
+        return "a .bin file of its weights is damaged or incomplete"
+    if isinstance(error, MALFORMED):
+        return (
+            f"one of its files has another form than transformers expects ({type(error).__name__}: {first_line(error)})"
+        )
+    return first_line(error)

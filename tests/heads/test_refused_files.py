@@ -220,6 +220,20 @@ SETTINGS = [
     ("p_eagle", "num_hidden_layers", 3, r"layers\.2\.\S+ is missing"),
     ("p_eagle", "fc_norm", True, "fc_norm=True"),
     ("speculators_p_eagle", "mask_token_id", None, "has no pard_token"),
+    # what is not even of the right type
+    *(
+        (name, path, value, f"cannot be read: its config.json has a value of another type or size .*{error}")
+        for name, path, value, error in (
+            ("vllm_qwen3", "architectures", True, "TypeError"),
+            ("specforge", "draft_vocab_size", {}, "TypeError"),
+            ("speculators", LAYER, ["a"], "AttributeError"),
+            ("safeailab_eagle3", "intermediate_size", None, "expected int, got NoneType"),
+            ("zlab", "dflash_config.target_layer_ids", None, "TypeError"),
+            ("zlab_dflash2", "dflash_config.conv_group_size", 0, "ZeroDivisionError"),
+            ("zlab_dflash2", "dflash_config.conv_kernel_size", 0, "IndexError"),
+            ("vllm_xpress", "xpress_rank", 10**9, "RuntimeError"),
+        )
+    ),
 ]
 
 

@@ -140,6 +140,11 @@ def test_a_model_that_needs_another_package_is_refused_by_its_name(tmp_path, mon
         ({"vocab_size": 400}, "cannot be loaded: its weights have other sizes than its config.json"),
         ({"num_attention_heads": 5}, r"cannot be loaded: its config.json: The hidden size \(32\)"),
         (None, "cannot be loaded: Error while deserializing header"),
+        (
+            {"rope_parameters": {"rope_type": "bent"}},
+            r"has another form than transformers expects \(KeyError: 'bent'\)",
+        ),
+        ({"model_type": ["llama"]}, r"has another form than transformers expects \(TypeError: unhashable"),
     ],
 )
 def test_a_damaged_target_is_refused_and_gets_no_random_weights(tmp_path, settings, complaint):
@@ -149,6 +154,31 @@ def test_a_damaged_target_is_refused_and_gets_no_random_weights(tmp_path, settin
         weights.write_bytes(weights.read_bytes()[:-9])
     config.write_text(json.dumps(json.loads(config.read_text()) | (settings or {})))
     with pytest.raises(ValueError, match=complaint):
+        Target.from_pretrained(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("config.json", b"[]", r"another form than transformers expects \(TypeError"),
+        ("model.safetensors.index.json", b"{}", r"another form than transformers expects \(KeyError: 'weight_map'"),
+        ("generation_config.json", b"[]", r"another form than transformers expects \(TypeError"),
+        ("pytorch_model.bin", b"", r"another form than transformers expects \(EOFError"),
+        ("pytorch_model.bin", None, r"\.bin file of its weights is damaged or incomplete"),
+        ("pytorch_model.bin", b"PK\x03\x04", r"\.bin file of its weights is damaged or incomplete"),
+    ],
+)
+def test_a_file_of_another_form_is_refused_in_a_sentence(tmp_path, name, content, complaint):
+    model = LlamaForCausalLM(tiny_config())
+    model.save_pretrained(tmp_path)
+    if "model" in name:
+        (tmp_path / "model.safetensors").unlink()
+    if content is None:  # half of the right file
+        torch.save(model.state_dict(), tmp_path / name)
+        content = (tmp_path / name).read_bytes()
+        content = content[: len(content) // 2]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"target {tmp_path} cannot be loaded: .*{complaint}"):
         Target.from_pretrained(tmp_path, device="cpu")
 
 
