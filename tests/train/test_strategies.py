@@ -75,9 +75,16 @@ def alone(given: list[str], request: pytest.FixtureRequest, tmp_path_factory: py
 
 @pytest.fixture(scope="module")
 def together(given: list[str], request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cwd = tmp_path_factory.mktemp("together")
     runs = BY_DAY + BY_NIGHT * by_night(request)
-    ended = end(torchrun(str(ROOT / "tests/support/strategy_probe.py"), str(cwd), *runs, "--", *given, TWO, cwd=cwd))
+    # Twice, because a thread of torch's gloo crashed inside malloc in one run of CI (torch 2.13). The cause was
+    # not found: fifteen more runs, one of them with glibc's checks of its heap, had none.
+    for _ in range(2):
+        cwd = tmp_path_factory.mktemp("together")
+        ended = end(
+            torchrun(str(ROOT / "tests/support/strategy_probe.py"), str(cwd), *runs, "--", *given, TWO, cwd=cwd)
+        )
+        if "(SIGSEGV)" not in ended.err:
+            break
     assert ended.code == 0, ended.err[-3000:]
     return cwd
 
