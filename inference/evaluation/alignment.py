@@ -18,7 +18,13 @@ from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
 from foredraft.inference.generation import generate
 from foredraft.inference.tree import TokenTree
 
-SHIFTS = (-2, -1, 1, 2)
+SHIFTS = {
+    -2: "2 tokens earlier",
+    # It repeats the token whose state it gets.
+    -1: "1 token earlier, as those of a head that is hardly trained do",
+    1: "1 token later",
+    2: "2 tokens later",
+}
 ERRORS = 3.0  # a larger difference, in standard errors, is significant
 MIN_SHARE = 0.02  # a difference in fewer positions may be rounding: devices compute long and short texts differently
 
@@ -45,7 +51,7 @@ class Alignment(NamedTuple):
     def faults(self) -> list[str]:
         return [
             f"its drafts are shifted: they fit the text at {shifted - own} more of {self.positions} positions if they are "
-            f"taken {abs(shift)} token{'s' * (abs(shift) > 1)} {'later' if shift > 0 else 'earlier'}"
+            f"taken {SHIFTS[shift]}"
             for shift, (shifted, own) in self.fits.items()
             if shifted - own > max(ERRORS * sqrt(shifted + own), MIN_SHARE * self.positions)
         ]

@@ -183,6 +183,8 @@ def test_what_is_more_than_chance():
     assert fault == (
         "its drafts are shifted: they fit the text at 60 more of 200 positions if they are taken 1 token later"
     )
+    (fault,) = Alignment(200, {-1: (80, 20)}).faults
+    assert fault.endswith("if they are taken 1 token earlier, as those of a head that is hardly trained do")
 
 
 def text_line(decoder: str, text: int, seconds: float, repeat: int = 0, **more) -> dict:
