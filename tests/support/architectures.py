@@ -97,8 +97,9 @@ def pair(family: str, attention: str) -> Pair:
         if parameter.ndim < 2:  # norms, biases, sinks: at their initial 0 or 1 one left out would not show
             parameter.data += 0.3 * torch.randn_like(parameter)
     target = Target(copy.deepcopy(plain))
-    # transformers knows eager attention with sinks and soft caps, and only that
-    own = "eager" if attention == "eager" and family not in ("gpt_oss", "gemma2") else "foredraft"
+    # transformers only knows eager attention with sinks and soft caps; older versions said that sdpa had soft caps
+    only_eager = family in ("gpt_oss", "gemma2") and not plain._supports_sdpa
+    own = "eager" if attention == "eager" and not only_eager else "foredraft"
     assert target.model.config._attn_implementation == own
     assert plain.config._attn_implementation == attention
     return Pair(plain, target)

@@ -233,7 +233,7 @@ REFUSED = {
     "another kind of tokenizer": ({"metadata": {"tokenizer.ggml.model": "bert"}}, "has the kind 'bert'"),
     "an unknown architecture": ({"architecture": "perceptron"}, "its architecture 'perceptron'"),
     "weights without a place": ({"tensors": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, "weights"),
-    "half rotated heads": ({"metadata": {"llama.rope.dimension_count": 4}}, "ignore_mismatched_sizes"),
+    "half rotated heads": ({"metadata": {"llama.rope.dimension_count": 4}}, "do not fit its sizes"),
     "another rope scaling": ({"metadata": {"llama.rope.scaling.type": "longrope"}}, "rope scaling longrope"),
     "one of several parts": ({"metadata": {"split.count": 2}}, "one of 2 parts: join them"),
     "what sees images": (

@@ -74,10 +74,7 @@ def test_an_argument_that_would_be_ignored_is_refused(tmp_path: Path, name: str,
     ("typed", "remedy"),
     [
         ("trainer.optim=sgd", "trainer.optim=sgd is not one of adamw, muon"),
-        (
-            "+trainer.activation_checkpointing=true",
-            "trainer.activation_checkpointing=True has no effect on a head: lower",
-        ),
+        ("+trainer.use_liger_kernel=true", "trainer.use_liger_kernel=True has no effect on a head: it is for a model"),
         ("+trainer.train_sampling_strategy=random", "trainer.train_sampling_strategy=random has no effect on a head"),
     ],
 )
