@@ -147,7 +147,7 @@ def load(file: Path, dtype: torch.dtype, metadata: dict[str, Any], tensors: Any,
             )
     except Exception as error:  # from transformers or gguf: an unsupported architecture fails in several ways
         reason = str(error).strip().split("\n")[0]
-        if "ignore_mismatched_sizes" in reason:  # a setting of its own, and a report that is not shown
+        if "ignore_mismatched_sizes" in reason:  # a setting that users do not have, and a report that is not shown
             reason = "its weights do not fit its sizes"
         raise ValueError(
             f"target {file}: transformers cannot read its architecture {architecture!r} from GGUF ({reason}): give the model "
