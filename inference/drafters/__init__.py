@@ -65,17 +65,16 @@ def load_joined(paths: list[str], target: Target, tree: str = "auto", window: in
 
 def load(path: str, target: Target, revision: str | None, default_tree: str, **options: Any) -> Drafter:
     """Load one drafter like `load_drafter`. default_tree: for drafters without the option `tree`."""
-    prefers_chains = target.capabilities.prefers_chains
     if path == "none":
         return NoDrafter(**options)
     if path == "lookahead":
-        return Chain(Lookahead(**options)) if prefers_chains else Lookahead(**options)
+        return Chain(Lookahead(**options)) if target.capabilities.prefers_chains else Lookahead(**options)
     facts: dict[str, Any] = {"tree": default_tree, **options}
     if path in LOOKUPS:
-        return keep_measurements(load_lookup(path, target, **facts), target, path, options)
-    if path.startswith("draft:"):
-        head: DraftHead | Target
-        head = Target.from_pretrained(path.removeprefix("draft:"), dtype=target.dtype, device=target.device)
+        drafter = load_lookup(path, target, **facts)
+    elif path.startswith("draft:"):
+        model = Target.from_pretrained(path.removeprefix("draft:"), dtype=target.dtype, device=target.device)
+        drafter = drafter_for(model, target, **facts)
     elif "/" not in path and not Path(path).is_dir():
         raise ValueError(f"drafter {path!r} is not one of: {DRAFTER_NAMES}; or several of them joined by +")
     else:
@@ -85,8 +84,10 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
             head.window = check_window(facts.pop("window"), head.depth, "drafter.window")
         pack(head)
         facts["accuracies"] = read_config(directory).get("foredraft", {}).get("accuracies")
-        path = str(directory)
-    return keep_measurements(drafter_for(head, target, **facts), target, path, options)
+        path, drafter = str(directory), drafter_for(head, target, **facts)
+    if isinstance(drafter, AutoTree) and not target.is_collective:  # it starts from what earlier runs measured
+        drafter.memory.keep(about(target, path, options))
+    return drafter
 
 
 def load_lookup(path: str, target: Target, tree: str, reproducible: bool = False, **options: Any) -> Drafter:
@@ -101,13 +102,6 @@ def load_lookup(path: str, target: Target, tree: str, reproducible: bool = False
     auto = AutoTree(NoDrafter(), target)
     auto.add_suffix(lookup)
     return auto
-
-
-def keep_measurements(drafter: Drafter, target: Target, path: str, options: dict[str, Any]) -> Drafter:
-    """Let a drafter that measures start from what it learned in earlier runs with these options."""
-    if isinstance(drafter, AutoTree) and not target.is_collective:
-        drafter.memory.keep(about(target, path, options))
-    return drafter
 
 
 def drafter_for(
@@ -136,9 +130,9 @@ def drafter_for(
 
 def tree_of(drafter: Drafter) -> HeadTree | None:
     """Return the head's tree that a drafter proposes or sizes; None for a drafter without one, or with others next to it."""
-    if isinstance(drafter, AutoTree):
-        return drafter.inner if isinstance(drafter.inner, HeadTree) and not drafter.suffix else None
-    inner = drafter.inner if isinstance(drafter, AdaptiveLength) else drafter
+    if isinstance(drafter, AutoTree) and drafter.suffix:
+        return None
+    inner = drafter.inner if isinstance(drafter, AutoTree | AdaptiveLength) else drafter
     return inner if isinstance(inner, HeadTree) else None
 
 

@@ -112,23 +112,17 @@ class NoDrafter(Drafter):
         return bonus_only(accepted)
 
 
+def newest(x: Tensor, counts: Tensor) -> Tensor:
+    """Return the last real entries, (batch, 1, ...), of x (batch, new, ...). counts: (batch, 1)."""
+    if x.shape[1] == 1:
+        return x
+    last = (counts - 1).clamp(min=0)
+    return x.gather(1, last) if x.dim() == 2 else x.gather(1, last[:, :, None].expand(-1, 1, x.shape[-1]))
+
+
 def bonus_tokens(accepted: Accepted) -> Tensor:
     """Return the newest token of each sequence, (batch, 1)."""
-    return newest(accepted)[0]
-
-
-def newest(accepted: Accepted) -> tuple[Tensor, Tensor]:
-    """Return the bonus tokens (batch, 1), and the aux hidden states (batch, width) of the positions before them."""
-    tokens, hidden = accepted.tokens, accepted.aux_hidden_states
-    if has_no_padding(accepted):
-        return tokens[:, -1:], hidden[:, -1]
-    last = (accepted.device_counts - 1).clamp(min=0)
-    return tokens.gather(1, last), hidden.gather(1, last[:, :, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
-
-
-def has_no_padding(accepted: Accepted) -> bool:
-    """Return whether all sequences have the same number of real tokens."""
-    return min(accepted.counts) == accepted.tokens.shape[1]
+    return newest(accepted.tokens, accepted.device_counts)
 
 
 def select_layers(accepted: Accepted, layers: Sequence[int], wanted: Sequence[int]) -> Accepted:

@@ -11,7 +11,7 @@ from torch import Tensor
 from foredraft.heads.base import BlockHead, RecurrentHead
 from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.target_model import Target
-from foredraft.inference.drafters.base import Accepted, Drafter, pad_accepted
+from foredraft.inference.drafters.base import Accepted, Drafter, newest, pad_accepted
 from foredraft.inference.sampling import Sampling, temper
 from foredraft.inference.tree import TokenTree, from_parents
 
@@ -178,11 +178,3 @@ class CachedTree(Drafter):
         position = torch.zeros_like(parents).scatter(1, chosen, order)
         new_parents = position.gather(1, parents.gather(1, chosen))
         return from_parents(tokens.gather(1, chosen), new_parents, self.levels), ranks
-
-
-def newest(x: Tensor, counts: Tensor) -> Tensor:
-    """Return the last real entries, (batch, 1, ...), of x (batch, new, ...). counts: (batch, 1)."""
-    if x.shape[1] == 1:
-        return x
-    last = (counts - 1).clamp(min=0)
-    return x.gather(1, last) if x.dim() == 2 else x.gather(1, last[:, :, None].expand(-1, 1, x.shape[-1]))

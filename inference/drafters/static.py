@@ -98,7 +98,8 @@ class StaticTree(Drafter):
         self.sampling = sampling
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        tokens, aux_hidden_states = newest(accepted)
+        counts = accepted.device_counts
+        tokens, aux_hidden_states = newest(accepted.tokens, counts), newest(accepted.aux_hidden_states, counts)[:, 0]
         self.ranks = self.shapes[self.size].order.expand(len(tokens), -1)
         draft = partial(self.draft, self.shapes[self.size])
         return self.graphs(self.size, draft, tokens, aux_hidden_states, gumbel, self.sampling.temperature)

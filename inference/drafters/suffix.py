@@ -53,6 +53,17 @@ def likeliest(start: Trie, nodes: int, depth: int, width: int | None = None) -> 
     return drafts, expected
 
 
+class Followed:
+    """Follow a sequence in its own trie and in that of past outputs."""
+
+    def __init__(self, past: Trie):
+        self.text: list[int] = []
+        self.prompt: int | None = None  # length of its prompt; None until the first step
+        self.own, self.num_entered = Trie(), 0
+        # [n]: node of the suffix of n tokens in its own trie, and in the one of past outputs if it exists.
+        self.suffixes, self.matches = [self.own], [past]
+
+
 class SuffixDrafter(Drafter):
     def __init__(
         self, longest: int = 8, nodes: int = 16, per_match: float = 2.0, past: int = 20_000, width: int | None = None
@@ -72,37 +83,20 @@ class SuffixDrafter(Drafter):
         self.depth = min(nodes, longest) - 1
         self.remembers_others = past > 0
         self.past, self.remembered = Trie(), 0
-        self.texts: list[list[int]] = []
-        self.prompts: list[int | None] = []  # length of each sequence's prompt; None until its first step
+        self.sequences: list[Followed] = []
         self.expected: Sequence[float] = ()  # expected number of accepted drafts of each sequence in this step
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.retire(set(range(len(self.texts))))
-        self.own: list[Trie] = []
-        self.texts, self.prompts = [], []
-        self.num_entered: list[int] = []
-        # [slot][n]: node of the suffix of n tokens in the sequence's trie, and in the one of past outputs if it exists.
-        self.suffixes: list[list[Trie]] = []
-        self.matches: list[list[Trie]] = []
         self.select_sequences([None] * batch, capacity, sampling)
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.retire(set(range(len(self.texts))) - set(slots))
-        self.texts = [[] if slot is None else self.texts[slot] for slot in slots]
-        self.prompts = [None if slot is None else self.prompts[slot] for slot in slots]
-        self.own = [Trie() if slot is None else self.own[slot] for slot in slots]
-        self.num_entered = [0 if slot is None else self.num_entered[slot] for slot in slots]
-        pairs = zip(slots, self.own, strict=True)
-        self.suffixes = [[trie] if slot is None else self.suffixes[slot] for slot, trie in pairs]
-        self.matches = [[self.past] if slot is None else self.matches[slot] for slot in slots]
+        for slot, sequence in enumerate(self.sequences):
+            if slot not in slots:  # it has ended
+                self.remember(sequence.text[sequence.prompt :])
+        self.sequences = [Followed(self.past) if slot is None else self.sequences[slot] for slot in slots]
 
     def forget_outputs(self) -> None:
-        self.texts, self.past, self.remembered = [], Trie(), 0
-
-    def retire(self, slots: set[int]) -> None:
-        """Remember the outputs of the sequences in these slots, which have ended."""
-        for slot in sorted(slots):
-            self.remember(self.texts[slot][self.prompts[slot] :])
+        self.sequences, self.past, self.remembered = [], Trie(), 0
 
     def remember(self, output: list[int]) -> None:
         if self.remembered + len(output) > self.max_past:
@@ -115,22 +109,21 @@ class SuffixDrafter(Drafter):
         self.remembered += len(output)
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        pairs = zip(self.prompts, accepted.text, strict=True)
-        self.prompts = [len(text) - 1 if prompt is None else prompt for prompt, text in pairs]
-        self.texts = accepted.text
-        drafts, self.expected = zip(*(self.draft(slot, text) for slot, text in enumerate(accepted.text)))
+        pairs = zip(self.sequences, accepted.text, strict=True)
+        drafts, self.expected = zip(*(self.draft(sequence, text) for sequence, text in pairs))
         return trees(accepted, list(drafts), self.depth)
 
-    def draft(self, slot: int, text: list[int]) -> tuple[list[tuple[int, int]], float]:
+    def draft(self, sequence: Followed, text: list[int]) -> tuple[list[tuple[int, int]], float]:
         """Return the (token, parent) pairs below the bonus token, and the expected number of accepted ones."""
-        for token in text[self.num_entered[slot] :]:
-            suffixes = self.suffixes[slot][: self.longest]
-            self.suffixes[slot] = [self.own[slot], *(suffix.enter(token) for suffix in suffixes)]
-            longer = (match.children.get(token) for match in self.matches[slot][: self.longest])
-            self.matches[slot] = [self.past, *(match for match in longer if match is not None)]
-        self.num_entered[slot] = len(text)
+        sequence.prompt = len(text) - 1 if sequence.prompt is None else sequence.prompt
+        for token in text[sequence.num_entered :]:
+            suffixes = sequence.suffixes[: self.longest]
+            sequence.suffixes = [sequence.own, *(suffix.enter(token) for suffix in suffixes)]
+            longer = (match.children.get(token) for match in sequence.matches[: self.longest])
+            sequence.matches = [self.past, *(match for match in longer if match is not None)]
+        sequence.text, sequence.num_entered = text, len(text)
         best, score = list[tuple[int, int]](), 0.0
-        for suffixes in (self.suffixes[slot], self.matches[slot]):
+        for suffixes in (sequence.suffixes, sequence.matches):
             for length in range(len(suffixes) - 1, 0, -1):
                 nodes = min(self.nodes - 1, int(self.per_match * length))
                 if nodes <= score:
