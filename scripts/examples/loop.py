@@ -22,6 +22,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.train.data import stdlib
 from foredraft.words import shipped
 
+RATE = 5e-3  # the highest learning rate
 DEPTH_DECAY = 0.8  # a deeper draft counts less: it is only used if all drafts before it were accepted
 
 
@@ -63,10 +64,10 @@ def learn(head: DraftHead, target: Target, text: PackedBatch) -> tuple[Tensor, l
     return loss, accuracy
 
 
-def train(head: DraftHead, target: Target, ids: Tensor, steps: int, rows: int, length: int, rate: float) -> list[float]:
+def train(head: DraftHead, target: Target, ids: Tensor, steps: int, rows: int, length: int) -> list[float]:
     """Train the head, whose target stays frozen, and return the accuracy of the last step."""
-    optimizer = torch.optim.AdamW(head.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=rate, total_steps=steps)
+    optimizer = torch.optim.AdamW(head.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=RATE, total_steps=steps)
     head.train()
     for step, text in zip(range(1, steps + 1), batches(ids, rows, length, target.device)):
         loss, accuracy = learn(head, target, text)
@@ -98,7 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> Outcome:
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--rows", type=int, default=8, help="sequences per step")
     parser.add_argument("--length", type=int, default=256, help="tokens per sequence")
-    parser.add_argument("--rate", type=float, default=5e-3, help="highest learning rate")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens to decode")
     parser.add_argument("--save", help="folder for the head, which every engine of docs/heads/eagle3.md loads")
     options = parser.parse_args(arguments)
@@ -107,20 +107,14 @@ def main(arguments: Sequence[str] | None = None) -> Outcome:
     head = Eagle3Head.for_target(target, ttt_steps=3, draft_vocab_size=None)
     files = [Path(options.text).read_text()] if options.text else [text for _, text in stdlib.documents("train")]
     ids = torch.tensor(target.text_tokenizer("\n".join(files)[:2_000_000]).input_ids)
-    accuracy = train(head, target, ids, options.steps, options.rows, options.length, options.rate)
+    text, prompt = ids[:-64], ids[-64:]  # the head does not learn the prompt that it is measured on
+    accuracy = train(head, target, text, options.steps, options.rows, options.length)
     if options.save:
         save_head(head, options.save, target)
-    prompt = ids[-64:] if options.text else held_out(target)
     outcome = Outcome(accuracy, *decode(head, target, prompt[None].to(target.device), options.tokens))
     print(f"acceptance length {outcome.acceptance_length:.2f}, {outcome.speedup:.2f} times the autoregressive speed")
     print(f"text identical to the target's own: {outcome.identical}")
     return outcome
-
-
-def held_out(target: Target) -> Tensor:
-    """Return a prompt of a module that is not in the training text."""
-    _, text = next(stdlib.documents("test", tests=False))
-    return torch.tensor(target.text_tokenizer(text).input_ids[:64])
 
 
 if __name__ == "__main__":
