@@ -53,7 +53,11 @@ def main(cfg: DictConfig) -> None:
 def evaluate(cfg: DictConfig, output: Path) -> None:
     if not isinstance(cfg.drafter, ListConfig):
         cfg.drafter = [cfg.drafter]
-    audited = heads_of(cfg) if cfg.audit else []
+    audited = head_paths(cfg) if cfg.audit else []
+    if cfg.audit and not audited:
+        raise ValueError(
+            f"audit=true is for trained heads, and drafter={list(cfg.drafter)} names none: give a head's directory"
+        )
     target: Target = instantiate(cfg.target)
     check_same_run(output / "settings.json", cfg, target)
     prompts = read_prompts(cfg, target, output / "prompts.json")
@@ -82,19 +86,13 @@ def audit_heads(cfg: DictConfig, target: Target, paths: list[str], prompts: list
         print(f"\n{path}\n{table(audit(load_head(path, target, torch.float32), target, texts, counts))}")
 
 
-def heads_of(cfg: DictConfig) -> list[str]:
-    """Return the directories or repositories of the heads among the drafters. Raises ValueError if there are none."""
-    paths = head_paths(cfg)
-    if not paths:
-        raise ValueError(
-            f"audit=true is for trained heads, and drafter={list(cfg.drafter)} names none: give a head's directory"
-        )
-    return paths
+def paths_of(cfg: DictConfig) -> list[str]:
+    return [given if isinstance(given, str) else str(given.get("path", "")) for given in cfg.drafter]
 
 
 def head_paths(cfg: DictConfig) -> list[str]:
-    given = [options if isinstance(options, str) else str(options.get("path", "")) for options in cfg.drafter]
-    return [path for path in (spec.partition("+")[0] for spec in given) if "/" in path and ":" not in path]
+    """Return the directories or repositories of the heads among the drafters."""
+    return [path for path in (spec.partition("+")[0] for spec in paths_of(cfg)) if "/" in path and ":" not in path]
 
 
 def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
@@ -186,8 +184,7 @@ def with_variants(name: str, drafter: Drafter, target: Target, length: int) -> I
 
 def assistants(cfg: DictConfig) -> dict[str, str]:
     """Return the smaller models among the drafters, with which transformers can draft too."""
-    paths = [given if isinstance(given, str) else str(given.get("path", "")) for given in cfg.drafter]
-    return {path: path.removeprefix("draft:") for path in paths if path.startswith("draft:")}
+    return {path: path.removeprefix("draft:") for path in paths_of(cfg) if path.startswith("draft:")}
 
 
 if __name__ == "__main__":

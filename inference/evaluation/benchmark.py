@@ -7,6 +7,7 @@ change of the machine's speed affects all alike.
 Batches are faster, but only acceptance can be measured in them. A system with `batched` decodes all texts in batches first.
 """
 
+import itertools
 import json
 import os
 import time
@@ -29,8 +30,6 @@ Job = tuple[str, float, int, int]  # name of the system, temperature, number of 
 
 
 class Text(NamedTuple):
-    """Describe a prompt of the benchmark."""
-
     category: str
     tokens: list[int]
     ends: bool  # whether the text ends at an end token
@@ -63,7 +62,7 @@ class System(NamedTuple):
         return isinstance(self.drafter, dict)
 
     def decode(
-        self, target: Target, text: Text, new_tokens: int, temperature: float, seed: int
+        self, target: Target, text: Text, new_tokens: int, temperature: float, seed: int, timings: bool = False
     ) -> tuple[int, Generation | None]:
         """Return the number of new tokens, and the generation if foredraft decoded. A drafter forgets earlier outputs first,
         so that no text is drafted from itself."""
@@ -80,7 +79,7 @@ class System(NamedTuple):
         if self.drafter is not None:
             self.drafter.forget_outputs()
         settings = length_settings(new_tokens, text.ends) | {"temperature": temperature, "seed": seed}
-        out = generate(target, self.drafter, ids, **settings)
+        out = generate(target, self.drafter, ids, timings=timings, **settings)
         return len(out.new_tokens[0]), out
 
 
@@ -153,13 +152,10 @@ class Benchmark:
 
     def jobs(self, temperatures: list[float], repeats: int) -> Iterator[Job]:
         """Yield all jobs. Systems alternate fastest, so that changes of the machine's speed affect all of them."""
-        timed = self.timed_texts()
-        for repeat in range(repeats):
-            for temperature in temperatures:
-                for number in timed:
-                    for system in self.systems.values():
-                        if repeat == 0 or not system.once:
-                            yield system.name, temperature, number, repeat
+        nested = itertools.product(range(repeats), temperatures, self.timed_texts(), self.systems.values())
+        for repeat, temperature, number, system in nested:
+            if repeat == 0 or not system.once:
+                yield system.name, temperature, number, repeat
 
     def timed_texts(self) -> list[int]:
         """Return the numbers of the texts to decode alone, spread evenly over those that are not loops in the batches."""

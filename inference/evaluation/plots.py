@@ -6,6 +6,7 @@ color of a depth is the same in a line, a bar and a token. An empty chart is the
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from markupsafe import Markup, escape
@@ -70,13 +71,7 @@ def thin(points: Sequence[Point]) -> tuple[list[Point], int]:
 
 def finite_runs(points: Sequence[Point]) -> list[list[Point]]:
     """Return the runs of points without NaN."""
-    runs: list[list[Point]] = [[]]
-    for point in points:
-        if math.isfinite(point[1]):
-            runs[-1].append(point)
-        elif runs[-1]:
-            runs.append([])
-    return [run for run in runs if run]
+    return [list(run) for is_finite, run in groupby(points, lambda point: math.isfinite(point[1])) if is_finite]
 
 
 def line_chart(

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from statistics import median
 from typing import Any, NamedTuple
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.inference.drafters import AutoTree
@@ -20,9 +19,8 @@ from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.evaluation.alignment import check_alignment
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Line, System, Text
 from foredraft.inference.evaluation.lossless import audit, nodes_by_token
-from foredraft.inference.evaluation.measure import REPETITIVE, distinct, length_settings
+from foredraft.inference.evaluation.measure import REPETITIVE, distinct
 from foredraft.inference.evaluation.progress import track
-from foredraft.inference.generation import generate
 from foredraft.inference.text import Detokenizer
 
 ALL, LOOPS = "all", "loops"
@@ -229,13 +227,9 @@ def identity(benchmark: Benchmark, system: System, temperature: float) -> dict[s
 
 def stages(benchmark: Benchmark, system: System, temperature: float) -> dict[str, float]:
     """Return the seconds of a step's stages, on one text."""
-    assert not isinstance(system.drafter, dict)
-    text = benchmark.texts[len(benchmark.texts) // 2]
-    ids = torch.tensor([text.tokens], device=benchmark.target.device)
-    if system.drafter is not None:
-        system.drafter.forget_outputs()
-    settings = length_settings(benchmark.new_tokens, ends=False) | {"temperature": temperature, "seed": 0}
-    out = generate(benchmark.target, system.drafter, ids, timings=True, **settings)
+    text = benchmark.texts[len(benchmark.texts) // 2]._replace(ends=False)
+    _, out = system.decode(benchmark.target, text, benchmark.new_tokens, temperature, seed=0, timings=True)
+    assert out is not None, "one of ours"
     return {stage: seconds / max(1, len(out.steps)) for stage, seconds in out.seconds.items()}
 
 
