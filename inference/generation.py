@@ -34,8 +34,6 @@ OFF_AT_ONE |= {"encoder_repetition_penalty", "guidance_scale"}
 
 
 class Step(NamedTuple):
-    """Count the tokens of one step."""
-
     accepted: list[int]  # accepted drafts of each unfinished sequence, without the bonus token
     emitted: list[int]  # tokens added to each of these texts, with the bonus token, up to the end of the text
     nodes: int  # number of nodes of the tree, including the bonus token

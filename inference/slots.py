@@ -32,8 +32,6 @@ COMPARED = 64  # tokens that are compared at a time
 
 
 class RequestOutput(NamedTuple):
-    """Report what one step did for a request."""
-
     request: Request
     tokens: list[int]  # new tokens of its text: accepted drafts and the next bonus token, up to the end of the text
     accepted: int | None  # number of accepted drafts; None if the step prefilled the prompt
@@ -267,7 +265,6 @@ class Slots:
         self.accepted = select(self.accepted, order)._replace(text=[sequence.text for sequence in sequences])
 
     def swap(self, one: int, other: int) -> None:
-        """Swap two slots."""
         if one == other:
             return
         for cache in self.caches():

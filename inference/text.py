@@ -134,7 +134,6 @@ class Detokenizer:
         return self.decode(self.tokens[self.first :])[len(before) :]
 
     def end(self) -> str:
-        """Return the rest of the text."""
         new, rest = self.pending(), self.tokens[self.returned :]
         self.returned, self.pending_text = len(self.tokens), ""
         return new if self.token_texts.is_whole(rest, new) else new.rstrip(REPLACEMENT)

@@ -99,8 +99,6 @@ class Marks:
 
 @dataclass
 class Chat:
-    """Hold a conversation and answer its questions."""
-
     target: Target
     drafter: Drafter
     params: SamplingParams
@@ -144,8 +142,6 @@ class Chat:
 
 
 class AnswerWriter:
-    """Write an answer to the terminal."""
-
     def __init__(self, target: Target, prompt: list[int], marks: Marks):
         tokenizer = target.text_tokenizer
         self.detokenizer = Detokenizer(tokenizer, prompt=answer_context(tokenizer, prompt))

@@ -53,7 +53,6 @@ def answers() -> dict[str, dict[str, Any]]:
 
 
 def support() -> str:
-    """Return the table of heads and engines."""
     lines = []
     for kind, said in answers().items():
         cells = [verdict(f"{kind}.md#export", [said[name] for name in names]) for names in COLUMNS.values()]

@@ -81,7 +81,6 @@ class CachedTree(Drafter):
         self.nodes, self.levels = nodes, levels
 
     def to_target_ids(self, ids: Tensor) -> Tensor:
-        """Convert draft ids to target ids."""
         return ids if self.draft_ids is None else self.draft_ids[ids]
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:

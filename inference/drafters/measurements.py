@@ -211,7 +211,6 @@ class Measurements:
 
 
 def write(about: dict[str, Any], costs: dict[Case, Costs], hits: dict[bool, Hits], suffix: list[float]) -> None:
-    """Write what was learned."""
     measured = [[*case, found.dump()] for case, found in costs.items() if found.knows_plain]
     counts = {str(greedy): [found.tried, found.accepted] for greedy, found in hits.items()}
     if measured:

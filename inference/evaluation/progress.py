@@ -61,7 +61,6 @@ class Progress:
         return f"{self.what}: {self.done:,}{of} {self.unit}, {self.rate:,.{0 if self.rate >= 10 else 1}f}/s{left}"
 
     def close(self) -> None:
-        """Remove the bar."""
         if self.bar is not None:
             self.bar.close()
 

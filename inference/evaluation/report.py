@@ -24,8 +24,6 @@ Table = tuple[str, list[str], list[list[str]]]  # title, headings, rows
 
 
 class Report(NamedTuple):
-    """Hold what the page shows."""
-
     title: str  # "eagle3 for scripts/test_model"
     metrics: dict  # the content of metrics.json, or the metadata of the results
     results: Results | None  # None: nothing was decoded

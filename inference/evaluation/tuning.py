@@ -32,8 +32,6 @@ MOST = 1024  # requests, the end of the last range, unless more were measured
 
 
 class Tuning(NamedTuple):
-    """Hold what was measured."""
-
     reached: list[float]  # share of steps that accept at least d drafts, for d = 1, 2, ...
     seconds: dict[int, dict[int, float]]  # of a step, by requests and drafts; 0 drafts is decoding without
 

@@ -85,7 +85,6 @@ class Answer:
         return {"prompt_token_ids": self.prompts[0]} if self.chat and self.request.return_token_ids else {}
 
     def fields(self, piece: Piece, content: dict[str, Any]) -> dict[str, Any]:
-        """Return a choice."""
         logprobs = self.logprobs_field(piece.logprobs)
         fields = {"index": piece.choice, **content, "logprobs": logprobs, "finish_reason": piece.finish_reason}
         if self.request.return_token_ids:

@@ -7,8 +7,6 @@ from foredraft.inference.text import TokenTexts
 
 
 class TokenLogprob(NamedTuple):
-    """Describe a token at its position in a text."""
-
     token: int
     logprob: float | None  # None for the first token of a prompt
     best: Sequence[tuple[int, float]]  # the likeliest tokens at this position
