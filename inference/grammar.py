@@ -45,9 +45,6 @@ class Grammar:
         """Initialize with num_tokens, the size of the tokenizer's vocabulary, which may be larger than the target's."""
         self.matcher, self.eos_token_ids, self.num_tokens = matcher, eos_token_ids, num_tokens
 
-    def state(self) -> "GrammarState":
-        return GrammarState(self)
-
 
 class Grammars:
     """Compile grammars for a target's tokenizer, which is loaded once (about a second for 150k tokens)."""
@@ -124,8 +121,7 @@ class GrammarState:
     """Follow the position of one text in its grammar."""
 
     def __init__(self, grammar: Grammar):
-        self.matcher, self.eos_token_ids = grammar.matcher.deep_copy(), grammar.eos_token_ids
-        self.num_tokens = grammar.num_tokens
+        self.grammar, self.matcher = grammar, grammar.matcher.deep_copy()
         self.num_consumed = 0  # number of tokens of the text that the matcher has seen
 
     @property
@@ -151,7 +147,7 @@ class GrammarState:
             fill_next_token_bitmask(self.matcher, bits, node)
             for child in below[node]:
                 if self.matcher.is_stopped():
-                    if tokens[child] in self.eos_token_ids:
+                    if tokens[child] in self.grammar.eos_token_ids:
                         visit(child)
                 elif self.matcher.try_consume_tokens([tokens[child]]):
                     visit(child)
@@ -169,7 +165,7 @@ def allowed_tokens(
     """Return bits (batch, nodes, bytes) uint8 for `mask_forbidden`, all set for sequences without a state, and whether each
     grammar failed (batch,) bool. tree: tokens and parents, (2, batch, nodes)."""
     host_tokens, host_parents = tree.wait().tolist()
-    count = max([vocab, *(state.num_tokens for state in states if state is not None)])
+    count = max([vocab, *(state.grammar.num_tokens for state in states if state is not None)])
     bits = torch.full((len(texts), len(host_tokens[0]), (count + 31) // 32), -1, dtype=torch.int32)
     for row, state in enumerate(states):
         if state is not None and not state.failed:

@@ -109,7 +109,7 @@ class TargetSampler:
         for sequence in self.sequences:
             grammar = sequence.request.params.grammar
             if grammar is not None and sequence.grammar is None:
-                sequence.grammar = grammar.state()
+                sequence.grammar = GrammarState(grammar)
             states.append(sequence.grammar if sequence.finish_reason is None else None)
         if not any(states):
             return None, None
