@@ -35,13 +35,14 @@ def has_llamacpp() -> bool:
 
 def find_llamacpp() -> list[str]:
     """Return the command of the server. Raises ValueError if it is not installed."""
+    if found := shutil.which("llama-server"):
+        return [found]
     if not has_llamacpp():
         raise ValueError(
             "engine=llamacpp needs llama.cpp's server, but there is neither `llama-server` nor xllamacpp: install llama.cpp, "
             "or pip install xllamacpp, or set engine=foredraft"
         )
-    found = shutil.which("llama-server")
-    return [sys.executable, "-m", __name__] if found is None else [found]
+    return [sys.executable, "-m", __name__]
 
 
 def vllm_command(target: Target, drafter: str, name: str, host: str, port: int, max_num_seqs: int) -> list[str]:

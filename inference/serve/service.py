@@ -60,8 +60,6 @@ class EventStream(StreamingResponse):
 
 
 class Service:
-    """Provide what the routes share."""
-
     def __init__(
         self,
         worker: Worker,
@@ -154,7 +152,7 @@ class Service:
         if unknown:
             raise ValueError(f"stop_token_ids names {unknown}: tokens are 0 to {self.target.vocab_size - 1}")
         ends = frozenset([*([] if request.ignore_eos else self.target.eos_token_ids), *request.stop_token_ids])
-        params = request.sampling(self.target.vocab_size, grammar)
+        params = request.sampling(grammar)
         seed = secrets.randbits(62) if request.seed is None else request.seed
         trace = request.top_tokens if request.top_tokens is not None else 0 if request.trace else None
         rooms = [self.max_new_tokens(request, len(prompt), tenant) for prompt in prompts]

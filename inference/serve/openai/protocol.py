@@ -11,6 +11,7 @@ from foredraft.inference.grammar import Grammar
 from foredraft.inference.sampling import SamplingParams
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Tokens = Annotated[int, Field(ge=1, le=2**31)]
 UNSET_AT_MINUS_ONE = ("max_tokens", "max_completion_tokens", "seed")  # the maximum that fits; a random seed
 # Fields that would change an answer, and their values that would not.
@@ -93,7 +94,7 @@ class CommonRequest(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: dict[int, float] | None = Field(None, max_length=1024)
+    logit_bias: dict[int, Bias] | None = Field(None, max_length=1024)
     response_format: ResponseFormat | None = None
     store: bool | None = Field(None, description="false excludes this request from logs and from learning")
     trace: bool = Field(False, description="return the origin of each token, and the tree of its step")
@@ -150,12 +151,7 @@ class CommonRequest(BaseModel):
     def has_grammar(self) -> bool:
         return self.response_format is not None and self.response_format.type != "text"
 
-    def sampling(self, vocab: int, grammar: Grammar | None) -> SamplingParams:
-        """Return the sampling settings. Raises ValueError for a bias of a token that the target does not have."""
-        bias = tuple((self.logit_bias or {}).items())
-        for token, value in bias:
-            if not 0 <= token < vocab or not -100 <= value <= 100:
-                raise ValueError(f"logit_bias {token}: {value}: tokens are 0 to {vocab - 1}, values -100 to 100")
+    def sampling(self, grammar: Grammar | None) -> SamplingParams:
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k if self.top_k is not None and self.top_k > 0 else None,
@@ -164,7 +160,7 @@ class CommonRequest(BaseModel):
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=bias,
+            logit_bias=tuple((self.logit_bias or {}).items()),
             grammar=grammar,
         )
 

@@ -70,20 +70,19 @@ def call_format(request: CommonRequest, template: Any) -> ToolFormat | None:
 def answer_grammar(request: CommonRequest, template: Any, grammars: Grammars, closing: str = "") -> Grammar | None:
     """Return the grammar of an answer: calls of the forced tools, or its response_format, possibly with calls. closing: the
     mark that ends the reasoning that the prompt opens. Raises ValueError like `Grammars`."""
-    found, wanted = call_format(request, template), request.response_format
+    found, wanted, special = call_format(request, template), request.response_format, grammars.special
     schema: dict[str, Any] | None = None
     if wanted is not None and wanted.type != "text":
         schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.definition
-    if isinstance(request, ChatRequest) and request.tools:
+    rules = None if schema is None or not closing else f"start: answer\nanswer: {json_rule(schema)}"
+    if isinstance(request, ChatRequest) and request.tools and found is not None:
         many = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
-        if found is not None and forced_tools(request):
-            rules = call_rules(forced_tools(request), found, many, grammars.special)
-            return grammars.lark(after_reasoning(rules, closing, grammars.special))
-        if schema is not None and found is not None and found.is_forced and request.tool_choice != "none":
-            rules = call_rules(request.tools, found, many, grammars.special, schema)
-            return grammars.lark(after_reasoning(rules, closing, grammars.special))
-    if schema is not None and closing:
-        return grammars.lark(after_reasoning(f"start: answer\nanswer: {json_rule(schema)}", closing, grammars.special))
+        if forced := forced_tools(request):
+            rules = call_rules(forced, found, many, special)
+        elif schema is not None and found.is_forced and request.tool_choice != "none":
+            rules = call_rules(request.tools, found, many, special, schema)
+    if rules is not None:
+        return grammars.lark(after_reasoning(rules, closing, special))
     return None if schema is None else grammars.json_schema(schema)
 
 
