@@ -9,10 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
 from foredraft.heads.hub.card import MEASURED, TRAINING, aligned, duration, finite, lists, rows
 from foredraft.inference.evaluation import plots
-from foredraft.inference.evaluation.pages import write_page
-from foredraft.inference.evaluation.plots import Bar, Point, Series, depth_color
+from foredraft.inference.evaluation.plots import COLORS, DEPTHS, Bar, Point, Series, depth_color
 from foredraft.inference.evaluation.results import ALL, LOOPS, Results, Sample, Spread
 
 TIMES = "\u00d7"
@@ -55,9 +57,22 @@ def write_report(directory: Path, report: Report) -> None:
         "categories": [] if results is None else list(tables(results, categories(results))),
         "stages": [] if results is None else stage_lines(results),
     }
-    write_page(directory / "report.html", "report.html.jinja", **values)
+    write_page(directory / "report.html", values)
     if results is not None:
         write_figures(directory, results)
+
+
+def write_page(path: Path, values: dict[str, Any]) -> None:
+    """Write a page without scripts, which loads nothing (its content policy forbids it), so that it can be mailed, archived
+    and opened years later."""
+    loader = PackageLoader("foredraft.inference.evaluation")
+    pages = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    # A parser would turn a raw carriage return into a newline.
+    pages.filters["verbatim"] = lambda text: Markup(str(escape(text)).replace("\r", "&#13;"))
+    pages.globals |= {"colors": COLORS, "last_depth": len(DEPTHS)}
+    # A byte-level token can end within a character. Characters that cannot be encoded are replaced.
+    page = pages.get_template("report.html.jinja").render(values)
+    path.write_text(page, encoding="utf-8", errors="replace", newline="\n")
 
 
 def write_figures(directory: Path, results: Results) -> None:
