@@ -58,11 +58,6 @@ class SamplingParams:
         """Return whether most tokens have probability 0."""
         return bool(self.top_k or self.top_p or self.min_p or self.grammar)
 
-    @property
-    def has_penalties(self) -> bool:
-        """Return whether the logits depend on the text so far."""
-        return bool(self.repetition_penalty or self.presence_penalty or self.frequency_penalty)
-
 
 class Sampling(NamedTuple):
     """Hold the settings of a batch as tensors, (batch, 1, 1) each; None if no sequence uses a setting.

@@ -33,7 +33,8 @@ class TargetSampler:
             self.noise = Noise(seeds, vocab, device)
         self.seen: Tensor | None = None  # (batch, vocab) bool: whether prompt or text contain the token
         self.counts: Tensor | None = None  # (batch, vocab) int64: occurrences of the token in the new text
-        if any(settings.has_penalties for settings in params):
+        penalties = self.sampling.repetition_penalty, self.sampling.presence_penalty, self.sampling.frequency_penalty
+        if any(penalty is not None for penalty in penalties):
             counts = [
                 [torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=vocab)[:vocab] for text in texts]
                 for texts in zip(*((sequence.text, sequence.new_tokens) for sequence in sequences))

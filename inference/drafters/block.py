@@ -49,14 +49,10 @@ class BlockTree(CachedTree):
         self.cached_pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        self.precompute_pairs()
-        return super().propose(accepted, gumbel)
-
-    def precompute_pairs(self) -> None:
-        """Compute all pairs before a graph is captured, because they are copied from the host."""
         parents = 1
-        for _ in range(self.levels):
+        for _ in range(self.levels):  # all pairs, before a graph is captured, because they are copied from the host
             parents = min(self.width, self.nodes - 1, len(self.pairs(parents)[0]))
+        return super().propose(accepted, gumbel)
 
     def pairs(self, parents: int) -> tuple[Tensor, Tensor]:
         """Return the (parent, guess) pairs that can be among the best nodes of a level, (n,) each, on the device."""

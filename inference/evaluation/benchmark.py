@@ -110,10 +110,6 @@ class Lines:
         return [line for line in self.lines if line["kind"] == kind]
 
 
-def job_of(line: Line) -> Job:
-    return line["decoder"], line["temperature"], line["text"], line["repeat"]
-
-
 def counts(out: Generation, number: int = 0) -> Line:
     """Return what the steps of a sequence of the batch counted."""
     places = [(step, step.sequences.index(number)) for step in out.steps if number in step.sequences]
@@ -145,7 +141,7 @@ class Benchmark:
         for system in [system for system in self.systems.values() if system.batched]:
             for temperature in temperatures:
                 self.attempt(system.name, self.decode_batches, system, temperature)
-        done = {job_of(line) for line in self.lines.of("text")}
+        done = {(line["decoder"], line["temperature"], line["text"], line["repeat"]) for line in self.lines.of("text")}
         left = [job for job in self.jobs(temperatures, repeats) if job not in done]
         for job in track(left, "decoding", "texts"):
             self.attempt(job[0], self.decode, *job)
