@@ -34,13 +34,11 @@ def open_drafter(
     *,
     revision: str | None = None,
     tree: str | None = None,
-    reproducible: bool = False,
     nodes: int | None = None,
     depth: int | None = None,
     width: int | None = None,
     min_probability: float | None = None,
     min_confidence: float | None = None,
-    confidence: float | None = None,
     longest: int | None = None,
     per_match: float | None = None,
     past: int | None = None,
@@ -49,5 +47,5 @@ def open_drafter(
     guesses: int | None = None,
 ) -> Drafter:
     """Load a drafter with the options that are not null. Each drafter has some of them, and raises TypeError for others."""
-    options = {name: value for name, value in locals().items() if value is not None and value is not False}
+    options = {name: value for name, value in locals().items() if value is not None}
     return load_drafter(**options)

@@ -101,6 +101,8 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
 OF_MEDUSA2 = "it was a setting of head=medusa2, which was removed"
 # Keys and choices that are gone -> why, and the remedy.
 REMOVED = {
+    "drafter.confidence": "it belonged to drafter.tree=adaptive. Use drafter.tree=auto, which measures what pays",
+    "drafter.tree=adaptive": "use drafter.tree=auto, which measures how deep it pays to draft",
     "head.alpha": OF_MEDUSA2,
     "head.lora_alpha": OF_MEDUSA2,
     "hidden_states.top_k": "use hidden_states.dtype=float8 for a smaller store, which keeps all of the target's distribution",

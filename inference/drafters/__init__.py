@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
 from foredraft.heads.checkpoint import find, load_head, read_config
 from foredraft.heads.draft_model import DraftModelHead
@@ -19,7 +17,7 @@ from foredraft.inference.drafters.dynamic import DynamicTree
 from foredraft.inference.drafters.lookahead import Lookahead
 from foredraft.inference.drafters.measurements import about
 from foredraft.inference.drafters.ngram import NgramDrafter
-from foredraft.inference.drafters.policy import AdaptiveLength, AutoTree, HeadTree
+from foredraft.inference.drafters.policy import AutoTree, HeadTree
 from foredraft.inference.drafters.static import StaticTree
 from foredraft.inference.drafters.suffix import SuffixDrafter
 from foredraft.inference.drafters.union import Union
@@ -33,10 +31,11 @@ def load_drafter(path: str | Path, target: Target, revision: str | None = None, 
 
     path: "none" (autoregressive decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's
     directory or Hub id (revision: its branch, tag or commit), or several of these joined by "+" (`load_joined`). Heads and
-    draft models have the option `tree` (`with_tree_policy`), "auto" by default. Of "ngram" and "suffix" it is "auto", which
-    drafts only when it pays, or "fixed".
+    draft models have the option `tree` (`drafter_for`), "auto" by default. Of "ngram" and "suffix" it is "auto", which drafts
+    only when it pays, or "fixed".
     """
     path = str(path)
+    check_tree(options.get("tree", "auto"))
     if "+" in path and not Path(path).is_dir():
         return load_joined(path.split("+"), target, **options)
     return load(path, target, revision, "auto", **options)
@@ -45,8 +44,6 @@ def load_drafter(path: str | Path, target: Target, revision: str | None = None, 
 def load_joined(paths: list[str], target: Target, tree: str = "auto", window: int | None = None) -> Drafter:
     """Load several drafters. A head and "suffix": each step uses the one that promises more tokens per second (policy.py).
     Other drafters, or tree="fixed": the union of their trees. It sizes no head's tree, whose share of the time is unknown."""
-    if tree not in ("auto", "fixed"):
-        raise ValueError(f"tree={tree} is not one of auto, fixed, which drafters joined by + support")
     if "" in paths:
         raise ValueError(f"drafter {'+'.join(paths)!r} lacks a drafter next to a +: add it, or remove the +")
     windows = [{} if window is None or path in ("none", *LOOKUPS) else {"window": window} for path in paths]
@@ -90,14 +87,12 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
     return drafter
 
 
-def load_lookup(path: str, target: Target, tree: str, reproducible: bool = False, **options: Any) -> Drafter:
-    """Return the drafter "ngram" or "suffix". reproducible: see `with_tree_policy`."""
-    if tree not in ("auto", "fixed"):
-        raise ValueError(f"tree={tree} is not one of auto, fixed, which {path} supports")
+def load_lookup(path: str, target: Target, tree: str, **options: Any) -> Drafter:
+    """Return the drafter "ngram" or "suffix"."""
     if path == "suffix" and target.capabilities.prefers_chains:
         options = {"width": 1} | options
     lookup = NgramDrafter(**options) if path == "ngram" else SuffixDrafter(**options)
-    if tree == "fixed" or (reproducible and lookup.branches and target.dtype != torch.float32):
+    if tree == "fixed":
         return lookup
     auto = AutoTree(NoDrafter(), target)
     auto.add_suffix(lookup)
@@ -109,12 +104,13 @@ def drafter_for(
     target: Target,
     accuracies: list[list[float]] | None = None,
     tree: str = "fixed",
-    confidence: float | None = None,
-    reproducible: bool = False,
     **options: Any,
 ) -> Drafter:
     """Return the drafter for a head, or for a smaller model. accuracies: of a head's guesses per depth and rank, for a static
-    tree. tree, confidence, reproducible: see `with_tree_policy`."""
+    tree. tree: "fixed" proposes the same size in every step; "auto" chooses the size by measured cost and acceptance
+    (policy.py). If the target prefers chains (half precision on a CPU), both are chains unless `width` asks for branches.
+    Where branching trees do not keep bits (half precision on a GPU), the measured size of "auto" may decide near-ties."""
+    check_tree(tree)
     inner: HeadTree
     if isinstance(head, Target | DraftModelHead):
         inner = DraftModel(head, target, **options)
@@ -125,14 +121,19 @@ def drafter_for(
     else:
         assert isinstance(head, ParallelHead)
         inner = StaticTree(head, target, accuracies=accuracies, **options)
-    return with_tree_policy(inner, target, tree, confidence, reproducible)
+    return inner if tree == "fixed" else AutoTree(inner, target)
+
+
+def check_tree(tree: str) -> None:
+    if tree not in ("auto", "fixed"):
+        raise ValueError(f"tree={tree} is not one of auto, fixed")
 
 
 def tree_of(drafter: Drafter) -> HeadTree | None:
     """Return the head's tree that a drafter proposes or sizes; None for a drafter without one, or with others next to it."""
     if isinstance(drafter, AutoTree) and drafter.suffix:
         return None
-    inner = drafter.inner if isinstance(drafter, AutoTree | AdaptiveLength) else drafter
+    inner = drafter.inner if isinstance(drafter, AutoTree) else drafter
     return inner if isinstance(inner, HeadTree) else None
 
 
@@ -145,30 +146,7 @@ def chain_of(tree: HeadTree, target: Target, length: int) -> HeadTree:
     return type(tree)(tree.head, target, **settings)  # type: ignore[arg-type]  # each type has another type of head
 
 
-def with_tree_policy(
-    inner: HeadTree, target: Target, tree: str, confidence: float | None = None, reproducible: bool = False
-) -> Drafter:
-    """Apply a policy to a tree. "fixed" proposes the same size in every step. "auto" chooses the size by measured cost and
-    acceptance, up to `inner`. "adaptive" drafts as deep as it pays off and stops below `confidence` (both in policy.py).
-    If the target prefers chains (half precision on a CPU), all are chains unless `width` asks for branches. reproducible:
-    replace "auto" by "fixed" for branching trees in half precision, where the measured size may decide near-ties."""
-    if tree not in ("fixed", "auto", "adaptive"):
-        raise ValueError(f"tree={tree} is not one of fixed, auto, adaptive")
-    if tree != "adaptive" and confidence is not None:
-        raise ValueError(f"confidence={confidence} requires tree=adaptive, not tree={tree}")
-    if tree == "fixed" or (tree == "auto" and reproducible and inner.branches and target.dtype != torch.float32):
-        return inner
-    if tree == "auto":
-        return AutoTree(inner, target)
-    if not isinstance(inner, DynamicTree):
-        raise ValueError(
-            "a head that drafts all depths at once does not support tree=adaptive: use tree=auto, which sizes its tree"
-        )
-    return AdaptiveLength(inner) if confidence is None else AdaptiveLength(inner, confidence)
-
-
 __all__ = [
-    "AdaptiveLength",
     "AutoTree",
     "BlockTree",
     "Chain",
@@ -185,5 +163,4 @@ __all__ = [
     "drafter_for",
     "load_drafter",
     "tree_of",
-    "with_tree_policy",
 ]

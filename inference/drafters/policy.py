@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.sharding import broadcast
-from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, PendingAccepted, Wrapper, bonus_only
+from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, PendingAccepted, bonus_only
 from foredraft.inference.drafters.block import BlockTree
 from foredraft.inference.drafters.dynamic import DynamicTree
 from foredraft.inference.drafters.measurements import PLAIN, Case, Measurements, Plan
@@ -219,35 +219,3 @@ class AutoTree(Drafter):
         if seconds is not None:
             self.since_plain = 0 if self.plan == PLAIN else self.since_plain + 1
         self.plan = self.next_plan()
-
-
-class AdaptiveLength(Wrapper):
-    """Draft as deep as it paid off lately, and stop early if the draft is not confident.
-
-    The number of levels follows acceptance, as in transformers' assisted generation: two more after a tree was accepted down
-    to its last level, one fewer otherwise. Within a step, drafting stops when no branch is likely (similar to BiLD, Kim et
-    al., arXiv:2302.07863)."""
-
-    inner: DynamicTree
-
-    def __init__(self, inner: DynamicTree, confidence: float = 0.2):
-        """Initialize the policy. inner: tree or chain of a head or draft model, with the maximum number of levels.
-        confidence: drafting stops when the best branch has a smaller probability, as the draft scores it, in all sequences; 0
-        disables this. The check waits for the device once per level."""
-        if not 0 <= confidence < 1:
-            raise ValueError(f"confidence={confidence} must be a probability below 1; 0 drafts all levels")
-        super().__init__(inner)
-        self.levels = inner.depth
-        inner.should_stop = (lambda scores: bool(scores.max() < math.log(confidence))) if confidence else None
-
-    @property
-    def depth(self) -> int:  # type: ignore[override]
-        return self.levels
-
-    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        self.inner.resize(self.nodes, self.levels)
-        return self.inner.propose(accepted, gumbel)
-
-    def observe(self, paths: list[list[int]], choices: Tensor) -> None:
-        deepest = max(len(path) for path in paths) - 1
-        self.levels = min(self.inner.depth, self.levels + 2) if deepest == self.levels else max(1, self.levels - 1)

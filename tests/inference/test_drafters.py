@@ -1,6 +1,5 @@
 """What every drafter promises: the target's own text, whatever it drafts; and what each of them drafts."""
 
-import itertools
 from functools import partial
 
 import pytest
@@ -15,7 +14,6 @@ from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.medusa import MedusaHead
 from foredraft.inference import Engine, Request, generate, load_drafter
 from foredraft.inference.drafters import (
-    AdaptiveLength,
     AutoTree,
     Chain,
     Drafter,
@@ -56,8 +54,6 @@ def suffix_or(head: AutoTree) -> AutoTree:
 DRAFTERS = {
     "lookahead of one column": lambda target: Lookahead(window=1, ngram=2, guesses=1),
     "draft model, auto": lambda target: AutoTree(DraftModel(random_model(3), target, min_probability=0), target),
-    "draft chain, adaptive": lambda target: AdaptiveLength(DraftModel(random_model(3), target, 6, 5, 1)),
-    "head, adaptive": lambda target: AdaptiveLength(eagle(target), confidence=0.5),
     "several draft models": lambda target: Union(
         [DraftModel(random_model(seed), target, min_probability=0) for seed in (3, 1)]
     ),
@@ -237,29 +233,6 @@ def test_a_union_accepts_at_least_what_each_accepts_alone(small):
     assert max(step.nodes for step in steps) <= 9
 
 
-def test_adaptive_length_follows_what_was_accepted(small):
-    itself = DraftModel(small, small, nodes=8, depth=7, width=1)
-    drafter = AdaptiveLength(itself, confidence=0.0)
-    drafter.levels = 1
-    ids = torch.tensor([prompt(9)])
-    out = generate(small, drafter, ids, max_new_tokens=40, eos_token_id=-1)
-    assert [step.nodes for step in out.steps][:4] == [2, 4, 6, 8]
-    stranger = AdaptiveLength(DraftModel(random_model(8), small, nodes=8, depth=7, width=1), confidence=0.0)
-    out = generate(small, stranger, ids, max_new_tokens=20, eos_token_id=-1, temperature=1.0, seed=0)
-    nodes = [step.nodes for step in out.steps]
-    assert nodes[0] == 8 and min(nodes) == 2 and all(a - b <= 1 for a, b in itertools.pairwise(nodes))
-
-
-@torch.inference_mode()
-def test_adaptive_length_stops_where_the_draft_is_not_sure(small):
-    head = eagle(small).head
-    for confidence, levels in ((1e-6, 4), (0.999, 1)):
-        chain = DynamicTree(head, small, nodes=5, depth=4, width=1, min_probability=0)  # no node of which is left out
-        drafter = begun(AdaptiveLength(chain, confidence))
-        step = accepted([1, 2, 3], width=len(drafter.layers) * small.hidden_size)
-        assert drafter.propose(step, None).depths.max() == levels
-
-
 @torch.inference_mode()
 def test_a_tree_stops_where_little_is_left_to_gain_in_any_row(small):
     head = eagle(small).head
@@ -288,12 +261,7 @@ def test_short_words_name_drafters(target, tiny_path):
     assert isinstance(load(f"draft:{tiny_path}"), AutoTree) and isinstance(
         load(f"draft:{tiny_path}", tree="fixed"), DraftModel
     )
-    assert isinstance(load(f"draft:{tiny_path}", tree="adaptive", confidence=0.3), AdaptiveLength)
     assert isinstance(load(f"draft:{tiny_path}", tree="auto", nodes=4), AutoTree)
-    assert isinstance(load(f"draft:{tiny_path}", reproducible=True), AutoTree)  # exact in float32 whatever a clock says
-    half = Target.from_pretrained(tiny_path, dtype="bfloat16", device="cpu")
-    half.capabilities.prefers_chains = False  # else any chain keeps every bit
-    assert isinstance(load_drafter(f"draft:{tiny_path}", half, reproducible=True), DraftModel)
 
 
 def test_a_heads_window_can_be_set_for_drafting(target, tmp_path):
@@ -323,10 +291,8 @@ def test_bad_settings_are_named(target, tiny_path):
         ("lookahead", {"ngram": 1}, "ngram=1"),
         (draft, {"width": 0}, "width=0"),
         (draft, {"tree": "wide"}, "tree=wide"),
-        (draft, {"confidence": 0.3}, "tree=adaptive"),
-        (f"{draft}+suffix", {"tree": "adaptive"}, "tree=adaptive is not one of auto, fixed"),
+        (f"{draft}+suffix", {"tree": "wide"}, "tree=wide is not one of auto, fixed"),
         ("suffix+", {}, r"'suffix\+' lacks a drafter next to a \+"),
-        (draft, {"tree": "adaptive", "confidence": 1.5}, r"confidence=1\.5"),
     ):
         with pytest.raises(ValueError, match=message):
             load_drafter(spec, target, **options)
@@ -336,8 +302,8 @@ def test_bad_settings_are_named(target, tiny_path):
         Union([NgramDrafter()])
     with pytest.raises(ValueError, match="nodes=1"):
         StaticTree(MedusaHead.for_target(target), target, nodes=1)
-    with pytest.raises(ValueError, match="does not support tree=adaptive"):
-        drafter_for(MedusaHead.for_target(target), target, tree="adaptive")
+    with pytest.raises(ValueError, match="tree=wide is not one of"):
+        drafter_for(MedusaHead.for_target(target), target, tree="wide")
 
 
 class Largest(TorchDispatchMode):
