@@ -49,7 +49,7 @@ class HeadFiles(NamedTuple):
     def speculative_tokens(self, usual: int) -> int:
         """Return the number of drafts that files of the speculators package recommend, and `usual` for other files."""
         methods = self.config.get("speculators_config", {}).get("proposal_methods") or [{}]
-        return self.check_depth("speculative_tokens", methods[0].get("speculative_tokens", usual))
+        return self.check_number("speculative_tokens", methods[0].get("speculative_tokens", usual))
 
     def check_sizes(self, settings: dict[str, Any], *names: str) -> None:
         """Raise ValueError for a size that cannot be."""
@@ -57,10 +57,10 @@ class HeadFiles(NamedTuple):
             if type(settings[name]) is not int or settings[name] < 1:
                 raise self.error(f"config.json has {name}={settings[name]!r}, which is not a size")
 
-    def check_depth(self, name: str, value: Any) -> int:
-        """Return `value` of the setting `name`, a number of drafts. Raises ValueError for an impossible one."""
-        if type(value) is not int or not 1 <= value <= LARGEST_DEPTH:
-            raise self.error(f"config.json has {name}={value!r}; a number from 1 to {LARGEST_DEPTH} is needed")
+    def check_number(self, name: str, value: Any, least: int = 1, most: int = LARGEST_DEPTH) -> int:
+        """Return `value` of the setting `name`. Raises ValueError unless it is a whole number in this range."""
+        if type(value) is not int or not least <= value <= most:
+            raise self.error(f"config.json has {name}={value!r}, which must lie between {least} and {most}")
         return value
 
 
@@ -158,10 +158,8 @@ def weight_problems(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> 
         if ours.shape != theirs.shape:
             shapes = f"{tuple(theirs.shape)} in the file, {tuple(ours.shape)} by its config and the target"
             problems.append(f"{name} is {shapes}")
-        elif ours.is_floating_point() != theirs.is_floating_point() or ours.is_complex() != theirs.is_complex():
+        elif ours.dtype != theirs.dtype and not (ours.is_floating_point() and theirs.is_floating_point()):
             problems.append(f"{name} is {theirs.dtype}, which is not the kind of number it should be ({ours.dtype})")
-        elif not ours.is_floating_point() and ours.dtype != theirs.dtype:
-            problems.append(f"{name} is {theirs.dtype}, not {ours.dtype}")
     return problems
 
 
@@ -174,25 +172,21 @@ def check_settings(files: HeadFiles, settings: dict[str, Any], supported: dict[s
 
 
 def drop_copy(files: HeadFiles, name: str, module: Any, target: Target) -> HeadFiles:
-    """Return the files without `name`, the frozen copy of this module of the target. Raises ValueError if it is not a
-    copy."""
-    weights, stored, ours = dict(files.weights), files.weights.get(name), full_tensor(module.weight)
+    """Return the files without `name`, a frozen copy of this module of the target. Raises ValueError if it is not one."""
+    rest = {other: tensor for other, tensor in files.weights.items() if other != name}
+    stored, ours = files.weights.get(name), full_tensor(module.weight)
     if stored is None or not ours.is_floating_point():  # a quantized lm_head cannot be compared
-        weights.pop(name, None)
-        return files._replace(weights=weights)
+        return files._replace(weights=rest)
     rows = target.vocab_size
     if stored.ndim == 2 and min(len(stored), len(ours)) >= rows:  # either may have padding, or rows for image tokens
         stored, ours = stored[:rows], ours[:rows]
     if stored.shape != ours.shape:
-        raise files.error(
-            f"{name} is {tuple(stored.shape)} in the file, {tuple(ours.shape)} in the target {target.name}"
-        )
+        raise files.error(f"{name} is {tuple(stored.shape)} in the file, {tuple(ours.shape)} in {target.name}")
     # Either side may have been rounded to bfloat16 (8 bits) or float16 (whose smallest numbers lose more).
     if not torch.allclose(stored.float(), ours.detach().float().cpu(), rtol=2**-7, atol=1e-6):
         what = name.removesuffix(".weight")
         raise files.error(f"{name} differs from the {what} of {target.name}: it was trained for another target")
-    del weights[name]
-    return files._replace(weights=weights)
+    return files._replace(weights=rest)
 
 
 def drop_embeddings(files: HeadFiles, target: Target) -> HeadFiles:

@@ -64,10 +64,7 @@ class DFlashFormat(Format):
         check_settings(files, block, {"attention_mode": "gqa"})
         settings = layer_settings(files, layer, target, count=layer["num_hidden_layers"])
         anchor_drafts = next((bool(block[name]) for name in LAYOUT if block.get(name) is not None), None)
-        if type(block["mask_token_id"]) is not int or not 0 <= block["mask_token_id"] < target.vocab_size:
-            raise files.error(
-                f"mask_token_id={block['mask_token_id']} must lie between 0 and {target.vocab_size - 1}, the target's tokens"
-            )
+        files.check_number("mask_token_id", block["mask_token_id"], 0, target.vocab_size - 1)
         causal = {bool(block[name]) for name in CAUSAL if block.get(name) is not None}
         if len(causal) > 1:
             raise files.error(f"config.json has both true and false among {', '.join(CAUSAL)}")
@@ -86,7 +83,7 @@ class DFlashFormat(Format):
         return settings | {
             "num_hidden_layers": layer["num_hidden_layers"],
             "draft_vocab_size": draft_vocabulary(files, target),
-            "block_size": files.check_depth("block_size", block["block_size"]),
+            "block_size": files.check_number("block_size", block["block_size"]),
             "sliding_window": window if SLIDING in types else None,
             "layer_types": types,
             "dflash_config": self.kind_settings(files, block),

@@ -38,9 +38,7 @@ class EagleFormat(Format):
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         config = files.config.get("model") if files.config.get("model_type") == "eagle" else files.config
         if not isinstance(config, dict):
-            raise files.error(
-                "config.json has model_type=eagle, which needs its settings under model, but there are none"
-            )
+            raise files.error("config.json has model_type=eagle without the settings under model that belong to it")
         check_settings(files, config, {"draft_vocab_size": target.vocab_size})
         return layer_settings(files, config, target)
 

@@ -103,12 +103,9 @@ def check_supported_drafter(config: dict[str, Any], where: str | Path) -> None:
             "head=medusa for its target"
         )
     for name in (str(name).lower() for name in names if name not in (None, "Eagle3Speculator", "PEagleSpeculator")):
-        unsupported = next((words for part, words in DRAFTERS.items() if part in name), None)
-        if unsupported:
-            what, remedy = unsupported
-            raise ValueError(
-                f"the head in {where} is {what}, which is not supported: {remedy}, or choose another ({KNOWN})"
-            )
+        for what, remedy in (words for part, words in DRAFTERS.items() if part in name):
+            sentence = f"is {what}, which is not supported: {remedy}, or choose another ({KNOWN})"
+            raise ValueError(f"the head in {where} {sentence}")
 
 
 def read_json(path: Path) -> object:
@@ -162,9 +159,7 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
 def check_zip(path: Path) -> None:
     """Raise ValueError unless `path` is a zip as torch.save writes it."""
     if not zipfile.is_zipfile(path):
-        raise ValueError(
-            f"{path} is not a zip file, as torch.save writes since 1.6: save it again, best as safetensors"
-        )
+        raise ValueError(f"{path} is not a zip file, which torch.save writes since 1.6: save it again as safetensors")
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()

@@ -15,8 +15,7 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def resolve_layer_ids(files: HeadFiles, target: Target) -> list[int]:
-    """Return the fused layers as ids of `hidden_states`, ascending. Raises ValueError if they are ambiguous or do not fit
-    the target."""
+    """Return the fused layers as ids of `hidden_states`. Raises ValueError if they are ambiguous or do not fit."""
     n, inside = target.num_layers, files.config.get("eagle_config") or {}
     top, eagle = read_ids(files, IDS, files.config.get(IDS)), read_ids(files, f"eagle_config.{IDS}", inside.get(IDS))
     recorded = read_ids(files, "foredraft.layers", files.config.get("foredraft", {}).get("layers"))
@@ -34,9 +33,7 @@ def resolve_layer_ids(files: HeadFiles, target: Target) -> list[int]:
     else:
         ids = infer_layer_ids(files, target, top if top is not None else eagle or [], in_eagle_config=top is None)
     if sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] <= n:
-        raise files.error(
-            f"it takes hidden states {ids} (0 is the embedding); they must ascend within the target's 0..{n}"
-        )
+        raise files.error(f"it takes hidden states {ids} (0 is the embedding), which must ascend within 0..{n}")
     return ids
 
 
@@ -54,8 +51,7 @@ def default_ids(files: HeadFiles, n: int) -> list[int]:
 
 
 def infer_layer_ids(files: HeadFiles, target: Target, ids: list[int], in_eagle_config: bool) -> list[int]:
-    """Return ids that are in one place as ids of hidden_states. Raises ValueError with the remedy if the evidence is
-    mixed."""
+    """Return ids that are in one place as ids of hidden_states. Raises ValueError with the remedy if in doubt."""
     n, gpt_oss = target.num_layers, target.config.model_type == "gpt_oss"
     outputs, states = [k + 1 for k in ids], ids
     if ids == [1, n // 2 - 1, n - 4]:

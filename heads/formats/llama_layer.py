@@ -38,10 +38,8 @@ def layer_settings(
     heads = settings["num_attention_heads"]
     if heads % (settings.get("num_key_value_heads") or heads):
         raise files.error(f"{heads} attention heads cannot share {settings['num_key_value_heads']} key/value heads")
-    if count is None and settings.get("num_hidden_layers", 1) != 1:
-        files.notes.append(
-            f"config.json has num_hidden_layers={settings['num_hidden_layers']}, but the weights are of one layer"
-        )
+    if count is None and (stated := settings.get("num_hidden_layers", 1)) != 1:
+        files.notes.append(f"config.json has num_hidden_layers={stated}, but the weights are of one layer")
     sliding, window = settings.get("layer_types") == [SLIDING], settings.get("sliding_window")
     if sliding and windowed and not shown:
         depth = settings.get("foredraft", {}).get("depth", 7)
@@ -77,9 +75,7 @@ def rotated_dim(files: HeadFiles, settings: dict[str, Any], latent: bool) -> int
     """Return the size of the rotated part of a key in multi-head latent attention. Raises ValueError if the layer is not
     supported. latent: can the head have such a layer?"""
     if not latent:
-        raise files.error(
-            "its layer has multi-head latent attention, which is only supported in EAGLE-3 heads: choose another"
-        )
+        raise files.error("its multi-head latent attention is only supported in EAGLE-3 heads: choose another")
     values, keys = settings["v_head_dim"], settings["qk_nope_head_dim"] + settings["qk_rope_head_dim"]
     if values > keys:
         raise files.error(f"config.json has v_head_dim={values}, wider than its keys of {keys}, which is not supported")

@@ -55,10 +55,9 @@ class MedusaFormat(Format):
             return files.weights
         assert isinstance(head, MedusaHead)
         names = [f"{i}.{head.blocks}.weight" for i in range(head.depth)]
-        stored = [name for name in names if name in files.weights]
-        if stored:
+        if stored := [name for name in names if name in files.weights]:
             raise files.error(
-                f"config.json has version 2, whose heads share the target's lm_head, but {stored[0]} is stored"
+                f"config.json has version 2, which shares the target's lm_head, but {stored[0]} is stored"
             )
         rows = target.lm_head_rows
         if rows is None:

@@ -48,13 +48,10 @@ class MTPFormat(Format):
         return shift_norms(weights, target)
 
     def export_weights(self, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        other = next(
-            (p for p in ("model.mtp_layers.", f"model.layers.{target.num_layers}.") if has_weights(target, p)), None
-        )
-        if other is not None:
-            raise ValueError(
-                f"{target.name} names its MTP layer {other}*, but this writes {self.title}, which no engine would read"
-            )
+        for other in ("model.mtp_layers.", f"model.layers.{target.num_layers}."):
+            if has_weights(target, other):
+                sentence = f"but this writes {self.title}, which no engine would read"
+                raise ValueError(f"{target.name} names its MTP layer {other}*, {sentence}")
         return shift_norms(super().export_weights(head, target), target, sign=-1)
 
     def complete_files(self, directory: Path, target: Target) -> None:
@@ -72,8 +69,7 @@ class MTPFormat(Format):
 
 
 def merge_into_target(layer: dict[str, Tensor], directory: Path, target: Target) -> None:
-    """Write the target's weights to `directory`, with `own` as its MTP layer: in the file that contained it, otherwise in the
-    last one."""
+    """Write the target's weights with `layer` as its MTP layer, in the file that contained one, otherwise in the last."""
     places = weight_map(target)
     place = places.get(f"{PREFIX}fc.weight") or sorted(places.values())[-1]
     for file in sorted(set(places.values())):

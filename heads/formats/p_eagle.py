@@ -47,10 +47,7 @@ class PEagleFormat(Eagle3Format):
                 f"config.json has no {TOKEN[0]}, the token at positions without text: add it (SpecForge trains with its "
                 "--mask-token-id, otherwise with the tokenizer's padding token)"
             )
-        if type(token) is not int or not 0 <= token < target.vocab_size:
-            raise files.error(
-                f"config.json has {TOKEN[0]}={token}, which must lie between 0 and {target.vocab_size - 1}"
-            )
+        files.check_number(TOKEN[0], token, 0, target.vocab_size - 1)
         # This is how far an engine should draft. The head is the same at all depths, and drafts at least two tokens.
         record = {"depth": max(2, files.speculative_tokens(usual=8))} | config.get("foredraft", {})
         shared = self.shared_config(files, {name: config.get(name) for name in FLAGS}, target)

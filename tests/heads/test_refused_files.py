@@ -192,7 +192,7 @@ SETTINGS = [
     ("zlab", "dflash_config.target_layer_ids", [1, 3, 8], r"has layers \[1, 3, 8\], which must ascend within the 8"),
     ("zlab", "dflash_config.target_layer_ids", [3, 1, 5], "must ascend"),
     ("zlab", "dflash_config.target_layer_ids", [1, 3], r"fc.weight is \(32, 96\) in the file, \(32, 64\)"),
-    ("zlab", "dflash_config.mask_token_id", golden.V, "mask_token_id=320 must lie between 0 and 319"),
+    ("zlab", "dflash_config.mask_token_id", golden.V, "mask_token_id=320, which must lie between 0 and 319"),
     ("zlab", "dflash_config", 4, "dflash_config=4"),
     ("zlab", "attention_bias", True, "attention_bias=True"),
     ("zlab", "layer_types", ["sliding_attention"] * 2, "layer_types"),

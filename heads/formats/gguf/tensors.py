@@ -100,8 +100,7 @@ def interleave(weight: Tensor, heads: int) -> Tensor:
 
 
 def to_gguf(weights: dict[str, Tensor], arch: str, heads: int, kv_heads: int) -> dict[str, Tensor]:
-    """Return `weights` with llama.cpp's names and order of rows. There d2t contains ids instead of offsets, and t2d is
-    omitted."""
+    """Return `weights` with llama.cpp's names and order of rows, ids in place of offsets in d2t, and without t2d."""
     out: dict[str, Tensor] = {}
     for name in sorted(weights.keys() - {"d2t", "t2d"}):
         tensor = weights[name]
@@ -126,8 +125,7 @@ def from_gguf(tensors: dict[str, Tensor], arch: str, heads: int, kv_heads: int) 
 
 
 def from_nextn(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of an MTP layer with the names of our files, with complete norms and without the target's
-    tensors."""
+    """Return the tensors of an MTP layer with the names of our files and complete norms, without the target's own."""
     ours = {theirs: name for name, theirs in NEXTN_NAMES.items()}
     blocks = {re.sub(rf"^{BLOCK}\.\d+\.", "", name): name for name in tensors if name.startswith(f"{BLOCK}.")}
     return {ours.get(short, name): tensors[name] for short, name in blocks.items()}
@@ -158,8 +156,7 @@ def dequantize(data: np.ndarray, kind: int) -> Tensor:
 
 
 def read_gguf(path: Path) -> dict[str, Tensor]:
-    """Read a head's tensors with the names of our own files, in float32. Raises ValueError if the file is not a head's
-    GGUF."""
+    """Read a head's tensors with the names of our own files, in float32. Raises ValueError for another file."""
     gguf = package()
     try:
         reader = gguf.GGUFReader(path)

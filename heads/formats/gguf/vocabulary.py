@@ -14,8 +14,7 @@ PREFIX = "tokenizer."
 
 
 def add_vocabulary(writer: Any, target: Target, target_gguf: str | None) -> None:
-    """Write the target's tokenizer: that of the file `target_gguf`, or its own. Raises ValueError if it cannot be
-    written."""
+    """Write the tokenizer of the file `target_gguf`, or the target's own. Raises ValueError if it cannot be written."""
     if target_gguf is not None:
         return copy_vocabulary(writer, Path(target_gguf), target.vocab_size)
     with tempfile.TemporaryDirectory() as name:
