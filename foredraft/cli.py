@@ -154,9 +154,7 @@ def user_message(error: BaseException, folder: str) -> str | None:
     if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):
         return first_line(error)
     if isinstance(error, ValueError | OSError):
-        if WORKER.match(
-            str(error)
-        ):  # torch raises it again, with the traceback of a DataLoader's worker as the message
+        if WORKER.match(str(error)):  # of a DataLoader's worker, with the traceback as its message
             return str(error).rpartition(f"\n{type(error).__name__}: ")[2].strip()
         return None if is_bug(error) else str(error)
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):

@@ -27,6 +27,7 @@ REASONS = {
     429: "too many requests (429): wait some minutes and run the same command again",
 }
 
+MOST_CAUSES = 8  # of an error: its chain may be a ring
 BUGS = (AssertionError, AttributeError, KeyError, NameError, TypeError)  # of our own code; they keep their traceback
 
 
@@ -44,9 +45,7 @@ def find(path_or_id: str | Path, revision: str | None = None) -> Path:
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         if revision is not None:
-            raise ValueError(
-                f"head {path} is a directory, which has no revision={revision}: a revision needs an id on the Hub"
-            )
+            raise ValueError(f"head {path} is a directory, which has no revision={revision}: give an id on the Hub")
         return path / HEAD if (path / HEAD / CONFIG).is_file() else path
     name = str(path_or_id)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
@@ -100,10 +99,8 @@ def push(folder: Path, repo: str, private: bool, replace: bool, dry_run: bool) -
     with one_sentence_errors(f"the Hub ({api.endpoint}) did not accept {repo}"):
         try:
             there = look_up(api, repo)
-        except HfHubHTTPError:
-            raise
-        except Exception:  # from the client's transport, which may be one of two libraries
-            if not dry_run:
+        except Exception as error:  # from the client's transport, which may be one of two libraries
+            if not dry_run or isinstance(error, HfHubHTTPError):
                 raise
             return f"the Hub ({api.endpoint}) cannot be reached; would send to {repo}, unless another head is there:{listing}"
         if there is not None:
@@ -179,16 +176,10 @@ def one_sentence_errors(what: str) -> Iterator[None]:
     except (PushRefused, *BUGS):
         raise
     except Exception as error:  # from the client's transport, which may be one of two libraries
-        seen: set[int] = set()  # a chain of causes may be a ring
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, HfHubHTTPError) and id(cause) not in seen:
-            seen.add(id(cause))
-            cause = cause.__cause__
-        status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
-        reason = REASONS.get(status or 0) or without_token(str(error)).strip().split("\n")[0]
+        causes: list[BaseException | None] = [error]
+        while causes[-1] is not None and len(causes) < MOST_CAUSES:
+            causes.append(causes[-1].__cause__)
+        status = next((cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)), 0)
+        without_token = str(error).replace(get_token() or "<token>", "<token>")
+        reason = REASONS.get(status) or without_token.strip().partition("\n")[0]
         raise ValueError(f"{what}: {reason}") from None
-
-
-def without_token(text: str) -> str:
-    token = get_token()
-    return text.replace(token, "<token>") if token else text

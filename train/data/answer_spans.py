@@ -134,9 +134,8 @@ class Turn(NamedTuple):
         prompt = self.render(prompt=True, thinking=thinking)
         if opened := OPENED.search(prompt):
             close = opened[1][0] + "/" + opened[1][1:]
-            return self.behind_prompt(
-                plain, thinking, thoughts + (f"\n{close}\n\n" if prompt.endswith("\n") else close)
-            )
+            close = f"\n{close}\n\n" if prompt.endswith("\n") else close
+            return self.behind_prompt(plain, thinking, thoughts + close)
         if form.opens_reasoning or "</think>" not in form.template:
             return None
         said = plain["content"] or ""
@@ -151,9 +150,8 @@ class Turn(NamedTuple):
     def without_thoughts(self) -> Written:
         """Return an answer that was written with thinking off, where the template has that switch."""
         plain = {name: value for name, value in split_reasoning(self.answer).items() if name not in THOUGHTS}
-        written = self.behind_prompt(
-            plain if self.form.supports_reasoning else self.answer, self.form.switched_to(False)
-        )
+        message = plain if self.form.supports_reasoning else self.answer
+        written = self.behind_prompt(message, self.form.switched_to(False))
         opened = written.message is None and OPENED.search(written.text[: written.start])
         if opened or EMPTY.match(written.text, written.start):
             raise SkippedRow("an answer without the reasoning that its target starts with")
@@ -195,8 +193,7 @@ class Turn(NamedTuple):
         return text + ends.next_turn, len(text + ends.next_turn)
 
     def mark_after_calls(self, thinking: bool | None) -> str:
-        """Return the mark of the tools' results after an answer that only calls them and has no end mark; "" if there is
-        none."""
+        """Return the mark of the tools' results after an answer that only calls them; "" if there is none."""
         results = [
             {"role": "tool", "content": STAND_IN, "name": call["function"]["name"], "tool_call_id": call.get("id")}
             for call in self.answer["tool_calls"]

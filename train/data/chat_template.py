@@ -72,9 +72,7 @@ class ChatFormat:
         self.supports_reasoning = bool(re.search("think|reasoning", self.template))
         self.switch, self.thinking, self.options = bool(SWITCH.search(self.template)), thinking, switched(thinking)
         if thinking is not None and not self.switch:
-            raise ValueError(
-                f"data.thinking={str(thinking).lower()}: {self.name} does not support thinking; leave it null"
-            )
+            raise ValueError(f"data.thinking={str(thinking).lower()}: {self.name} does not support thinking; set null")
         added = {token.content for token in tokenizer.added_tokens_decoder.values()} | {"<think>", "</think>"}
         self.marks = sorted((mark for mark in added if mark.strip()), key=len, reverse=True)  # one may hold another
         with_tools = template is None and not tools and "tool_use" in named
@@ -87,9 +85,8 @@ class ChatFormat:
         form = copy.copy(self)
         form.options = options | self.options
         if self.switch and self.thinking is None:
-            form.thinking = next(
-                (options[name] for name in switched(True) if isinstance(options.get(name), bool)), None
-            )
+            set_by_row = (options[name] for name in switched(True) if isinstance(options.get(name), bool))
+            form.thinking = next(set_by_row, None)
         form.with_tools = form if self.with_tools is self else self.with_tools.with_options(options)
         return form
 
@@ -133,9 +130,8 @@ class ChatFormat:
     def shown(self, message: Message) -> Message:
         """Return an earlier message as the template wants it. Reasoning has one of several names; reasoning in the text stays
         there if the template reads no name."""
-        if message["role"] != "assistant" or not (
-            self.supports_reasoning and (self.names_reasoning or self.thinking is False)
-        ):
+        apart = self.supports_reasoning and (self.thinking is False or self.names_reasoning)
+        if message["role"] != "assistant" or not apart:
             return message
         message = split_reasoning(message)
         thoughts = None if self.thinking is False else message.get("reasoning_content")
@@ -194,16 +190,13 @@ class ChatFormat:
         return message
 
     def tokenize(self, text: str, spans: list[Span], images: Sequence[str] = ()) -> Document:
-        """Assign each token to the answer if its first character is. images: of the whole conversation, of which the text
-        may be a beginning."""
-        if images and self.images is not None:
+        """Assign each token to the answer if its first character is. images: of the conversation, which goes on behind."""
+        if self.images is not None:
             images = images[: text.count(self.images.placeholder)]
         if images and self.images is not None:
             tokens, begins = self.images.tokenize(text, images)
         else:
-            out = self.tokenizer(
-                text, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False, verbose=False
-            )
+            out = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             tokens, begins = out["input_ids"], [start for start, _ in out["offset_mapping"]]
         starts = np.array(begins)
         mask = np.zeros(len(starts), bool)
@@ -227,9 +220,8 @@ class ChatFormat:
         channels = [(name, said) for name, said in HARMONY.findall(text)]
         if not channels:
             return {"role": "assistant", "content": text}
-        thoughts, content = (
-            "".join(said for name, said in channels if name == which) for which in ("analysis", "final")
-        )
+        thoughts = "".join(said for name, said in channels if name == "analysis")
+        content = "".join(said for name, said in channels if name == "final")
         return {"role": "assistant", "content": content} | ({"reasoning_content": thoughts} if thoughts else {})
 
 

@@ -58,9 +58,8 @@ def pair(row: dict, prompt: str, response: str | None) -> list[Message]:
     question, answer = listed(row[prompt]), listed(None if response is None else row[response])
     answer = first(parsed(answer) if response == "answers" else answer)
     messages = turns(question) if isinstance(question, list) else [{"role": "user", "content": content(question)}]
-    more = next(
-        (row[name] for name in ("input", "context") if isinstance(row.get(name), str) and row[name].strip()), ""
-    )
+    beside = (row.get(name) for name in ("input", "context"))
+    more = next((text for text in beside if isinstance(text, str) and text.strip()), "")
     if prompt in ("instruction", "question") and more and len(messages) == 1:  # Alpaca, Dolly
         messages[0]["content"] += "\n\n" + content(more)
     messages = earlier(row) + messages
@@ -131,8 +130,7 @@ def raw_text(row: dict, column: str) -> str:
 
 
 def declared(row: dict, messages: str | None = None) -> list[dict] | None:
-    """Return the functions that a row declares, in a column or in its first message. messages: the column of messages, if
-    named."""
+    """Return the functions that a row declares, in a column or in its first message. messages: its column, if named."""
     row = cells(row)
     column = pick(row, messages, LISTS)
     items = parsed(row[column]) if column else None
@@ -148,8 +146,7 @@ def template_options(row: dict) -> dict[str, Any]:
 
 
 def cut_off(messages: list[Message], reasons: Any) -> list[Message]:
-    """Return the messages, with `finish_reason` at each answer that ended at its limit of tokens. reasons: of the answers, as
-    regeneration writes them."""
+    """Return the messages, with `finish_reason` at answers that ended at a limit. reasons: as regeneration writes them."""
     answers = [message for message in messages if message["role"] == "assistant"]
     if isinstance(reasons, list) and len(reasons) == len(answers):
         for message, reason in zip(answers, reasons, strict=True):

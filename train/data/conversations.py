@@ -82,8 +82,7 @@ def assemble(
     cache_dir: str | None,
     last_is_test: bool = False,
 ) -> Corpus:
-    """Build the corpus of several sets, of which the last may be only for the test. Raise ValueError if nothing in it can be
-    trained on."""
+    """Build the corpus of several sets, of which the last may be only for the test. Raise ValueError if it is empty."""
     import datasets  # seconds to import, which most runs need not wait for
 
     encoded = [encode(encoder, cache_dir, num_proc) for encoder in encoders]

@@ -52,9 +52,7 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
     texts = [(file, read_text(file)) for file in files]
     texts = [(file, text) for file, text in texts if text.strip()]
     if not texts:
-        raise ValueError(
-            f"data.path={path} contains no text: {len(files)} files match {glob}, none with anything in it"
-        )
+        raise ValueError(f"data.path={path} contains no text: {len(files)} files match {glob}, all of them empty")
     if len(texts) == 1:
         text = texts[0][1]
         cut = text.rfind("\n", 0, int(len(text) * (1 - val_split))) + 1 or int(len(text) * (1 - val_split))

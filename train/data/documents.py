@@ -118,9 +118,8 @@ class Documents(Sequence[Document]):
 
     def images_of(self, number: int) -> tuple[str, ...]:
         """Return where the images of document `number` are."""
-        return (
-            () if self.pictured is None else tuple(json.loads(self.images[int(self.pictured[number])].as_py() or "[]"))
-        )
+        found = "[]" if self.pictured is None else self.images[int(self.pictured[number])].as_py() or "[]"
+        return tuple(json.loads(found))
 
     def with_images(self) -> np.ndarray:
         """Return (documents,) bool: which of them have images."""

@@ -48,10 +48,8 @@ class Encoder:
         written = file.read_text() if file is not None and file.is_file() else self.tokenizer.chat_template
         settings = repr((self.source.digest(), written, self.thinking, self.tokenizer.special_tokens_map, words))
         settings += "" if self.images is None else self.images.digest
-        code = b"".join(
-            map(Path.read_bytes, [*sorted(Path(__file__).parent.glob("*.py")), Path(target_messages.__file__)])
-        )
-        return hashlib.sha256(code + settings.encode()).hexdigest()[:16]
+        code = [*sorted(Path(__file__).parent.glob("*.py")), Path(target_messages.__file__)]
+        return hashlib.sha256(b"".join(map(Path.read_bytes, code)) + settings.encode()).hexdigest()[:16]
 
     def documents(self, row: Row) -> tuple[list[Document], Any]:
         """Return a row's documents (a reasoning model's conversation can give several), and the conversation or text that
@@ -120,8 +118,7 @@ class Encoder:
         return [Document([*prompt, *ids], flags)], [{"role": "user", "content": repr(prompt)}]
 
     def check(self) -> None:
-        """Raise ValueError if there is no row, and for a template that fits none of the first ones, or by which nothing
-        in them is in the loss."""
+        """Raise ValueError if there is no row, or if the template fits none of the first ones or has nothing in the loss."""
         rows, shares, refused = list(islice(self.source.rows(), TRIED)), [], None
         if self.images is not None and any(has_images(row.value, self.source.messages) for row in rows):
             _ = self.images.processor  # what is wrong with it is wrong with all rows that have images

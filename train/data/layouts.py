@@ -137,8 +137,7 @@ def split_reasoning(message: Message) -> Message:
 
 
 def tool_calls(calls: Any) -> list[dict]:
-    """Return OpenAI's tool calls, with the arguments as templates want them: an object, which APIs and data sets write as
-    JSON."""
+    """Return OpenAI's tool calls, with arguments as templates want them: an object, which data sets write as JSON."""
     found, calls = [], parsed(calls)
     for call in calls if isinstance(calls, list) else [calls]:
         call = parsed(call)
@@ -224,10 +223,9 @@ def content(value: Any) -> str:
 
 def is_text(value: Any) -> bool:
     """Return whether it is a text, or a list of parts with text."""
-    parts = isinstance(value, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in value
-    )
-    return isinstance(value, str) or parts
+    if isinstance(value, list):
+        return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value)
+    return isinstance(value, str)
 
 
 def unicode(text: str) -> str:

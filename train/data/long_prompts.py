@@ -51,9 +51,8 @@ def asked(tokenizer: PreTrainedTokenizerBase, texts: list[list[int]], lengths: S
             raise ValueError(f"lengths={list(lengths)}: {length} tokens do not hold a text and a question about it")
         for number, tokens in enumerate(texts):
             back = WORDS + int((length - around) * (number + 0.5) / len(texts))
-            words = (
-                tokenizer.decode(tokens[-back:][:WORDS], skip_special_tokens=True).strip("\ufffd \n").replace("\n", " ")
-            )
+            found = tokenizer.decode(tokens[-back:][:WORDS], skip_special_tokens=True)
+            words = found.strip("\ufffd \n").replace("\n", " ")
             for task, question in (("summary", SUMMARIZE), ("find", FIND.format(words=words))):
                 room = length - len(prompt("\n\n" + question))
                 text = tokenizer.decode(tokens[-room:], skip_special_tokens=True)

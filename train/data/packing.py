@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from foredraft.heads.target_model.images import ImageReader
-from foredraft.train.data.documents import Document as Document
-from foredraft.train.data.documents import Documents
+from foredraft.train.data.documents import Document, Documents
 
 
 class Packed(Dataset):
@@ -48,9 +47,8 @@ class Packed(Dataset):
             if prompts[number] < length // 2:
                 later[number] = -(-(whole[number] - length) // (length - prompts[number]))
         self.numbers = np.repeat(np.arange(len(whole)), later + 1)
-        after = np.arange(len(self.numbers)) - np.repeat(
-            (later + 1).cumsum() - later - 1, later + 1
-        )  # 0 starts a document
+        firsts = (later + 1).cumsum() - later - 1  # the piece that starts each document
+        after = np.arange(len(self.numbers)) - np.repeat(firsts, later + 1)
         room = length - prompts[self.numbers]
         self.begins = np.where(after > 0, length + (after - 1) * room, 0)
         self.ends = np.minimum(whole[self.numbers], length + after * room)
@@ -61,9 +59,7 @@ class Packed(Dataset):
         self.pieces = np.array([piece for row in rows for piece in row], np.int64)
         self.edges = np.cumsum([0, *map(len, rows)])
         if not rows:
-            raise ValueError(
-                f"rows of max_length={length} contain no token of the loss that could be drafted: longer rows, or other data"
-            )
+            raise ValueError(f"rows of max_length={length} hold no token of the loss to draft: set more, or other data")
         kept = np.zeros(len(self.numbers), bool)
         kept[self.pieces] = True
         self.tokens = int((self.heads + self.ends - self.begins)[kept].sum())  # without padding

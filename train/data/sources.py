@@ -51,8 +51,7 @@ Shard = Callable[[], Iterator[Row]]  # reads a part of a source's rows, in any p
 
 @dataclass(frozen=True)
 class Source:
-    """Describe where rows come from, and which columns hold what. A column that is None is looked for under its usual
-    names."""
+    """Describe where rows come from, and which columns hold what. None looks for a column under its usual names."""
 
     path: str  # a JSON Lines or Parquet file, a folder of them or of `save_to_disk`, or a dataset's id on the Hub
     name: str | None = None  # of a Hub dataset with several configurations
