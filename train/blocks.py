@@ -81,17 +81,14 @@ class BlockDistillation(DistillationModel):
     def compute_loss(self, text: PackedBatch, aux_hidden_states: Tensor, last: Tensor) -> Outcome:
         head, (batch, length) = self.head, text.tokens.shape
         states = self.drafts(aux_hidden_states, self.target.embed(text.tokens), text).flatten(0, 1)
-        begins = torch.arange(length, device=last.device).expand(batch, -1) if text.anchors is None else text.anchors
+        begins = text.starts_of_drafts()
         depths = torch.arange(1, head.depth + 1, device=last.device)
         # Of every draft: its label position p; the target at p + 1 is its teacher, and p + 2 is the token that it names.
         positions = begins[..., None] + depths - 1
-        inside = (
-            positions.clamp(min=0, max=length - 1) + length * torch.arange(batch, device=last.device)[:, None, None]
-        )
-        places = inside.flatten(0, 1)
-        grid = torch.stack([draft_loss_mask(text, depth).flatten() for depth in range(1, head.depth + 1)])
+        rows = length * torch.arange(batch, device=last.device)[:, None, None]
+        places = (positions.clamp(min=0, max=length - 1) + rows).flatten(0, 1)
         real = ((begins >= 0)[..., None] & (positions < length)).flatten(0, 1)
-        counted = grid[depths - 1, places] & real  # (blocks, depth)
+        counted = self.loss_masks(text, head.depth)[depths - 1, places] & real  # (blocks, depth)
         blocks = self.active_positions(counted.T)
         places, counted = places[blocks], counted[blocks]
         teachers = last.roll(-1, dims=1).flatten(0, 1)
@@ -166,8 +163,7 @@ class BlockDistillation(DistillationModel):
 
 
 def rating_loss(rating: Tensor, draft: Tensor, teacher: Tensor) -> Tensor:
-    """Return the cross-entropy of a draft's rating, a logit (blocks, depth), with the chance that it is accepted (DSpark,
-    arXiv:2607.05147)."""
+    """Return the cross-entropy of ratings, logits (blocks, depth), with chances of acceptance (DSpark, arXiv:2607.05147)."""
     with torch.no_grad():
         accepted = torch.minimum(to_float32(draft).softmax(-1), to_float32(teacher).softmax(-1)).sum(-1)
     return F.binary_cross_entropy_with_logits(to_float32(rating), accepted, reduction="none")
@@ -175,8 +171,7 @@ def rating_loss(rating: Tensor, draft: Tensor, teacher: Tensor) -> Tensor:
 
 @torch.no_grad()
 def d_pace_weights(draft: Tensor, tokens: Tensor, counted: Tensor) -> Tensor:
-    """Return (blocks, depth): what a draft adds to the expected accepted length, chances smoothed by a half
-    (arXiv:2605.18810)."""
+    """Return (blocks, depth): what drafts add to the accepted length, chances smoothed by a half (arXiv:2605.18810)."""
     chances = to_float32(draft).softmax(-1).gather(-1, tokens.clamp(min=0)[..., None])[..., 0] * (tokens >= 0)
     reached = torch.where(counted, 0.5 * chances + 0.5, 1.0).cumprod(1) * counted
     return reached.flip(1).cumsum(1).flip(1)

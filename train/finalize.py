@@ -198,13 +198,10 @@ def measure(
         metrics["acceptance_length_by_context"] = by_context(target, fixed, data, settings)
     if data.test_sets:  # of a mix, loops included
         drafted = Table(benchmark.lines.lines, benchmark.texts, TEMPERATURES[0]).batched[FIXED].values()
-        lengths = {
-            name: acceptance([line for line in drafted if texts[line["text"]].category == name])
-            for name in data.test_sets
-        }
-        metrics["acceptance_length_by_set"] = {
-            name: None if tau is None else round(tau, 4) for name, tau in lengths.items()
-        }
+        metrics["acceptance_length_by_set"] = lengths = dict[str, float | None]()
+        for name in data.test_sets:
+            tau = acceptance([line for line in drafted if texts[line["text"]].category == name])
+            lengths[name] = None if tau is None else round(tau, 4)
     return metrics, results, list(benchmark_results.samples(benchmark))
 
 
@@ -288,9 +285,8 @@ def write_results(directory: Path, head: DraftHead, target: Target, data: Corpus
     head_directory = directory / "head"
     (head_directory / "README.md").write_text(model_card(metrics, facts, dict(data_card.lines(data.card))))
     # Next to the weights too, where `scripts/push.py` makes the Hub's card of it.
-    (head_directory / "metrics.json").write_text(
-        json.dumps(metrics | {"about": facts, "data": data.card}, indent=2) + "\n"
-    )
+    record = metrics | {"about": facts, "data": data.card}
+    (head_directory / "metrics.json").write_text(json.dumps(record, indent=2) + "\n")
     write_report(directory, page)
     write_atomically(directory / METRICS, json.dumps(metrics, indent=2) + "\n")
     print(aligned(measured(metrics)), flush=True)

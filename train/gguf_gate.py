@@ -99,8 +99,7 @@ def decode_llamacpp(
 
 @contextmanager
 def serving(trained: str | Path, target: Target, file: Path, depth: int) -> Iterator[str]:
-    """Yield the address of llama.cpp's server, which drafts with this head until the block is left. Head, keys and values are
-    in float32."""
+    """Yield the address of llama.cpp's server, which drafts with this head. Head, keys and values are in float32."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     place = ("parity", "127.0.0.1", port, 1)

@@ -129,7 +129,6 @@ def steps(hits: Tensor, counted: Tensor) -> list[int]:
 
 def standard_error(generations: list[Generation]) -> float:
     """Return the standard error of their acceptance length, over the steps."""
-    gained = torch.tensor(
-        [count for g in generations for step in g.steps for count in step.emitted], dtype=torch.float64
-    )
+    counts = [count for generation in generations for step in generation.steps for count in step.emitted]
+    gained = torch.tensor(counts, dtype=torch.float64)
     return round(gained.std().item() / len(gained) ** 0.5, 4) if len(gained) > 1 else 0.0

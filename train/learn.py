@@ -172,9 +172,8 @@ class Learner:
         self.taken = self.round / "served.jsonl"  # the texts of this round
 
     def run_round_if_due(self) -> None:
-        is_due = self.round.is_dir() or (
-            self.served.exists() and self.served.read_bytes().count(b"\n") >= self.num_samples
-        )
+        waiting = self.served.read_bytes().count(b"\n") if self.served.exists() else 0
+        is_due = self.round.is_dir() or waiting >= self.num_samples
         parent = self.heads.current()
         if is_due and parent is not None:
             self.run_round(parent)

@@ -48,8 +48,7 @@ def ce(draft: Prediction, teacher: Prediction) -> Tensor:
 
 
 def kl_div(draft: Prediction, teacher: Prediction) -> Tensor:
-    """Compute the cross-entropy with the target's distribution (EAGLE-3, arXiv:2503.01840), whose gradient is that of KL(p,
-    q)."""
+    """Compute the cross-entropy with the target's distribution (EAGLE-3, arXiv:2503.01840), with KL(p, q)'s gradient."""
     return SoftCrossEntropy.apply(to_float32(draft.logits), teacher.probabilities)
 
 
@@ -76,8 +75,7 @@ def rkl(draft: Prediction, teacher: Prediction) -> Tensor:
 
 
 def tv(draft: Prediction, teacher: Prediction) -> Tensor:
-    """Compute 1 - sum min(p, q): the chance that a draft is rejected by the token-wise rule (DistillSpec,
-    arXiv:2310.08461)."""
+    """Compute 1 - sum min(p, q): the chance that a draft is rejected (DistillSpec, arXiv:2310.08461)."""
     return 0.5 * (teacher.probabilities - to_float32(draft.logits).softmax(-1)).abs().sum(-1)
 
 
@@ -118,8 +116,7 @@ def nla(draft: Prediction, teacher: Prediction) -> Tensor:
 
 
 def top_k(draft: Prediction, teacher: Prediction, k: int = 10) -> Tensor:
-    """Compute the cross-entropy over only the target's k most probable tokens, p not renormalized (HASS,
-    arXiv:2408.15766)."""
+    """Compute the cross-entropy over the target's k likeliest tokens, p not renormalized (HASS, arXiv:2408.15766)."""
     p = teacher.probabilities
     best = p.topk(min(k, p.shape[-1]))
     return -(best.values * to_float32(draft.logits).log_softmax(-1).gather(-1, best.indices)).sum(-1)

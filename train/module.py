@@ -94,8 +94,7 @@ class DistillationModel(nn.Module):
             return self.learn(text, stored)
 
     def prepare(self, text: PackedBatch, step: int) -> dict[str, Any]:
-        """Return arguments of `forward` that are counted or chosen, without waiting for a device while the batch is still
-        in the host's memory."""
+        """Return arguments of `forward` that are counted or chosen while the batch is in the host's memory, without waits."""
         anchors = self.choose_anchors(text, step)
         several = {"multiple_documents": several_documents(text)}
         if anchors is not None:
@@ -151,8 +150,7 @@ class DistillationModel(nn.Module):
         return self.head(aux_hidden_states, embeddings, text)
 
     def compile_head(self, backend: str) -> None:
-        """Apply torch.compile to the head's part of `forward`: not for the target, nor for what lies in this module's
-        state."""
+        """Apply torch.compile to the head's part of `forward`, not to the target and this module's state."""
         self.drafts = torch.compile(self.drafts, backend=backend)  # type: ignore[method-assign]
 
     def items(self, counts: Tensor) -> Tensor:
@@ -160,8 +158,7 @@ class DistillationModel(nn.Module):
         return (counts if self.num_items is None else self.num_items).clamp(min=1)
 
     def active_positions(self, counted: Tensor) -> Tensor:
-        """Return (n,): the label positions at which a draft of some depth counts, of `counted` (depth, positions): only
-        these need logits."""
+        """Return (n,): the positions of `counted` (depth, positions) with a draft that counts: only these need logits."""
         return counted.any(0).nonzero()[:, 0]
 
     def forward_target(self, text: PackedBatch) -> tuple[Tensor, Tensor]:

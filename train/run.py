@@ -141,9 +141,8 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     parameters = sum(parameter.numel() for parameter in head.parameters())
     # Three checkpoints of weights, two moments and the head, the best head twice, and the finished one; in float32 at most.
     need_bytes = (3 * 4 + 3) * 4 * parameters + 2**20
-    directory, checkpoint = distributed.broadcast(
-        open_directory(cfg, need_bytes) if distributed.rank() == 0 else (Path(), None)
-    )
+    opened = open_directory(cfg, need_bytes) if distributed.rank() == 0 else (Path(), None)
+    directory, checkpoint = distributed.broadcast(opened)
     distributed.check_shared(directory, "output_dir")
     tokens = saved_config(directory)["written_tokens"]
     later = partial(fresh_rows, cfg, target, data.train, directory, tokens) if cfg.fresh_text else None
@@ -227,9 +226,8 @@ def set_steps(args: HeadTrainingArguments, checkpoint: str | None, epoch: float)
 def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
     """Return the trainer after its last step. End the process if a signal stopped it before."""
     target, args = run.target, run.args
-    dataset = instantiate(cfg.hidden_states)(
-        run.packed, target, run.head.layers, cfg.trainer.per_device_train_batch_size
-    )
+    batch = cfg.trainer.per_device_train_batch_size
+    dataset = instantiate(cfg.hidden_states)(run.packed, target, run.head.layers, batch)
     distillation = instantiate(cfg.objective, head=run.head, target=target, loss=losses.build(cfg.loss, cfg.loss_args))
     rows = rows_per_step(cfg)
     set_steps(args, run.checkpoint, len(dataset) / rows)

@@ -38,17 +38,13 @@ Amount = tuple[float, bool]  # of training, in minutes or steps, and whether it 
 def search(cfg: DictConfig) -> None:
     """Run `foredraft train head=auto`."""
     if distributed.world_size() > 1:
-        raise ValueError(
-            "head=auto runs in one process: start it without torchrun, then train its winner with torchrun"
-        )
+        raise ValueError("head=auto runs in one process: start it without torchrun, which can train its winner then")
     amount, in_steps = parse_budget(cfg.budget)
     left = candidates(cfg)
     sizes = round_sizes(len(left))
     fewest = 2 * len(sizes) * len(left)
     if in_steps and amount < fewest:
-        raise ValueError(
-            f"budget={cfg.budget} has no step for each run: give at least {fewest}steps, or fewer heads=[...]"
-        )
+        raise ValueError(f"budget={cfg.budget} has no step for each run: give at least {fewest}steps, or fewer heads")
     start_process(cfg)
     for run in left.values():
         run.strategy = cfg.strategy
@@ -86,9 +82,7 @@ def parse_budget(text: str) -> Amount:
     """Raise ValueError for a text that is not an amount."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(h|m|s|steps)", text.strip())
     if match is None or float(match[1]) == 0:
-        raise ValueError(
-            f"budget={text} is not an amount: give a time such as 2h, 30m or 90s, or steps such as 4000steps"
-        )
+        raise ValueError(f"budget={text} is not an amount: give a time such as 2h, 30m or 90s, or steps as 4000steps")
     return float(match[1]) * UNITS[match[2]], match[2] == "steps"
 
 

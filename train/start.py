@@ -16,15 +16,11 @@ def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
     ValueError for one of another kind."""
     found = read_head(path, target)
     if type(found) is not type(head):
-        raise ValueError(
-            f"init_from={path} is a head of the kind {found.kind}, and head={head.kind}: set head={found.kind}"
-        )
+        raise ValueError(f"init_from={path} is of the kind {found.kind}, and head={head.kind}: set head={found.kind}")
     if isinstance(found, RecurrentHead) and found.limit is None:
         found.depth = head.depth  # its weights are the same for all depths
     elif found.depth != head.depth:
-        raise ValueError(
-            f"init_from={path} drafts {found.depth} tokens, and this head {head.depth}: set head.{head.depth_key}"
-        )
+        raise ValueError(f"init_from={path} drafts {found.depth} tokens, not {head.depth}: set head.{head.depth_key}")
     take_window_and_rope(found, head, path)
     if isinstance(found, EagleHead) and isinstance(head, EagleHead):
         found.noise = head.noise

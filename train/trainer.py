@@ -52,10 +52,7 @@ NOT_HERE = {  # arguments of Trainer that would change nothing here, and what do
         ("activation_checkpointing activation_checkpointing_kwargs", SMALLER_BATCHES),
         ("gradient_checkpointing gradient_checkpointing_kwargs", SMALLER_BATCHES),  # the same, by their earlier names
         ("auto_find_batch_size", "set trainer.per_device_train_batch_size (foredraft plan counts what fits)"),
-        (
-            "use_liger_kernel liger_kernel_config neftune_noise_alpha",
-            "it is for a model with embeddings: leave it out",
-        ),
+        ("use_liger_kernel liger_kernel_config neftune_noise_alpha", "it is for embeddings: leave it out"),
         ("data_seed", "set data_seed, without trainer."),
         ("push_to_hub", "set push_to_hub=ORG/NAME, without trainer."),
         ("resume_from_checkpoint", "the same command resumes a run"),
@@ -143,9 +140,8 @@ class HeadTrainer(Trainer):
         that share each row."""
         self.distillation, self.measure = distillation, measure
         self.context = ContextParallel(context_parallel) if context_parallel > 1 else None
-        self.eval_head = without_weights(
-            copy.deepcopy(distillation.head, {id(distillation.target): distillation.target})
-        )
+        target = distillation.target
+        self.eval_head = without_weights(copy.deepcopy(distillation.head, {id(target): target}))
         # The criterion as no strategy wraps it, for measurements: of one kind from the first step to the last.
         self.criterion = distillation.with_head(self.eval_head)
         self.criterion.progress = 1.0
@@ -249,9 +245,8 @@ class HeadTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         self.check_finite(logs)
         if "loss" in logs and isinstance(self.hits, Tensor):
-            hits, counts, tokens = (
-                distributed.all_reduce(torch.as_tensor(x)) for x in (self.hits, self.counts, self.tokens)
-            )
+            totals = (self.hits, self.counts, self.tokens)
+            hits, counts, tokens = (distributed.all_reduce(torch.as_tensor(x)) for x in totals)
             shares = (hits / counts.clamp(min=1)).tolist()
             logs |= {f"acc_{depth}": round(share, 4) for depth, share in enumerate(shares, start=1)}
             logs["tokens"] = int(tokens.item())
@@ -283,8 +278,7 @@ class HeadTrainer(Trainer):
         self.save_head(self.full_head(), Path(output_dir or self.args.output_dir) / HEAD)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise ValueError, after the Trainer has read a checkpoint, if it lacks weights of this head, as those of other
-        versions."""
+        """Raise ValueError, after the Trainer has read a checkpoint, if it lacks weights of this head."""
         if odd := [*load_result.missing_keys, *load_result.unexpected_keys]:
             raise ValueError(
                 f"the checkpoints in {self.args.output_dir} were written by another version of foredraft, which has not "

@@ -45,7 +45,7 @@ def test_a_run_begins_with_the_weights_and_the_vocabulary_of_another_head(
     before, after = (load_file(path / "model.safetensors") for path in (published, tmp_path / "out/head"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     for more, said in (
-        ([], f"init_from={published} is a head of the kind eagle3, and head=medusa: set head=eagle3"),
+        ([], f"init_from={published} is of the kind eagle3, and head=medusa: set head=eagle3"),
         (["init_from=null", "lora_r=4"], "lora_r=4 adapts a head that was trained before: give it as init_from"),
     ):
         assert complaint(here(*given, "output_dir=other", "head=medusa", *more)) == said

@@ -257,7 +257,7 @@ def test_a_run_takes_as_many_tokens_as_it_asks_for(chat, own, tmp_path):
     lines = read(own)[: few.card["rows"]]
     counted = sum(end - start for row in lines for start, end in row.get("written", []))
     assert 400 <= counted < 400 + 2 * SETTINGS.max_answer
-    with pytest.raises(ValueError, match=r"holds .* tokens of answers, fewer than data.tokens=99999: give 0 for all"):
+    with pytest.raises(ValueError, match=r"has .* tokens of answers, fewer than data.tokens=99999: give 0 for all"):
         corpus(chat.text_tokenizer, path=str(own), tokens=99999, **settings)
     with pytest.raises(ValueError, match=r"nothing here lets a target write: give data.path=FILE"):
         corpus(chat.text_tokenizer)

@@ -59,7 +59,7 @@ class Packed(Dataset):
         self.pieces = np.array([piece for row in rows for piece in row], np.int64)
         self.edges = np.cumsum([0, *map(len, rows)])
         if not rows:
-            raise ValueError(f"rows of max_length={length} hold no token of the loss to draft: set more, or other data")
+            raise ValueError(f"rows of max_length={length} have no token of the loss to draft: set more, or other data")
         kept = np.zeros(len(self.numbers), bool)
         kept[self.pieces] = True
         self.tokens = int((self.heads + self.ends - self.begins)[kept].sum())  # without padding

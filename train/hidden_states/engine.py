@@ -135,7 +135,7 @@ class Client:
                     "engine runs; the same command continues from the newest checkpoint"
                 )
             self.say(
-                f"hidden_states.url={url} gives no hidden states ({reason}): asking again, {self.patience:g} s at most"
+                f"hidden_states.url={url} gives no hidden states ({reason}): asking for {self.patience:g} s at most"
             )
             time.sleep(wait * random.uniform(0.75, 1.0))
             wait = min(2.0, 2 * wait)
@@ -177,9 +177,8 @@ class Client:
         headers["Authorization"] = f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"
         data = None if body is None else json.dumps(body).encode()
         try:
-            with urllib.request.urlopen(
-                urllib.request.Request(f"{url}/{route}", data, headers), timeout=self.timeout
-            ) as got:
+            request = urllib.request.Request(f"{url}/{route}", data, headers)
+            with urllib.request.urlopen(request, timeout=self.timeout) as got:
                 found = json.load(got)
         except urllib.error.HTTPError as error:
             said = error.read(300).decode(errors="replace")

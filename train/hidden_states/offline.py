@@ -83,7 +83,8 @@ def offline(
         distributed.appear([directory / name for name in names(facts)])
         if rank == 0:
             write_probe(target, facts["layers"], directory)
-            write_manifest(facts, directory)
+            manifest = facts | {"shards": [{"file": name} for name in names(facts)]}
+            write_atomically(directory / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         distributed.barrier()
         distributed.appear([directory / MANIFEST])
     if not load_full_target and not target.embeddings_only:
@@ -132,9 +133,9 @@ def hash_of(weights: Mapping[str, Tensor], numbers: int) -> str:
 def compare(manifest: dict, facts: dict, directory: Path) -> None:
     """Raise ValueError where stored features are not those that this run needs. There may be more layers of them, and other
     numbers of rows in a file."""
-    left_out = {"target", "shard_rows"} | (
-        set() if facts["target_hash"] else {"target_hash"}
-    )  # not known of ends alone
+    left_out = {"target", "shard_rows"}
+    if not facts["target_hash"]:  # not known of ends alone
+        left_out.add("target_hash")
     if set(facts["layers"]) <= set(manifest.get("layers", [])):
         left_out.add("layers")
     names = [name for name in facts if name not in left_out and manifest.get(name) != facts[name]]
@@ -240,12 +241,6 @@ def stored_probe(target: Target, directory: Path) -> Callable[[Tensor, Sequence[
         return torch.cat([states[str(layer)] for layer in layers], dim=-1)[None]
 
     return read
-
-
-def write_manifest(facts: dict, directory: Path) -> None:
-    """Write the manifest; the same shards give the same bytes."""
-    shards = [{"file": name} for name in names(facts)]
-    write_atomically(directory / MANIFEST, json.dumps(facts | {"shards": shards}, indent=2) + "\n")
 
 
 class StoredRows(Dataset):

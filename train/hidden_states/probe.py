@@ -59,12 +59,11 @@ def read_states(target: Target, norm: nn.Module, tokens: list[int], layers: Sequ
     before: list[Tensor] = []
     hook = norm.register_forward_pre_hook(lambda module, given: before.append(given[0]))
     try:
-        read = target.forward(
-            torch.tensor([tokens], device=target.device), layers=list(layers), keep_logits=1
-        ).aux_hidden_states
+        text = torch.tensor([tokens], device=target.device)
+        read = target.forward(text, layers=list(layers), keep_logits=1).aux_hidden_states[0]
     finally:
         hook.remove()
-    states = list(read[0].unflatten(-1, (-1, target.hidden_size)).unbind(1))
+    states = list(read.unflatten(-1, (-1, target.hidden_size)).unbind(1))
     return torch.stack([before[0][0].to(s) if n == target.num_layers else s for n, s in zip(layers, states)], 1)
 
 
@@ -100,8 +99,7 @@ def named_columns(url: str, target: Target, given: States, wanted: Sequence[int]
 
 
 def check_writes_alike(url: str, target: Target, last: Tensor, written: Sequence[int]) -> None:
-    """Raise EngineError unless the target's ends make of its last hidden state (1, hidden) the token that the engine did, or
-    one nearly as good."""
+    """Raise EngineError unless the target's ends make of its last hidden state (1, hidden) about what the engine wrote."""
     best = target.logits(last.to(target.device)).topk(BEST).indices[0].tolist()
     if written and written[0] not in best:
         raise EngineError(

@@ -94,8 +94,7 @@ def check_shared(directory: Path, setting: str) -> None:
 
 
 def appear(files: Sequence[Path]) -> bool:
-    """Wait for files that other processes have written, which a network file system may show later. Return whether all of
-    them are there."""
+    """Wait for files of other processes, which a network file system may show later. Return whether all are there."""
     until = time.monotonic() + NFS_DELAY_S
     while not (seen := all(file.exists() for file in files)) and time.monotonic() < until:
         time.sleep(0.1)
@@ -103,8 +102,7 @@ def appear(files: Sequence[Path]) -> bool:
 
 
 def check_same(value: str, what: str) -> None:
-    """Raise ValueError, in every process, unless all of them have the same `value`. what: in words, what it stands for. Every
-    process must call this."""
+    """Raise ValueError, in every process, unless all have the same `value`, in words `what`. Each must call this."""
     different = int(all_reduce(torch.tensor(float(value != broadcast(value)))))
     if different:
         raise ValueError(

@@ -24,16 +24,14 @@ def hold(path: Path, name: str, wait: bool = False) -> IO[bytes]:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            if wait:
-                report(f"another process writes {path}: waiting for it")
-                fcntl.flock(file, fcntl.LOCK_EX)
-                held.add(file)
-                return file
+        is_locked = error.errno in (errno.EAGAIN, errno.EACCES)  # some network file systems have no locks
+        if is_locked and not wait:
             raise ValueError(
                 f"{name}={path} is being written by {holder(file)}: wait until that has ended, or give another {name}"
             ) from None
-        # Some network file systems have no locks.
+        if is_locked:
+            report(f"another process writes {path}: waiting for it")
+            fcntl.flock(file, fcntl.LOCK_EX)
     held.add(file)
     return file
 

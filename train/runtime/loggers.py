@@ -33,8 +33,7 @@ def prepare(report_to: list[str], directory: Path) -> None:
 
 
 def has_wandb_key() -> bool:
-    """Return whether `wandb login` has stored a key. wandb itself is not asked: it reads WANDB_MODE once, at its first
-    call."""
+    """Return whether `wandb login` has stored a key. wandb itself would read WANDB_MODE when it is asked, and only then."""
     from requests.utils import get_netrc_auth  # wandb needs requests too
 
     address = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")

@@ -57,13 +57,11 @@ def arguments_of(strategy: str, more: Any) -> dict[str, Any]:
 
 
 def choose(strategy: str, optim: str) -> str:
-    """Return the strategy that `auto` stands for in the processes of this run, or the named one. Raise ValueError if it
-    cannot work here."""
+    """Return the strategy that `auto` stands for here, or the named one. Raise ValueError if it cannot work here."""
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy} is not one of {', '.join(STRATEGIES)}")
-    launched = (
-        "LOCAL_RANK" in os.environ or distributed.world_size() > 1
-    )  # accelerate opens a process group, also for one
+    # Of one process, too: accelerate opens a process group for it.
+    launched = "LOCAL_RANK" in os.environ or distributed.world_size() > 1
     if strategy == "auto":
         return "ddp" if launched else "single"
     if strategy == "single" and launched:
@@ -102,8 +100,7 @@ def shard_on_cpus_too(args: TrainingArguments) -> None:
 
 
 def check_distributed_type(strategy: str, kind: DistributedType) -> None:
-    """Raise ValueError if accelerate fell back to DDP, or if what `accelerate launch` was told to do conflicts with the
-    strategy."""
+    """Raise ValueError if accelerate fell back to DDP, or if `accelerate launch` was told something else."""
     wanted = {
         "single": DistributedType.NO,
         "fsdp": DistributedType.FSDP,

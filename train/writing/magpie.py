@@ -57,8 +57,7 @@ def check_context(target: Target, prefixes: TurnPrefixes, settings: MagpieSettin
 
 
 def missing(target: Target, rows: RowFile, tokens: int) -> Iterator[int]:
-    """Yield the numbers of rows to write until the file has `tokens` in the loss. Raise ValueError if none of many rows was
-    worth keeping."""
+    """Yield the numbers of rows to write until the file has `tokens` in the loss. Raise ValueError if none is kept."""
     kept, tried = rows.kept, len(rows.done) if rows.kept else 0  # when a row was last kept
     for number in itertools.count():
         if rows.tokens >= tokens:
@@ -75,9 +74,7 @@ def missing(target: Target, rows: RowFile, tokens: int) -> Iterator[int]:
             if kept:
                 use = f"Set data.tokens=0 to use the {rows.tokens:,} tokens of {rows.path}"
                 advice = f"{use}, or data.seeds for other questions"
-            raise ValueError(
-                f"none of {some} questions that {target.name} wrote is kept (of all rows: {reasons}): {advice}"
-            )
+            raise ValueError(f"none of {some} questions that {target.name} wrote is kept (in all, {reasons}): {advice}")
         yield number
 
 
@@ -181,13 +178,11 @@ def corpus(
         file = file or row_file(target, form, chosen)
         write(target, form, chosen, file, tokens, batch, endpoint, model)
     if file is None or not file.is_file():
-        raise ValueError(
-            "data=self has no rows yet, and nothing here lets a target write: give data.path=FILE of such rows"
-        )
+        raise ValueError("data=self has no rows, and nothing here lets a target write: give data.path=FILE of rows")
     rows = RowFile(file)
     if rows.tokens < tokens:
         raise ValueError(
-            f"{file} holds {rows.tokens:,} tokens of answers, fewer than data.tokens={tokens}: give 0 for all"
+            f"{file} has {rows.tokens:,} tokens of answers, fewer than data.tokens={tokens}: give 0 for all"
         )
     lines = bisect_left(rows.lines, tokens) + 1 if tokens else None  # that hold them
     paths = [conversations] if isinstance(conversations, str) else conversations or []

@@ -19,8 +19,7 @@ LONGEST_PERIOD = 16
 
 
 class QuestionFilter:
-    """Filter questions, and remember those that were kept. script: the only script wanted (LATIN, CJK, ARABIC ...), None for
-    any."""
+    """Filter questions, and remember those that were kept. script: the only one wanted (LATIN, CJK ...), None for any."""
 
     def __init__(self, script: str | None = None):
         self.script = None if script is None else script.upper()
@@ -81,9 +80,8 @@ def loops(tokens: Sequence[int]) -> bool:
         grams = [tuple(ids[i : i + 6]) for i in range(len(ids) - 5)]
         if len(set(grams)) < 0.55 * len(grams) or len(set(grams[-48:])) < 24:
             return True
-    return any(
-        ids[-(4 * p + 8) : -p] == ids[-(3 * p + 8) :] for p in range(1, LONGEST_PERIOD + 1) if len(ids) >= 4 * p + 8
-    )
+    periods = range(1, min(LONGEST_PERIOD, (len(ids) - 8) // 4) + 1)
+    return any(ids[-(4 * period + 8) : -period] == ids[-(3 * period + 8) :] for period in periods)
 
 
 def before_loop(tokens: Sequence[int]) -> int:

@@ -124,8 +124,7 @@ def flat(tokens: np.ndarray, lengths: list[int], given: list[int]) -> Documents:
 
 
 def stored(target: Target, source: str, tokens: int) -> Documents | None:
-    """Return at least `tokens` tokens that these very weights wrote from this source, by the file's metadata, or None if
-    there are fewer."""
+    """Return at least `tokens` tokens that these very weights wrote from this source, or None if there are fewer."""
     file = Path(target.checkpoint) / NAME
     if not file.is_file():
         return None

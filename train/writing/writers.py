@@ -98,9 +98,7 @@ def in_process(
             request = output.request
             texts[request] += output.tokens
             if output.finish_reason == "error":
-                raise ValueError(
-                    f"{target.name} gives logits that are not numbers: another dtype may do (target.dtype)"
-                )
+                raise ValueError(f"{target.name} gives logits that are not numbers: set another target.dtype")
             if output.finish_reason is not None:
                 proceed(running.pop(request), Reply(output.finish_reason, request.prompt, texts.pop(request)))
         show(texts)
