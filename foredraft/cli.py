@@ -155,7 +155,7 @@ def user_message(error: BaseException, folder: str) -> str | None:
         return first_line(error)
     if isinstance(error, ValueError | OSError):
         if WORKER.match(str(error)):  # of a DataLoader's worker, with the traceback as its message
-            return str(error).rpartition(f"\n{type(error).__name__}: ")[2].strip()
+            return re.split(rf"\n[\w.]*{type(error).__name__}: ", str(error))[-1].strip()
         return None if is_bug(error) else str(error)
     if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
         return str(error)  # a key that no constructor knows, from a yaml or `+key=value`

@@ -11,12 +11,6 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target_model import Target
 
 
-def count_heads(files: HeadFiles, pattern: str) -> int:
-    """Return the number of heads in the weights: those numbered from 0 without a gap."""
-    numbers = {int(match[1]) for key in files.weights if (match := re.match(pattern, key))}
-    return next(i for i in range(len(numbers) + 1) if i not in numbers)
-
-
 class MedusaFormat(Format):
     """Convert `{i}.{j}.linear.{weight,bias}` and, in version 1, each head's own projection `{i}.{blocks}.weight`."""
 
@@ -30,7 +24,9 @@ class MedusaFormat(Format):
         return cls() if "medusa_num_heads" in files.config else None
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
-        declared, stored = files.config["medusa_num_heads"], count_heads(files, r"(\d+)\.")
+        numbers = {int(match[1]) for key in files.weights if (match := re.match(r"(\d+)\.", key))}
+        stored = next(i for i in range(len(numbers) + 1) if i not in numbers)  # those from 0 without a gap
+        declared = files.config["medusa_num_heads"]
         # Published configs have 2 with 5 stored heads (medusa-vicuna-7b-v1.3); fewer than declared is a broken file.
         if stored < declared or (files.trained_here and stored != declared):
             raise files.error(f"config.json has medusa_num_heads={declared}, but the weights are of {stored} heads")

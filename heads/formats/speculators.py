@@ -108,18 +108,12 @@ class SpeculatorsDFlash(DFlashFormat):
         block = config | config["dflash_config"]
         layer = {name: value for name, value in config.items() if name in head.config.to_dict()}
         layer |= {name: block[name] for name in ("layer_types", "sliding_window", "use_sliding_window")}
-        return {
-            "architectures": config["architectures"],
-            "speculators_model_type": head.kind,
-            "speculators_config": speculators_config(head.kind, head.depth, target),
-            "transformer_layer_config": layer | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
-            "draft_vocab_size": head.draft_vocab,
-            "target_hidden_size": None,  # the head is as wide as the target
+        layer |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+        return package_config(head.kind, config["architectures"], head, layer, target) | {
             BLOCK_IDS: head.layers,
             "causal": head.causal,
             # For sliding layers in speculators, for all in vLLM, which does not read `causal`; see engines.py.
             "sliding_window_non_causal": not head.causal and head.window is None,
-            "tie_word_embeddings": False,
             **{name: block[name] for name in (*NAMES, *MARKOV) if name in block},
         }
 
@@ -168,24 +162,26 @@ def speculators_settings(algorithm: str, architecture: str, head: DraftHead, tar
     config = head.to_config()
     names = head.config.to_dict().keys() | {*WINDOWED, "sliding_window"}
     layer = {name: value for name, value in config.items() if name in names}
+    layer |= {"architectures": [LAYERS[config["model_type"]]]}
+    flags = {name: config[name] for name in FLAGS if name in config}
+    return package_config(algorithm, [architecture], head, layer, target) | {IDS: head.layers} | flags
+
+
+def package_config(
+    algorithm: str, architectures: list[str], head: DraftHead, layer: dict[str, Any], target: Target
+) -> dict[str, Any]:
+    """Return what config.json has for each kind of head: its layers, how vLLM should draft, and for which target."""
     return {
-        "architectures": [architecture],
+        "architectures": architectures,
         "speculators_model_type": algorithm,
-        "speculators_config": speculators_config(algorithm, head.depth, target),
-        "transformer_layer_config": layer | {"architectures": [LAYERS[config["model_type"]]]},
-        "draft_vocab_size": config["draft_vocab_size"],
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.depth, "verifier_accept_k": 1}],
+            "verifier": {"name_or_path": target.name, "architectures": target.config.architectures or []},
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": head.to_config()["draft_vocab_size"],
         "target_hidden_size": None,  # the head is as wide as the target
-        IDS: head.layers,
         "tie_word_embeddings": False,
-        **{name: config[name] for name in FLAGS if name in config},
-    }
-
-
-def speculators_config(algorithm: str, depth: int, target: Target) -> dict[str, Any]:
-    """Describe how vLLM should draft, and for which target."""
-    return {
-        "algorithm": algorithm,
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": depth, "verifier_accept_k": 1}],
-        "verifier": {"name_or_path": target.name, "architectures": target.config.architectures or []},
     }

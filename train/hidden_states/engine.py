@@ -37,10 +37,7 @@ BUSY = (408, 409, 425, 429)  # with 5xx: statuses that may be others the next ti
 
 
 class EngineError(ValueError):
-    """Carry one sentence for the user. A DataLoader rebuilds a worker's exception from its traceback, which ends with it."""
-
-    def __init__(self, message: str):
-        super().__init__(message.strip().rsplit("EngineError: ", 1)[-1])
+    """Carry one sentence for the user."""
 
 
 class Transient(Exception):

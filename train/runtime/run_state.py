@@ -17,7 +17,7 @@ REPLICATED = {"single", "ddp"}  # strategies whose checkpoints are the same
 SPREAD = {"strategy", "processes", "context_parallel"}
 SPREAD |= {f"trainer.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
 SPREAD |= {"written_tokens"}  # a resumed run reads the text that it has
-PLACES = {"output_dir"}
+SAME_RUN = SPREAD | {"output_dir"}
 # What may change when a stopped run is resumed: what is logged, measured and kept, and for how long it trains.
 FREE = {"eval", "push_to_hub", "push_private", "keep_checkpoints", "data.num_proc", "hidden_states.verify"}
 FREE |= {f"trainer.{name}" for name in ("report_to", "logging_steps", "save_steps", "save_total_limit")}
@@ -120,7 +120,7 @@ def check_same_run(directory: Path, before: dict[str, Any], now: dict[str, Any])
     """Raise ValueError unless a run of config `now` may resume from a checkpoint of `before`: all must be the same but what
     is FREE, which is said, and how the steps' rows are spread over processes, where the strategy's checkpoints allow that."""
     found = differences(before, now)
-    different = [line for line in found if not free(line.split()[0])]
+    different = [line for line in found if not FREE & {name := line.split()[0], name.partition(".")[0]}]
     if found and not different:
         print(f"resuming with other settings: {'; '.join(found)}", flush=True)
     if different:
@@ -144,19 +144,15 @@ def check_same_run(directory: Path, before: dict[str, Any], now: dict[str, Any])
         )
 
 
-def free(name: str) -> bool:
-    return name in FREE or name.partition(".")[0] in FREE
-
-
 def seconds_of(state: TrainerState) -> float:
     """Return how long training took up to the newest log entry, including earlier parts of a resumed run."""
     return max((entry["train_seconds"] for entry in state.log_history if "train_seconds" in entry), default=0.0)
 
 
 def differences(old: Any, new: Any, name: str = "") -> list[str]:
-    """List dotted keys that differ, as `trainer.max_steps is 160 there, 80 here`. SPREAD and PLACES are left out."""
+    """List dotted keys that differ, as `trainer.max_steps is 160 there, 80 here`, but for SAME_RUN."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted(old.keys() | new.keys())
         return [d for key in keys for d in differences(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))]
-    same = old == new or name.partition(".")[0] in SPREAD or name in SPREAD or name.split(".")[-1] in PLACES
+    same = old == new or SAME_RUN & {name, name.partition(".")[0], name.rpartition(".")[2]}
     return [] if same else [f"{name} is {old} there, {new} here"]
