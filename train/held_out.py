@@ -62,11 +62,6 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, held: Held, chosen: Sequence[i
     return tokenize(tokenizer, (held[number] for number in chosen))
 
 
-def tokens(trained: int) -> int:
-    """Return the number of tokens that the target writes to measure on, if it writes `trained` to train on."""
-    return max(1, min(WRITTEN, trained // 8))
-
-
 def rows(documents: Documents, length: int, seed: int, context: int | None = None) -> list[dict[str, Tensor]]:
     """Pack about TOKENS tokens of them into rows of `length` or up to twice that, so that documents lie whole in them.
 

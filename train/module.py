@@ -91,7 +91,9 @@ class DistillationModel(nn.Module):
         if parts is not None:
             text = text._replace(parts=RowParts(**parts))
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.bf16):
-            return self.learn(text, stored)
+            with record_function("target"):
+                states = unpack(stored) if stored else self.forward_target(text)
+            return self.compute_loss(text, *states)
 
     def prepare(self, text: PackedBatch, step: int) -> dict[str, Any]:
         """Return arguments of `forward` that are counted or chosen while the batch is in the host's memory, without waits."""
@@ -108,11 +110,6 @@ class DistillationModel(nn.Module):
     def loss_masks(self, text: PackedBatch, depth: int) -> Tensor:
         """Return (depth, label positions) bool: which drafts are in the loss."""
         return torch.stack([draft_loss_mask(text, d).flatten() for d in range(1, depth + 1)])
-
-    def learn(self, text: PackedBatch, stored: dict[str, Tensor]) -> Outcome:
-        with record_function("target"):
-            aux_hidden_states, last = unpack(stored) if stored else self.forward_target(text)
-        return self.compute_loss(text, aux_hidden_states, last)
 
     def choose_anchors(self, text: PackedBatch, step: int) -> Tensor | None:
         """Return (batch, n): the positions at which the drafts of this step start; None for all positions."""

@@ -100,13 +100,8 @@ def build(module: nn.Module, vocabulary: Sequence[nn.Parameter], args: Any) -> t
     # One kernel for all weights on a GPU. A CPU's gives other last digits, and saves 8 of several hundred ms a step.
     fused = True if all(parameter.is_cuda for parameter in others) else None
     settings |= {"eps": args.adam_epsilon, "weight_decay": 0.0, "fused": fused}
-    second = torch.optim.AdamW(groups(others, args.weight_decay), **settings)
+    decayed = [parameter for parameter in others if args.weight_decay and parameter.ndim > 1]
+    rest = [parameter for parameter in others if not args.weight_decay or parameter.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": rest}]  # one group without decay
+    second = torch.optim.AdamW([group for group in groups if group["params"]], **settings)
     return second if first is None else MuonAdamW(first, second)
-
-
-def groups(parameters: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return groups of parameters. As in transformers, no norm and no bias decays. Without decay there is one group."""
-    decayed = [parameter for parameter in parameters if weight_decay and parameter.ndim > 1]
-    rest = [parameter for parameter in parameters if not weight_decay or parameter.ndim <= 1]
-    found: list[dict[str, Any]] = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest}]
-    return [group for group in found if group["params"]]

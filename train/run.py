@@ -207,7 +207,7 @@ def with_self_generated_text(
             return self_generated.self_generate(target, corpus, count, seed, folder / name)
 
     source = data._replace(train=held, card={"source": f"{data.card['source']}, held out"})
-    written = write(source, held_out.tokens(tokens), cfg.data_seed + 1, "held_out.jsonl")
+    written = write(source, max(1, min(held_out.WRITTEN, tokens // 8)), cfg.data_seed + 1, "held_out.jsonl")
     return write(data, tokens, cfg.data_seed, "self_generated.jsonl"), written.train
 
 

@@ -29,7 +29,11 @@ def resolve_layer_ids(files: HeadFiles, target: Target) -> list[int]:
             )
         ids = top
     elif top is None and eagle is None:
-        ids = default_ids(files, n)
+        ids = [2, n // 2, n - 3]
+        if sorted(set(ids)) != ids:
+            raise files.error(
+                f"config.json has no {IDS}, and a target of {n} layers is too shallow for the paper's three"
+            )
     else:
         ids = infer_layer_ids(files, target, top if top is not None else eagle or [], in_eagle_config=top is None)
     if sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] <= n:
@@ -41,13 +45,6 @@ def read_ids(files: HeadFiles, name: str, value: object) -> list[int] | None:
     if value is None or (isinstance(value, list) and value and all(type(k) is int for k in value)):
         return value
     raise files.error(f"config.json has {name}={value!r}, which is not a list of layers")
-
-
-def default_ids(files: HeadFiles, n: int) -> list[int]:
-    rule = [2, n // 2, n - 3]
-    if sorted(set(rule)) != rule:
-        raise files.error(f"config.json has no {IDS}, and a target of {n} layers is too shallow for the paper's three")
-    return rule
 
 
 def infer_layer_ids(files: HeadFiles, target: Target, ids: list[int], in_eagle_config: bool) -> list[int]:

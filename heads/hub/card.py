@@ -124,13 +124,9 @@ def lists(metrics: dict) -> Rows:
     return [(label, ", ".join(values)) for label, values in lists_by_label.items() if values]
 
 
-def setting(metrics: dict) -> Rows:
-    """Return the conditions of the measurement, which a reader needs to compare numbers."""
-    return [(key, str(metrics[key])) for key in ("device", "dtype", "date") if metrics.get(key)]
-
-
 def measured(metrics: dict) -> Rows:
-    return rows(metrics, MEASURED) + lists(metrics) + rows(metrics, TRAINING) + setting(metrics)
+    conditions = [(key, str(metrics[key])) for key in ("device", "dtype", "date") if metrics.get(key)]
+    return rows(metrics, MEASURED) + lists(metrics) + rows(metrics, TRAINING) + conditions
 
 
 def aligned(pairs: Rows, indent: str = "") -> str:

@@ -79,12 +79,6 @@ def package() -> ModuleType:
     return gguf
 
 
-def to_gguf_name(name: str, arch: str) -> str:
-    """Return llama.cpp's name of the tensor with our name `name`."""
-    layer = re.fullmatch(LAYER, name)
-    return f"{BLOCK}.{layer[1] or 0}.{LAYER_NAMES[layer[2]]}" if layer else NAMES[arch][name]
-
-
 def from_gguf_name(name: str, arch: str) -> str | None:
     """Return our name of llama.cpp's tensor `name`; None if it is not part of a head."""
     layer = re.fullmatch(rf"{BLOCK}\.(\d+)\.(.+)", name)
@@ -106,7 +100,8 @@ def to_gguf(weights: dict[str, Tensor], arch: str, heads: int, kv_heads: int) ->
         tensor = weights[name]
         if arch == "eagle3" and name.endswith(("q_proj.weight", "k_proj.weight")):
             tensor = interleave(tensor, heads if name.endswith("q_proj.weight") else kv_heads)
-        out[to_gguf_name(name, arch)] = tensor
+        layer = re.fullmatch(LAYER, name)
+        out[f"{BLOCK}.{layer[1] or 0}.{LAYER_NAMES[layer[2]]}" if layer else NAMES[arch][name]] = tensor
     if "d2t" in weights:
         out["d2t"] = weights["d2t"] + torch.arange(len(weights["d2t"]))
     return out
