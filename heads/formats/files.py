@@ -26,12 +26,11 @@ SAFE = ("model.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 WEIGHTS = (*SAFE, FILE, *PICKLED)  # in this order: if a directory has both, pickles are never read
 LARGEST_JSON = 2**24  # bytes; a config has a few thousand
-# Published drafters that are not supported: parts of an architecture's or a model type's name, in lower case -> what it is,
-# and the remedy.
+# Published drafters that are not supported: parts of an architecture's or a model type's name, in lower case without _ ->
+# what it is, and the remedy.
 DRAFTERS = {
     "dflare": ("a DFlare block drafter", "train head=dflash for its target"),
     "lilicorr": ("a LiLiCorr block drafter", "train head=dflash for its target"),
-    "mlp_speculator": ("an MLP speculator (IBM's accelerators)", "train head=hydra for its target"),
     "mlpspeculator": ("an MLP speculator (IBM's accelerators)", "train head=hydra for its target"),
     "mtp": ("a multi-token-prediction layer", "train head=mtp, which starts from the layer in its target's checkpoint"),
     "medusamodel": ("Medusa in the layout that vLLM read up to 0.32", "use the head that it was converted from"),
@@ -103,7 +102,7 @@ def check_supported_drafter(config: dict[str, Any], where: str | Path) -> None:
             "head=medusa for its target"
         )
     for name in (str(name).lower() for name in names if name not in (None, "Eagle3Speculator", "PEagleSpeculator")):
-        for what, remedy in (words for part, words in DRAFTERS.items() if part in name):
+        for what, remedy in (words for part, words in DRAFTERS.items() if part in name.replace("_", "")):
             sentence = f"is {what}, which is not supported: {remedy}, or choose another ({KNOWN})"
             raise ValueError(f"the head in {where} {sentence}")
 

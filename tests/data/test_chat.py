@@ -123,4 +123,4 @@ def test_thoughts_reach_a_template_by_each_of_their_names():
     template = "{% for m in messages %}{{ m.role }}<{{ m.thinking }}|{{ m.reasoning }}>{{ m.content }}\n{% endfor %}"
     said = turns([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": "t"}])
     assert said[1]["reasoning_content"] == "t"
-    assert ChatFormat(tokenizer(template)).render(said)[0] == "user<|>a\nassistant<t|t>b\n"
+    assert ChatFormat(tokenizer(template)).write(said)[0] == "user<|>a\nassistant<t|t>b\n"

@@ -152,7 +152,7 @@ def test_openings_of_real_templates(model):
     if turns:
         said = [{"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "ho"), ("user", "he"))]
         text = f"{openings.before}hi{openings.after}ho{openings.between}he{openings.after}"
-        assert text in form.render(said, prompt=True)[0]
+        assert text in form.write(said, prompt=True)[0]
 
 
 def test_a_template_that_takes_no_system_prompt_takes_first_words_alone():

@@ -96,12 +96,6 @@ class ChatFormat:
         tokenizer = self.tokenizer.backend_tokenizer.to_str()
         return hashlib.sha256(f"{self.template}\0{self.options}\0{tokenizer}".encode()).hexdigest()[:16]
 
-    def render(
-        self, messages: list[Message], prompt: bool = False, tools: list[dict] | None = None
-    ) -> tuple[str, list[Span]]:
-        """Do the same as `write` for messages in the form of layouts.py."""
-        return self.write([self.shown(message) for message in messages], prompt, tools=tools)
-
     def write(
         self,
         messages: list[Message],
@@ -207,7 +201,8 @@ class ChatFormat:
     def prompt(self, messages: list[Message], tools: list[dict] | None = None) -> list[int]:
         """Return the tokens that the target continues with its answer to the last turn."""
         form = self.with_tools if tools else self
-        text, _ = form.render(normalize_messages(messages, form.template), True, tools)
+        shown = [form.shown(message) for message in normalize_messages(messages, form.template)]
+        text, _ = form.write(shown, True, tools=tools)
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def message(self, tokens: list[int], prompt: list[int]) -> Message:

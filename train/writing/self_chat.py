@@ -44,7 +44,7 @@ class TurnPrefixes:
     def around(self, *turns: tuple[str, str], prompt: bool = True) -> list[str]:
         """Return what the template writes before, between and after the turns of which only MARK is given."""
         messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
-        return self.form.render(messages, prompt)[0].split(MARK)
+        return self.form.write(messages, prompt)[0].split(MARK)
 
     def next_turn(self) -> str | None:
         """Return what stands between an answer and the next question; None if the template shows earlier answers otherwise
