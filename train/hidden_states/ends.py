@@ -13,12 +13,10 @@ from foredraft.train.hidden_states.engine import Client
 def load_target(cfg: DictConfig) -> Target:
     """Return all of the target, or only its embedding and lm_head: with hidden_states=server, and with hidden_states=offline
     once all is stored, unless `hidden_states.load_full_target` is true."""
-    settings = cfg.hidden_states
-    if "load_full_target" not in settings:
-        return instantiate(cfg.target)
-    stored = "path" in settings
+    settings, stored = cfg.hidden_states, "path" in cfg.hidden_states
     made = str(cfg.target.path).endswith(".json")  # random weights, which lie nowhere
-    if settings.load_full_target or made or (stored and not (Path(settings.path) / offline.MANIFEST).exists()):
+    all_of_it = settings.get("load_full_target", True) or made
+    if all_of_it or (stored and not (Path(settings.path) / offline.MANIFEST).exists()):
         return instantiate(cfg.target)
     if cfg.target.get("sharding") is not None:
         raise ValueError(
