@@ -36,7 +36,7 @@ from foredraft.train.runtime import checkpoints, distributed
 from foredraft.train.runtime.callbacks import FitToTime, KeepCheckpoints, Profile
 from foredraft.train.runtime.context_parallel import ContextParallel
 from foredraft.train.runtime.memory import peak_memory
-from foredraft.train.runtime.strategy import load_full_weights, shard_on_cpus_too, without_weights
+from foredraft.train.runtime.strategy import shard_on_cpus_too, without_weights
 
 SMALLER_BATCHES = "lower trainer.per_device_train_batch_size or max_length"
 NOT_HERE = {  # arguments of Trainer that would change nothing here, and what does
@@ -299,7 +299,10 @@ class HeadTrainer(Trainer):
         if self.distillation.target.is_collective:
             state = distributed.broadcast({name: tensor.cpu() for name, tensor in state.items()})
         if self.measures:
-            load_full_weights(self.eval_head, state, self.distillation.target.device)
+            # The copy without weights shares the tensors of the state.
+            weights = {name[len("head.") :]: tensor for name, tensor in state.items() if name.startswith("head.")}
+            self.eval_head.load_state_dict(weights, assign=True)
+            self.eval_head.to(self.distillation.target.device)
         return self.eval_head.eval()
 
     def save_head(self, head: DraftHead, directory: Path) -> None:

@@ -32,14 +32,10 @@ def part(relative: Path) -> str:
     return "validation" if number < 5 else "test" if number < 14 else "train"
 
 
-def is_test(relative: Path) -> bool:
-    """Test files are trained on but never measured on: they repeat themselves and each other."""
-    return any(name.startswith("test") or name == "idle_test" for name in relative.parts)
-
-
 def documents(wanted: str, tests: bool = True) -> Iterator[tuple[Path, str]]:
     """Yield path (relative to the library) and text of every file of the part `wanted`, in a fixed order. Files that are not
-    UTF-8, not mostly ASCII, or not mostly words (tables of numbers) are left out."""
+    UTF-8, not mostly ASCII, or not mostly words (tables of numbers) are left out. tests: with files of tests, which repeat
+    themselves and each other."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
@@ -47,7 +43,7 @@ def documents(wanted: str, tests: bool = True) -> Iterator[tuple[Path, str]]:
             continue
         if relative.name.startswith("_sysconfigdata"):
             continue  # generated when Python was built; a distribution may have two that are nearly the same
-        if is_test(relative) and not tests:
+        if not tests and any(name.startswith("test") or name == "idle_test" for name in relative.parts):
             continue
         try:
             text = path.read_text(encoding="utf-8")

@@ -131,18 +131,15 @@ class Client:
                     f"hidden_states.url={url} has given no hidden states for {self.patience:g} s ({reason}): see that the "
                     "engine runs; the same command continues from the newest checkpoint"
                 )
-            self.say(
-                f"hidden_states.url={url} gives no hidden states ({reason}): asking for {self.patience:g} s at most"
-            )
+            if not self.said:  # once for each time that engines are gone
+                wanted = f"asking again, {self.patience:g} s at most"
+                print(
+                    f"hidden_states.url={url} gives no hidden states ({reason}): {wanted}", file=sys.stderr, flush=True
+                )
+            self.said = True
             time.sleep(wait * random.uniform(0.75, 1.0))
             wait = min(2.0, 2 * wait)
         raise AssertionError("no urls")
-
-    def say(self, line: str) -> None:
-        """Print a line once for each time that engines are gone."""
-        if not self.said:
-            print(line, file=sys.stderr, flush=True)
-        self.said = True
 
     def is_orphaned(self) -> bool:
         """Return whether nobody waits for an answer any more."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from accelerate.utils import DistributedType
 from omegaconf import OmegaConf
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainingArguments
 
 from foredraft.heads.base import DraftHead
@@ -129,10 +129,3 @@ def without_weights(module: DraftHead) -> DraftHead:
         for name, parameter in list(part.named_parameters(recurse=False)):
             setattr(part, name, nn.Parameter(parameter.to("meta"), parameter.requires_grad))
     return module
-
-
-def load_full_weights(eval_head: nn.Module, state: dict[str, Tensor], device: torch.device) -> None:
-    """Give `eval_head`, a copy without weights, the full weights of a distillation's `state`, whose tensors it shares."""
-    head = {name.removeprefix("head."): tensor for name, tensor in state.items() if name.startswith("head.")}
-    eval_head.load_state_dict(head, assign=True)
-    eval_head.to(device)
