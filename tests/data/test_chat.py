@@ -123,4 +123,5 @@ def test_thoughts_reach_a_template_by_each_of_their_names():
     template = "{% for m in messages %}{{ m.role }}<{{ m.thinking }}|{{ m.reasoning }}>{{ m.content }}\n{% endfor %}"
     said = turns([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": "t"}])
     assert said[1]["reasoning_content"] == "t"
-    assert ChatFormat(tokenizer(template)).write(said)[0] == "user<|>a\nassistant<t|t>b\n"
+    form = ChatFormat(tokenizer(template))
+    assert form.write([form.shown(message) for message in said])[0] == "user<|>a\nassistant<t|t>b\n"

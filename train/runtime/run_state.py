@@ -120,7 +120,7 @@ def check_same_run(directory: Path, before: dict[str, Any], now: dict[str, Any])
     """Raise ValueError unless a run of config `now` may resume from a checkpoint of `before`: all must be the same but what
     is FREE, which is said, and how the steps' rows are spread over processes, where the strategy's checkpoints allow that."""
     found = differences(before, now)
-    different = [line for line in found if not FREE & {name := line.split()[0], name.partition(".")[0]}]
+    different = [line for line in found if not free(line.split()[0])]
     if found and not different:
         print(f"resuming with other settings: {'; '.join(found)}", flush=True)
     if different:
@@ -142,6 +142,10 @@ def check_same_run(directory: Path, before: dict[str, Any], now: dict[str, Any])
             f"strategy={new} has cut its checkpoints in {directory} for {counts[0]} processes and here are "
             f"{counts[1]}: resume with {counts[0]} (strategy=fsdp and strategy=ddp resume with any number)"
         )
+
+
+def free(name: str) -> bool:
+    return name in FREE or name.partition(".")[0] in FREE
 
 
 def seconds_of(state: TrainerState) -> float:
