@@ -61,7 +61,7 @@ def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Pa
         ("bf16_full_eval", True, "products are in bfloat16 or float32"),
         ("gradient_checkpointing", True, "lower trainer.per_device_train_batch_size"),
         ("auto_find_batch_size", True, "set trainer.per_device_train_batch_size"),
-        ("use_liger_kernel", True, "it is for embeddings"),
+        ("use_liger_kernel", True, "it is for a model with embeddings"),
         ("push_to_hub", True, "set push_to_hub=ORG/NAME, without trainer."),
     ],
 )
