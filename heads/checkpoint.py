@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -156,28 +155,18 @@ def read_head(path: str | Path, target: Target, revision: str | None = None, str
 
     Raises ValueError with the missing, unexpected or mismatched tensors and settings. Warns once about settings of the files
     that are unusual or differ from the target's; with strict this is an error for heads trained by foredraft."""
-    found = find(path, revision)
-    try:
-        files = formats.read(found)
-        if (files.directory / ADAPTER_CONFIG).is_file():
-            raise files.error(
-                f"{ADAPTER_CONFIG} lies next to the head: an adapter would change the target's text. Remove it"
-            )
-        check_card(files.directory)
-        layout = formats.detect(files)
-        head = formats.build(layout, files, target)
-        head.imported = not files.trained_here
-        record = files.config.get("foredraft", {})
-        head.own_rope, head.lm_head_is_targets = record.get("rope") == "own", record.get("lm_head") == "target"
-        head.attach(target)
-    except torch.OutOfMemoryError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError) as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise ValueError(
-            f"{path} cannot be read: its {CONFIG} has a value of another type or size than its layout expects "
-            f"({type(error).__name__}: {reason})"
-        ) from error
+    files = formats.read(find(path, revision))
+    if (files.directory / ADAPTER_CONFIG).is_file():
+        raise files.error(
+            f"{ADAPTER_CONFIG} lies next to the head: an adapter would change the target's text. Remove it"
+        )
+    check_card(files.directory)
+    layout = formats.detect(files)
+    head = formats.build(layout, files, target)
+    head.imported = not files.trained_here
+    record = files.config.get("foredraft", {})
+    head.own_rope, head.lm_head_is_targets = record.get("rope") == "own", record.get("lm_head") == "target"
+    head.attach(target)
     check_fit(files, head, target, strict)
     return head
 

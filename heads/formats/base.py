@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -134,6 +135,11 @@ def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
             f"config.json has no {error}, which a head of kind {layout.kind.kind} needs: add the value it was trained with "
             "(a trainer's own config is not a head's config.json)"
         ) from None
+    except (ArithmeticError, AttributeError, IndexError, RuntimeError, StrictDataclassError, TypeError) as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1].strip()}"
+        raise files.error(
+            f"config.json has a value of another type or size than a head of kind {layout.kind.kind} needs ({reason})"
+        ) from error
     expected = {layout.disk_name(name): tensor for name, tensor in head.state_dict().items()}
     weights = complete_vocabulary(files, layout.complete_weights(files, head, target), head, target.vocab_size)
     weights = complete_projections(files, layout, weights, head, target)

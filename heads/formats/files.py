@@ -73,6 +73,8 @@ def read_config(directory: Path, name: str = "") -> dict:
     config = read_json(path)
     if not isinstance(config, dict):
         raise ValueError(f"{path} contains no settings, but {type(config).__name__}")
+    if not isinstance(config.get("architectures"), list | None):
+        raise ValueError(f"{path} has architectures={config['architectures']!r}, which is not a list of names")
     record = config.get("foredraft")
     if not isinstance(record, dict | None):
         raise ValueError(f"{path} has foredraft={record!r}, which contains no settings")
