@@ -102,6 +102,7 @@ OF_MEDUSA2 = "it was a setting of head=medusa2, which was removed"
 # Keys and choices that are gone -> why, and the remedy.
 REMOVED = {
     "drafter.confidence": "it belonged to drafter.tree=adaptive. Use drafter.tree=auto, which measures what pays",
+    "drafter.reproducible": "use drafter.tree=fixed, whose steps have the same sizes in every run",
     "drafter.tree=adaptive": "use drafter.tree=auto, which measures how deep it pays to draft",
     "head.alpha": OF_MEDUSA2,
     "head.lora_alpha": OF_MEDUSA2,

@@ -27,7 +27,9 @@ GATE_TOKENS = 48  # of the text that the parity gate drafts from
 def check_config(cfg: DictConfig) -> None:
     """Raise ValueError for settings that cannot work, whatever the target and the data are."""
     if cfg.trainer.max_steps == 0:
-        raise ValueError("trainer.max_steps=0 trains nothing: give a number of steps, or -1 for num_train_epochs")
+        raise ValueError(
+            "trainer.max_steps=0 trains nothing: give a number of steps, or -1 for trainer.num_train_epochs"
+        )
     for name in ("final_num_prompts", "timed_prompts", "prompt_tokens", "max_new_tokens"):
         if cfg.eval[name] < 1:
             raise ValueError(f"eval.{name}={cfg.eval[name]} must be at least 1")
@@ -118,7 +120,9 @@ def check_data(cfg: DictConfig, target: Target, data: Corpus) -> None:
             "give 0, or data.rejection_weight=1"
         )
     if data.train.reader is not None and cfg.self_generated_tokens:
-        raise ValueError(f"self_generated_tokens={cfg.self_generated_tokens}: it writes after text alone: give 0")
+        raise ValueError(
+            f"self_generated_tokens={cfg.self_generated_tokens}: the target writes after text alone: give 0"
+        )
     if settings.lengths:
         if target.context is not None and max(settings.lengths) + settings.max_new_tokens > target.context:
             raise ValueError(

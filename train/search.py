@@ -44,7 +44,9 @@ def search(cfg: DictConfig) -> None:
     sizes = round_sizes(len(left))
     fewest = 2 * len(sizes) * len(left)
     if in_steps and amount < fewest:
-        raise ValueError(f"budget={cfg.budget} has no step for each run: give at least {fewest}steps, or fewer heads")
+        raise ValueError(
+            f"budget={cfg.budget} has no step for each run: give at least {fewest}steps, or fewer heads=[...]"
+        )
     start_process(cfg)
     for run in left.values():
         run.strategy = cfg.strategy

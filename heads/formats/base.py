@@ -61,7 +61,7 @@ class HeadFiles(NamedTuple):
     def check_number(self, name: str, value: Any, least: int = 1, most: int = LARGEST_DEPTH) -> int:
         """Return `value` of the setting `name`. Raises ValueError unless it is a whole number in this range."""
         if type(value) is not int or not least <= value <= most:
-            raise self.error(f"config.json has {name}={value!r}, which must lie between {least} and {most}")
+            raise self.error(f"config.json has {name}={value!r}, which must be a whole number from {least} to {most}")
         return value
 
 
@@ -136,9 +136,10 @@ def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
             "(a trainer's own config is not a head's config.json)"
         ) from None
     except (ArithmeticError, AttributeError, IndexError, RuntimeError, StrictDataclassError, TypeError) as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[-1].strip()}"
+        reason = str(error).strip().rpartition("\n")[2].strip()
         raise files.error(
-            f"config.json has a value of another type or size than a head of kind {layout.kind.kind} needs ({reason})"
+            f"config.json has a value of another type or size than a head of kind {layout.kind.kind} needs "
+            f"({type(error).__name__}: {reason})"
         ) from error
     expected = {layout.disk_name(name): tensor for name, tensor in head.state_dict().items()}
     weights = complete_vocabulary(files, layout.complete_weights(files, head, target), head, target.vocab_size)

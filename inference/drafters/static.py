@@ -14,7 +14,7 @@ from torch import Tensor
 from foredraft.heads.base import ParallelHead
 from foredraft.heads.caches.cuda_graphs import CudaGraphs
 from foredraft.heads.target_model import Target
-from foredraft.inference.drafters.base import Accepted, Drafter, newest
+from foredraft.inference.drafters.base import Accepted, Drafter, bonus_tokens, newest
 from foredraft.inference.drafters.cached_tree import check_width
 from foredraft.inference.sampling import Sampling, temper
 from foredraft.inference.tree import TokenTree, from_parents
@@ -98,8 +98,9 @@ class StaticTree(Drafter):
         self.sampling = sampling
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        counts = accepted.device_counts
-        tokens, aux_hidden_states = newest(accepted.tokens, counts), newest(accepted.aux_hidden_states, counts)[:, 0]
+        tokens, aux_hidden_states = bonus_tokens(accepted), accepted.aux_hidden_states[:, 0]
+        if accepted.tokens.shape[1] > 1:
+            aux_hidden_states = newest(accepted.aux_hidden_states, accepted.device_counts)[:, 0]
         self.ranks = self.shapes[self.size].order.expand(len(tokens), -1)
         draft = partial(self.draft, self.shapes[self.size])
         return self.graphs(self.size, draft, tokens, aux_hidden_states, gumbel, self.sampling.temperature)

@@ -33,6 +33,16 @@ def test_what_a_template_marks_is_learned_and_nothing_else():
         assert shown(form, [*TWO, {"role": "user", "content": "?"}]) == [first + second]
 
 
+def test_text_for_a_target_that_sees_images_needs_no_processor():
+    class Unread:
+        @property
+        def placeholder(self) -> str:
+            raise AssertionError("it loads the processor, which needs pillow and the target's files")
+
+    form = ChatFormat(tokenizer(CHATML), images=Unread())  # type: ignore[arg-type]
+    assert shown(form, ONE) == shown(ChatFormat(tokenizer(CHATML)), ONE)
+
+
 def test_a_switch_that_the_template_does_not_know_is_refused():
     with pytest.raises(ValueError, match="does not support thinking"):
         ChatFormat(tokenizer(CHATML), thinking=False)

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from foredraft.train.blocks import Drafts, SelfFedDistillation
+from foredraft.train.block_losses import SelfFedDistillation
+from foredraft.train.blocks import Drafts
 from foredraft.train.losses import kl_div
 from tests.support.head_factory import make_head
 

@@ -184,8 +184,9 @@ class ChatFormat:
         return message
 
     def tokenize(self, text: str, spans: list[Span], images: Sequence[str] = ()) -> Document:
-        """Assign each token to the answer if its first character is. images: of the conversation, which goes on behind."""
-        if self.images is not None:
+        """Assign each token to the answer if its first character is. images: of the whole conversation, of which the text
+        may be a beginning."""
+        if images and self.images is not None:
             images = images[: text.count(self.images.placeholder)]
         if images and self.images is not None:
             tokens, begins = self.images.tokenize(text, images)

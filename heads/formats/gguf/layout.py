@@ -83,11 +83,18 @@ class GGUFFormat(Format):
     def stored(self, head: DraftHead, target: Target) -> DraftHead:
         assert isinstance(head, Head)
         weights = self.export_weights(head, target)
-        weights = {name: dequantize(*quantize(name, tensor, self.dtype)) for name, tensor in weights.items()}
-        named = self.restored(weights, head)
+        rounded_weights = {name: dequantize(*quantize(name, tensor, self.dtype)) for name, tensor in weights.items()}
+        if all(
+            torch.equal(rounded_weights[name], tensor.to(rounded_weights[name].dtype))
+            for name, tensor in weights.items()
+        ):
+            return head
+        named = self.restored(rounded_weights, head)
         rounded = copy.deepcopy(head, {id(target): target}).cpu().float()
-        for name, tensor in rounded.state_dict().items():
-            tensor.copy_(named.get(self.layout.disk_name(name), tensor))
+        state = rounded.state_dict()
+        rounded.load_state_dict(
+            {name: named.get(self.layout.disk_name(name), tensor) for name, tensor in state.items()}
+        )
         return rounded
 
     def write_weights(self, weights: dict[str, Tensor], path: Path, head: DraftHead, target: Target) -> None:
