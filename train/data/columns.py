@@ -58,8 +58,8 @@ def pair(row: dict, prompt: str, response: str | None) -> list[Message]:
     question, answer = listed(row[prompt]), listed(None if response is None else row[response])
     answer = first(parsed(answer) if response == "answers" else answer)
     messages = turns(question) if isinstance(question, list) else [{"role": "user", "content": content(question)}]
-    beside = (row.get(name) for name in ("input", "context"))
-    more = next((text for text in beside if isinstance(text, str) and text.strip()), "")
+    inputs = (row.get(name) for name in ("input", "context"))
+    more = next((text for text in inputs if isinstance(text, str) and text.strip()), "")
     if prompt in ("instruction", "question") and more and len(messages) == 1:  # Alpaca, Dolly
         messages[0]["content"] += "\n\n" + content(more)
     messages = earlier(row) + messages
