@@ -171,6 +171,8 @@ def load_model(
         facts = {"dtype": dtype, "revision": revision, "output_loading_info": True}
         model, report = model_class(config).from_pretrained(path, **facts, **kwargs)
     except (OSError, ImportError, json.JSONDecodeError, SafetensorError, *MALFORMED) as error:
+        if "unexpected keyword argument" in str(error):  # of the caller
+            raise
         for file in Path(path).glob("*.safetensors"):
             check_no_pointer(file)
         raise ValueError(f"target {path} cannot be loaded: {reason_of(error)}") from error
@@ -270,7 +272,5 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno == errno.EINVAL:  # torch seeks beyond the end
         return "a .bin file of its weights is damaged or incomplete"
     if isinstance(error, MALFORMED):
-        return (
-            f"one of its files has another form than transformers expects ({type(error).__name__}: {first_line(error)})"
-        )
+        return f"transformers fails on its files ({type(error).__name__}: {first_line(error)})"
     return first_line(error)

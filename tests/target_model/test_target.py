@@ -142,9 +142,9 @@ def test_a_model_that_needs_another_package_is_refused_by_its_name(tmp_path, mon
         (None, "cannot be loaded: Error while deserializing header"),
         (
             {"rope_parameters": {"rope_type": "bent"}},
-            r"has another form than transformers expects \(KeyError: 'bent'\)",
+            r"transformers fails on its files \(KeyError: 'bent'\)",
         ),
-        ({"model_type": ["llama"]}, r"has another form than transformers expects \(TypeError: unhashable"),
+        ({"model_type": ["llama"]}, r"transformers fails on its files \(TypeError: unhashable"),
     ],
 )
 def test_a_damaged_target_is_refused_and_gets_no_random_weights(tmp_path, settings, complaint):
@@ -157,13 +157,19 @@ def test_a_damaged_target_is_refused_and_gets_no_random_weights(tmp_path, settin
         Target.from_pretrained(tmp_path, device="cpu")
 
 
+def test_an_unknown_argument_is_not_blamed_on_the_files(tmp_path):
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sharded'"):
+        Target.from_pretrained(tmp_path, device="cpu", sharded=True)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("config.json", b"[]", r"another form than transformers expects \(TypeError"),
-        ("model.safetensors.index.json", b"{}", r"another form than transformers expects \(KeyError: 'weight_map'"),
-        ("generation_config.json", b"[]", r"another form than transformers expects \(TypeError"),
-        ("pytorch_model.bin", b"", r"another form than transformers expects \(EOFError"),
+        ("config.json", b"[]", r"transformers fails on its files \(TypeError"),
+        ("model.safetensors.index.json", b"{}", r"transformers fails on its files \(KeyError: 'weight_map'"),
+        ("generation_config.json", b"[]", r"transformers fails on its files \(TypeError"),
+        ("pytorch_model.bin", b"", r"transformers fails on its files \(EOFError"),
         ("pytorch_model.bin", None, r"\.bin file of its weights is damaged or incomplete"),
         ("pytorch_model.bin", b"PK\x03\x04", r"\.bin file of its weights is damaged or incomplete"),
     ],
