@@ -80,6 +80,8 @@ class DFlashFormat(Format):
             )
         if SLIDING in types and not window:
             raise files.error(f"config.json has layer_types={types} without an active sliding_window")
+        if SLIDING in types:
+            files.check_sizes(layer, "sliding_window")
         return settings | {
             "num_hidden_layers": layer["num_hidden_layers"],
             "draft_vocab_size": draft_vocabulary(files, target),
@@ -128,6 +130,7 @@ class DFlash2Format(DFlashFormat):
 
     def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
         check_settings(files, block, {"input_embedding_scale": 1.0, "output_multiplier": 1.0})
+        files.check_sizes(block, *self.kind.own_defaults)
         return block
 
 
