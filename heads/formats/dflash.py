@@ -75,7 +75,7 @@ class DFlashFormat(Format):
     ) -> dict[str, Any]:
         """Return the config for `from_config`. layer: settings of the decoder layers; block: those of the block."""
         check_settings(files, layer, {"attention_bias": False})
-        check_settings(files, block, {"attention_mode": "gqa"})
+        check_settings(files, block, {"attention_mode": "gqa", "attention_value_scale": 1.0})
         settings = layer_settings(files, layer, target, count=layer["num_hidden_layers"])
         anchor_drafts = next((bool(block[name]) for name in LAYOUT if block.get(name) is not None), None)
         files.check_number("mask_token_id", block["mask_token_id"], 0, target.vocab_size - 1)
@@ -84,11 +84,10 @@ class DFlashFormat(Format):
             raise files.error(f"config.json has both true and false among {', '.join(CAUSAL)}")
         window = layer.get("sliding_window") if layer.get("use_sliding_window", True) else None
         types = layer.get("layer_types") or [FULL] * layer["num_hidden_layers"]
-        if (
-            block.get("use_swa") and SLIDING not in types
-        ):  # MiMo's way to say that all layers are sliding and none causal
+        if block.get("use_swa") and SLIDING not in types:  # MiMo: all layers are sliding, and none is causal
             types, causal = [SLIDING] * layer["num_hidden_layers"], causal or {False}
-            window = block.get("swa_window_size", layer.get("sliding_window"))
+            window = layer.get("sliding_window")
+        window = block.get("swa_window_size", window)
         block = block | {
             "sample_from_anchor": self.usual_layout(files) if anchor_drafts is None else anchor_drafts,
             "causal": True if True in causal else False if causal and SLIDING in types else None,

@@ -154,6 +154,7 @@ WINDOWS = [  # layout, what its config says of windows in words of several engin
     ("zlab", SLIDING, {"causal": True}, True),
     ("zlab", {"layer_types": None}, {"use_swa": True, "swa_window_size": 4}, False),
     ("zlab", {"layer_types": ["full_attention"] * 3, "sliding_window": 4}, {"use_swa": True}, False),
+    ("zlab", SLIDING | {"sliding_window": 9}, {"swa_window_size": 4}, True),
     ("speculators_dflash", SLIDING, {"sliding_window_non_causal": False}, True),
     ("speculators_dflash", SLIDING, {"sliding_window_non_causal": True}, False),
 ]

@@ -200,6 +200,8 @@ SETTINGS = [
     *(("zlab", "dflash_config.block_size", size, "block_size") for size in (0, 10**9, "8", None)),
     ("zlab", "num_hidden_layers", 2, "layer_types"),
     ("zlab", "num_hidden_layers", 10**9, "num_hidden_layers=1000000000"),
+    ("zlab", "dflash_config.attention_value_scale", 0.5, "attention_value_scale=0.5"),
+    ("zlab", "is_neox_style", False, "is_neox_style=False"),
     ("jetspec", "dflash_config.causal", False, "both true and false"),
     ("jetspec", "hidden_size", 16, "fc.weight"),
     ("deepspec", "confidence_head_with_markov", False, "confidence_head_with_markov=False"),
