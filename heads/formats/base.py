@@ -178,6 +178,12 @@ def check_settings(files: HeadFiles, settings: dict[str, Any], supported: dict[s
             raise files.error(f"config.json has {name}={settings[name]}; only {value} is supported")
 
 
+def embeds_rows(target: Target) -> bool:
+    """Return whether the target's first layer gets rows of its embedding unchanged. Gemma scales them."""
+    few = torch.arange(min(8, target.vocab_size), device=target.device)
+    return torch.equal(target.embed(few), target.embeddings[few])
+
+
 def drop_copy(files: HeadFiles, name: str, module: Any, target: Target) -> HeadFiles:
     """Return the files without `name`, a frozen copy of this module of the target. Raises ValueError if it is not one."""
     rest = {other: tensor for other, tensor in files.weights.items() if other != name}

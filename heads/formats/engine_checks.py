@@ -4,6 +4,7 @@ from typing import Any
 
 from foredraft.heads.dflash2 import DFlash2Head
 from foredraft.heads.eagle3 import FLAGS, Eagle3Head
+from foredraft.heads.formats.base import embeds_rows
 from foredraft.heads.formats.eagle3 import AUX
 from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
 from foredraft.heads.target_model import Target
@@ -24,6 +25,22 @@ def in_place(engine: str, head: Any, target: Target) -> None:
     require(
         not head.sample_from_anchor,
         f"{engine} drafts in place, and this head anchor first: train it with head.sample_from_anchor=false",
+    )
+
+
+def plain_embeddings(engine: str, head: Any, target: Target) -> None:
+    """Check for a target whose embedding is more than its rows. EAGLE-3 and P-EAGLE do not mind: a norm follows."""
+    require(
+        embeds_rows(target),
+        f"{engine} gives the head rows of the target's embedding, and {target.name} scales or normalizes them, so drafts "
+        "would be wrong: train head=eagle3",
+    )
+
+
+def no_embedding_norm(engine: str, head: Any, target: Target) -> None:
+    require(
+        not hasattr(target.model.get_input_embeddings(), "embed_norm"),
+        f"{engine} leaves out the norm of {target.name}'s embedding, which this head was trained with",
     )
 
 

@@ -118,7 +118,8 @@ EAGLE_HEAD = partial(formats.EagleFormat, "EagleLlamaForCausalLM")
 EAGLE_CODE = partial(formats.EagleFormat, "LlamaForCausalLM", embeddings=True)
 SGLANG_EAGLE = partial(formats.EagleFormat, bias=True)
 VLLM_VANILLA = partial(checks.vanilla, "vLLM")
-XPRESS_CHECKS = partial(checks.full_vocabulary, "vLLM's xPress"), partial(checks.in_place, "vLLM's xPress")
+VLLM_ROWS = partial(checks.plain_embeddings, "vLLM")
+XPRESS_CHECKS = partial(checks.full_vocabulary, "vLLM's xPress"), partial(checks.in_place, "vLLM's xPress"), VLLM_ROWS
 WHOLE_BLOCKS = partial(checks.full_vocabulary, "SGLang's block drafting")
 SGLANG_EAGLE3 = checks.sglang_layers, partial(checks.layer_flags, "SGLang", supported=SGLANG_FLAGS)
 SPECULATORS_MASKING = partial(
@@ -132,6 +133,7 @@ TRANSFORMERS_CHECKS = (
     partial(checks.in_place, "transformers"),
     partial(checks.whole_block, "transformers"),
     partial(checks.whole_rotation, "transformers"),
+    partial(checks.no_embedding_norm, "transformers"),
 )
 LLAMACPP_MASKING = partial(checks.one_masking, "llama.cpp's draft models are")
 LLAMACPP_DSPARK = checks.llamacpp_layers, partial(checks.vanilla, "llama.cpp"), LLAMACPP_MASKING
@@ -141,25 +143,29 @@ LLAMACPP_DFLASH2 = checks.llamacpp_layers, partial(checks.in_place, "llama.cpp's
 RULES: dict[str, dict[type[DraftHead], Rule]] = {
     "vLLM": {
         Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN),
-        EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.no_bias,)),
-        DFlashHead: Rule(formats.DFlashFormat, VLLM, VLLM_CHAIN),
-        DFlash2Head: Rule(formats.DFlash2Format, VLLM_DFLASH, VLLM_CHAIN),
+        EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.no_bias, VLLM_ROWS)),
+        DFlashHead: Rule(formats.DFlashFormat, VLLM, VLLM_CHAIN, (VLLM_ROWS,)),
+        DFlash2Head: Rule(formats.DFlash2Format, VLLM_DFLASH, VLLM_CHAIN, (VLLM_ROWS,)),
         XPressHead: Rule(formats.XPressFormat, VLLM, XPRESS, XPRESS_CHECKS),
-        DSparkHead: Rule(formats.SpeculatorsDSpark, VLLM, VLLM_CHAIN, (VLLM_VANILLA,)),
+        DSparkHead: Rule(formats.SpeculatorsDSpark, VLLM, VLLM_CHAIN, (VLLM_VANILLA, VLLM_ROWS)),
         PEagleHead: Rule(formats.PEagleFormat, VLLM_P_EAGLE, VLLM_CHAIN),
     },
     "SGLang": {
         Eagle3Head: Rule(formats.Eagle3Format, SGLANG, flags_note, SGLANG_EAGLE3),
-        EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS),
+        EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (partial(checks.plain_embeddings, "SGLang"),)),
         DFlashHead: Rule(formats.DFlashFormat, SGLANG_BLOCK, SGLANG_CHAIN, (WHOLE_BLOCKS,)),
         DSparkHead: Rule(formats.DSparkFormat, SGLANG_BLOCK, SGLANG_CHAIN, (WHOLE_BLOCKS,)),
         DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (WHOLE_BLOCKS, checks.sglang_prefix)),
     },
     "the speculators package": {
         Eagle3Head: Rule(formats.SpeculatorsFormat, SPECULATORS, BY_NAME, (SPECULATORS_LAYER,)),
-        DFlashHead: Rule(formats.SpeculatorsDFlash, SPECULATORS, BY_NAME, (SPECULATORS_MASKING,)),
-        DSparkHead: Rule(formats.SpeculatorsDSpark, SPECULATORS, BY_NAME, (SPECULATORS_MASKING, VLLM_VANILLA)),
-        XPressHead: Rule(formats.SpeculatorsXPress, SPECULATORS, XPRESS, (SPECULATORS_MASKING, checks.whole_ratio)),
+        DFlashHead: Rule(formats.SpeculatorsDFlash, SPECULATORS, BY_NAME, (SPECULATORS_MASKING, VLLM_ROWS)),
+        DSparkHead: Rule(
+            formats.SpeculatorsDSpark, SPECULATORS, BY_NAME, (SPECULATORS_MASKING, VLLM_VANILLA, VLLM_ROWS)
+        ),
+        XPressHead: Rule(
+            formats.SpeculatorsXPress, SPECULATORS, XPRESS, (SPECULATORS_MASKING, checks.whole_ratio, VLLM_ROWS)
+        ),
         PEagleHead: Rule(formats.SpeculatorsPEagle, VLLM_P_EAGLE, P_EAGLE),
     },
     "transformers": {
@@ -167,7 +173,7 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
     },
     "SafeAILab's code": {
         Eagle3Head: Rule(formats.Eagle3Format, EA_MODEL, "", EAGLE3_CODE),
-        EagleHead: Rule(EAGLE_CODE, EA_MODEL),
+        EagleHead: Rule(EAGLE_CODE, EA_MODEL, "", (partial(checks.plain_embeddings, "SafeAILab's code"),)),
     },
     "FasterDecoding's code": {
         MedusaHead: Rule(formats.MedusaFormat, TGI, MEDUSA, (partial(checks.full_vocabulary, "FasterDecoding's code"),))

@@ -10,7 +10,7 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.eagle3 import FLAGS, WINDOWED, Eagle3Head
-from foredraft.heads.formats.base import HeadFiles, check_settings
+from foredraft.heads.formats.base import HeadFiles, check_settings, embeds_rows
 from foredraft.heads.formats.dflash import DFlashFormat, DSparkFormat, layer_ids
 from foredraft.heads.formats.eagle3 import Eagle3Format, has_qk_norms
 from foredraft.heads.formats.layer_ids import IDS
@@ -94,6 +94,10 @@ class SpeculatorsDFlash(DFlashFormat):
         config, layer = files.config, files.config["transformer_layer_config"] or {}
         check_settings(files, config, {"target_hidden_size": layer["hidden_size"]})
         ids = layer_ids(files, config[BLOCK_IDS], target, counted_from=1)
+        if not embeds_rows(target):
+            files.notes.append(
+                f"it was trained on rows of an embedding that {target.name} scales: few drafts may be right"
+            )
         causal = config.get("causal") or (False if config.get("sliding_window_non_causal") else None)
         return self.shared_config(files, layer, config | {"target_layer_ids": ids, "causal": causal}, target)
 

@@ -162,6 +162,18 @@ def test_what_an_engine_cannot_draft_with_is_not_written(deep, kind, name, messa
         engines.export_for(name, ours(kind, deep), deep)
 
 
+def test_a_target_that_scales_its_embedding_gets_no_head_that_engines_feed_with_rows(deep, monkeypatch):
+    monkeypatch.setattr(Target, "embed", lambda self, tokens: 8 * self.model.get_input_embeddings()(tokens))
+    for kind, name in (("dflash", "vllm"), ("dspark", "speculators"), ("hass", "vllm"), ("eagle", "sglang")):
+        with pytest.raises(ValueError, match=r"gives the head rows of the target's embedding, .* train head=eagle3"):
+            engines.export_for(name, ours(kind, deep), deep)
+    for kind, name in (("eagle3", "vllm"), ("dflash", "transformers"), ("p_eagle", "vllm")):
+        engines.export_for(name, ours(kind, deep), deep)
+    monkeypatch.setattr(deep.model.get_input_embeddings(), "embed_norm", torch.nn.Identity(), raising=False)
+    with pytest.raises(ValueError, match="transformers leaves out the norm of"):
+        engines.export_for("transformers", ours("dflash", deep), deep)
+
+
 def test_layers_that_zankners_code_would_tie_are_not_written(deep):
     head = HydraHead.for_target(deep, num_heads=2, mlp_layers=4, prefix=True)
     engines.export_for("hydra", head, deep)  # still alike, all of them
