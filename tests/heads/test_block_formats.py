@@ -18,8 +18,7 @@ from foredraft.train import parity_gate
 from tests.support import golden
 from tests.support.batches import PROMPT
 from tests.support.decoding import check_drafts
-from tests.support.exports import write_export
-from tests.support.head_factory import make_head
+from tests.support.head_factory import make_head, write_export
 
 # name -> kind, hidden states that it reads, block size, anchor first, causal
 GOLDEN: dict[str, tuple] = {

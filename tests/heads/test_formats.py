@@ -18,8 +18,7 @@ from foredraft.heads.formats.base import HeadFiles
 from foredraft.heads.formats.native import NativeFormat
 from foredraft.train import parity_gate
 from tests.support import equations, golden
-from tests.support.exports import write_export
-from tests.support.head_factory import same
+from tests.support.head_factory import same, write_export
 
 PROMPT = torch.randint(1, 300, (20,), generator=torch.Generator().manual_seed(3)).tolist()
 

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 
 from foredraft.heads import save_head
 from foredraft.heads.base import PackedBatch
+from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states import offline
 from foredraft.train.trainer import HeadTrainer
 from tests.support import ROOT
-from tests.support.batches import batch_of
-from tests.support.feature_writer import rows
+from tests.support.batches import batch_of, documents
 from tests.support.head_factory import criterion, make_head
 from tests.support.processes import ONE, SMALL_EAGLE3, TWO, end, losses, torchrun
 
@@ -30,7 +30,8 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "dspark pruned", "dflash2"])
 def test_from_disk_the_losses_are_those_of_training_online(kind, target, tmp_path):
-    made, packed, found = criterion(kind, make_head(kind, target), target), rows(), []
+    made, found = criterion(kind, make_head(kind, target), target), []
+    packed = Packed(documents(40, 25, 33, 60, 21, 50, 44), length=32, seed=0)
     written = offline.offline(packed, target, made.head.layers, 2, str(tmp_path), dtype="float32", shard_rows=2)
     for source in (packed, written):
         batch = batch_of(source)
