@@ -44,6 +44,7 @@ from tests.support.processes import (
     reserved_port,
     script,
     start,
+    succeeded,
     until,
 )
 from tests.support.small_targets import without_layers
@@ -88,8 +89,7 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
 def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train with online hidden states."""
     cwd = tmp_path_factory.mktemp("alone")
-    ended = end(program(*given, "output_dir=out", cwd=cwd))
-    assert ended.code == 0, ended.err
+    succeeded(end(program(*given, "output_dir=out", cwd=cwd)))
     return cwd / "out"
 
 
@@ -117,8 +117,7 @@ def test_losses_are_those_of_features_online(
     """Train while the files of the target's layers are missing."""
     url, folder = engine
     ends = without_layers(target, tmp_path / "ends")
-    ended = here(*given, *served(url), f"target.path={ends}", "output_dir=out")
-    assert ended.code == 0, ended.err
+    ended = succeeded(here(*given, *served(url), f"target.path={ends}", "output_dir=out"))
     assert (
         f"nothing was measured, because only the target's ends are loaded here: foredraft evaluate target={ends}"
         in (ended.out)

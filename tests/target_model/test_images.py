@@ -23,7 +23,7 @@ from foredraft.train.hidden_states import online
 from tests.support import nightly_but
 from tests.support.architectures import SIZES
 from tests.support.chats import tokenizer
-from tests.support.processes import SMALL_EAGLE3, Ended, complaint, losses
+from tests.support.processes import SMALL_EAGLE3, Ended, complaint, losses, succeeded
 
 TEXT: dict[str, Any] = SIZES | {"head_dim": 8, "vocab_size": 320}
 TEXT |= {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 256}
@@ -275,8 +275,7 @@ def test_a_run_learns_from_what_is_seen(head: str, qwen: Path, rows: Path, tmp_p
     options = [f"head={head}" if one == "head=eagle3" else one for one in options]
     texts = write(tmp_path / "texts.jsonl", numbers=(7, 11, 19, 23))
     options += ["+trainer.dataloader_num_workers=1", f"data.val_path={texts}"]
-    ended = here(*options, "output_dir=out")
-    assert ended.code == 0, ended.err
+    ended = succeeded(here(*options, "output_dir=out"))
     assert re.search(r"with images +20", ended.out) and "nothing was decoded" not in ended.out
     options.remove(f"data.path={rows}")
     other = write(tmp_path / "other.jsonl", pictures=50)  # the same text
@@ -286,8 +285,7 @@ def test_a_run_learns_from_what_is_seen(head: str, qwen: Path, rows: Path, tmp_p
 
 def test_where_all_have_images_nothing_is_decoded(qwen: Path, tmp_path: Path, here: Callable[..., Ended]):
     rows = write(tmp_path / "rows.jsonl", every=True)
-    ended = here(*given(qwen, rows, "output_dir=out", "trainer.max_steps=2", "eval.steps=2"))
-    assert ended.code == 0, ended.err
+    ended = succeeded(here(*given(qwen, rows, "output_dir=out", "trainer.max_steps=2", "eval.steps=2")))
     assert "nothing was decoded, because every held-out conversation has an image" in ended.out
     metrics = json.loads((tmp_path / "out/metrics.json").read_text())
     assert metrics["predicted_acceptance_length"] >= 1 and "acceptance_length" not in metrics

@@ -33,11 +33,7 @@ if sys.platform.startswith("linux"):  # DeepSpeed
     HALVES |= {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 HALVES_BY_DAY = nightly_but(HALVES, "ddp", "fsdp")
 WHOLE = "strategy_args={deepspeed:{zero_optimization:{stage3_param_persistence_threshold:0}}}"
-BY_DAY = [
-    "ddp,trainer.optim=adamw",
-    "fsdp,trainer.optim=adamw",
-    "ddp,trainer.optim=adamw,context_parallel=2",
-]
+BY_DAY = ["ddp,trainer.optim=adamw", "fsdp,trainer.optim=adamw", "ddp,trainer.optim=adamw,context_parallel=2"]
 ROUNDED = [name for name in HALVES if name in ("fsdp", "zero3")]  # in bfloat16
 # A sharded target next to it, and one that writes first, which all processes do together; features by both.
 BY_NIGHT = [

@@ -28,7 +28,7 @@ from foredraft.train.writing.writers import Server, in_process, through_server
 from foredraft.train.writing.written_rows import RowFile
 from tests.support import ROOT
 from tests.support.chats import CHATML, tokenizer
-from tests.support.processes import end, start
+from tests.support.processes import end, start, succeeded
 
 SAMPLING = GenerationSettings(1.0, None, 16, 7)
 WAYS = ("fine", "busy", "broken", "late", "cut", "not json", "no choices", "text")
@@ -257,8 +257,7 @@ def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
     before = output.read_bytes()
     assert before.count(b"\n") < 32
     output.write_bytes(before + b'{"number": 3')  # as if the kill had come within a line
-    ended = end(start(*command, cwd=tmp_path))
-    assert ended.code == 0, ended.err
+    ended = succeeded(end(start(*command, cwd=tmp_path)))
     check(output)
     assert output.read_bytes().startswith(before)  # nothing was written twice
     assert "no conversation and no text in it" in ended.out and "no question in it" in ended.out
