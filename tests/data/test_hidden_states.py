@@ -147,7 +147,9 @@ def test_a_cut_or_missing_shard_is_named(target, whole: Path, tmp_path: Path):
         stored(target, path)
 
 
-def test_another_targets_shard_is_named(target, whole: Path, tmp_path: Path):
+def test_another_targets_shard_and_other_data_are_named(target, whole: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"data_hash is"):
+        stored(target, whole, packed=rows(seed=1))
     torch.manual_seed(9)
     other = Target(LlamaForCausalLM(tiny_config()), name="other/model")
     stored(other, tmp_path / "other")
@@ -160,11 +162,6 @@ def test_another_targets_shard_is_named(target, whole: Path, tmp_path: Path):
     (path / offline.MANIFEST).unlink()  # nor is it kept when a writer goes on
     with pytest.raises(ValueError, match=r"shard-00001\.safetensors was written for other/model"):
         stored(target, path)
-
-
-def test_other_data_are_refused(target, whole: Path):
-    with pytest.raises(ValueError, match=r"data_hash is"):
-        stored(target, whole, packed=rows(seed=1))
 
 
 def test_a_full_disk_is_said_before_anything_is_written(target, tmp_path: Path, monkeypatch, capsys):
