@@ -63,7 +63,7 @@ class DFlashHead(BlockHead):
         self.layers = [layer + 1 for layer in block["target_layer_ids"]]
         self.block_size = self.block_entries = config["block_size"]
         self.mask_token_id, self.sample_from_anchor = block["mask_token_id"], block["sample_from_anchor"]
-        self.causal, self.window = block.get("causal", False), config["sliding_window"]
+        self.causal, self.window = block["causal"], config["sliding_window"]
         self.depth = self.limit = self.block_size if self.sample_from_anchor else self.block_size - 1
         self.width, self.cache_layers = self.config.hidden_size, config["num_hidden_layers"]
         self.layer_types = config["layer_types"]
@@ -116,7 +116,7 @@ class DFlashHead(BlockHead):
             "sliding_window": window,
             "draft_vocab_size": draft_vocab_size,
         }
-        block = {"target_layer_ids": [layer - 1 for layer in layers], "mask_token_id": mask, "causal": causal}
+        block = {"target_layer_ids": [layer - 1 for layer in layers], "mask_token_id": mask, "causal": causal or None}
         block |= {"sample_from_anchor": sample_from_anchor, **cls.own_defaults, **own}
         head = cls(settings | {"dflash_config": block})
         head.own_rope = rope is not None
@@ -165,9 +165,8 @@ class DFlashHead(BlockHead):
                 "target_layer_ids": [layer - 1 for layer in self.layers],
                 "mask_token_id": self.mask_token_id,
                 "sample_from_anchor": self.sample_from_anchor,
-                # vLLM's name, then JetSpec's. Omitted if false: vLLM would apply a false to sliding layers too, which are
-                # causal.
-                **({"causal": True, "causal_head": True} if self.causal else {}),
+                **({} if self.causal is None else {"causal": self.causal}),  # vLLM's name
+                **({"causal_head": True} if self.causal else {}),  # JetSpec's
                 **self.own_settings,
             },
         }
@@ -190,9 +189,10 @@ class DFlashHead(BlockHead):
         return hidden if self.sample_from_anchor else hidden[..., 1:, :]
 
     def masking(self, layer: int) -> tuple[bool, int | None]:
-        """Return whether this layer is causal inside a block, and its window."""
+        """Return whether this layer is causal inside a block, and its window. Without a setting only sliding layers are
+        causal, as in vLLM."""
         sliding = self.layer_types[layer] == SLIDING
-        return self.causal or sliding, self.window if sliding else None
+        return sliding if self.causal is None else self.causal, self.window if sliding else None
 
     def draft_blocks(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> Tensor:
         length, size = text.tokens.shape[1], self.block_size

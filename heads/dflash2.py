@@ -110,7 +110,7 @@ class DFlash2Head(DFlashHead):
 
     def masking(self, layer: int) -> tuple[bool, int | None]:
         """Return the masking of DFlash, but sliding layers are bidirectional inside a block, like all others."""
-        return self.causal, super().masking(layer)[1]
+        return bool(self.causal), super().masking(layer)[1]
 
     @property
     def vocabulary_parameters(self) -> list[nn.Parameter]:

@@ -3,6 +3,7 @@
 Rope and context length matter most: a head that was trained with one rope and served with another drafts badly.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -77,10 +78,13 @@ def settings_like(target: Target, rope: dict[str, Any] | None = None) -> dict[st
 
 def from_json(settings: dict[str, Any]) -> LlamaConfig:
     """Describe the layer of a config.json. Only settings of the layer are used: published files also carry settings of
-    their target and of other classes. Raises KeyError for a missing size."""
+    their target and of other classes. Raises KeyError for a missing size, TypeError for a rope without numbers."""
     copied = {name: settings[name] for name in (*COPIED, "attention_bias") if name in REQUIRED or name in settings}
     copied |= {name: settings[name] for name in (*OPTIONAL, *LATENT) if settings.get(name) is not None}
     rope = rope_parameters(settings)
+    for name in ("rope_theta", "partial_rotary_factor", *NEEDED["llama3"]):
+        if name in rope and not (type(rope[name]) in (int, float) and 0 < rope[name] < math.inf):
+            raise TypeError(f"{name}={rope[name]!r}, and a number above 0 is needed")
     return LayerConfig(num_hidden_layers=1, tie_word_embeddings=False, rope_parameters=rope, **copied)
 
 

@@ -23,7 +23,13 @@ MEASURED = {
     "smollm2-equal-steps": "SmolLM2-135M-Instruct, 102,037 training positions for every head (below 0.1 is noise)",
     "smollm2-equal-time": "SmolLM2-135M-Instruct, three minutes of training for every head",
 }
-COLUMNS = {"vLLM": ("vllm", "mtp"), "SGLang": ("sglang",), "llama.cpp": ("gguf",), "speculators": ("speculators",)}
+COLUMNS = {
+    "vLLM": ("vllm", "mtp"),
+    "SGLang": ("sglang",),
+    "llama.cpp": ("gguf",),
+    "speculators": ("speculators",),
+    "transformers": ("transformers",),
+}
 
 
 def table(header: list[str], lines: list[list[str]]) -> str:

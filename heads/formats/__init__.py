@@ -2,7 +2,14 @@
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles, build
-from foredraft.heads.formats.dflash import DFlash2Format, DFlashFormat, DominoFormat, DSparkFormat, XPressFormat
+from foredraft.heads.formats.dflash import (
+    DFlash2Format,
+    DFlashFormat,
+    DominoFormat,
+    DSparkFormat,
+    TransformersDFlash,
+    XPressFormat,
+)
 from foredraft.heads.formats.eagle import EagleFormat
 from foredraft.heads.formats.eagle3 import Eagle3Format
 from foredraft.heads.formats.files import read
@@ -29,6 +36,7 @@ FORMATS: tuple[type[Format], ...] = (
     SpeculatorsPEagle,
     PEagleFormat,
     SpeculatorsFormat,
+    TransformersDFlash,
     DFlashFormat,
     DFlash2Format,
     DSparkFormat,

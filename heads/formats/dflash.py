@@ -36,6 +36,20 @@ SHOWN_BY = {  # settings that reveal a kind which files may omit
     "xpress_rank": "xpress",
 }
 LAYOUT = ("sample_from_anchor", "shift_label")  # names of the setting, here and in SpecForge's Domino
+# Names of weights, and of settings, in transformers' class.
+ENCODER = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+KEPT = (
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ),
+    *("rms_norm_eps", "max_position_embeddings", "rope_parameters", "bos_token_id", "eos_token_id"),
+    *("layer_types", "block_size"),
+)
 CAUSAL = ("causal", "causal_head", "is_causal")  # names of one setting, in vLLM's, JetSpec's and others' files
 
 
@@ -61,25 +75,31 @@ class DFlashFormat(Format):
     ) -> dict[str, Any]:
         """Return the config for `from_config`. layer: settings of the decoder layers; block: those of the block."""
         check_settings(files, layer, {"attention_bias": False})
-        check_settings(files, block, {"attention_mode": "gqa"})
+        check_settings(files, block, {"attention_mode": "gqa", "attention_value_scale": 1.0})
         settings = layer_settings(files, layer, target, count=layer["num_hidden_layers"])
         anchor_drafts = next((bool(block[name]) for name in LAYOUT if block.get(name) is not None), None)
         files.check_number("mask_token_id", block["mask_token_id"], 0, target.vocab_size - 1)
         causal = {bool(block[name]) for name in CAUSAL if block.get(name) is not None}
         if len(causal) > 1:
             raise files.error(f"config.json has both true and false among {', '.join(CAUSAL)}")
-        block = block | {
-            "sample_from_anchor": self.usual_layout(files) if anchor_drafts is None else anchor_drafts,
-            "causal": True in causal,
-        }
         window = layer.get("sliding_window") if layer.get("use_sliding_window", True) else None
         types = layer.get("layer_types") or [FULL] * layer["num_hidden_layers"]
+        if block.get("use_swa") and SLIDING not in types:  # MiMo: all layers are sliding, and none is causal
+            types, causal = [SLIDING] * layer["num_hidden_layers"], causal or {False}
+            window = layer.get("sliding_window")
+        window = block.get("swa_window_size", window)
+        block = block | {
+            "sample_from_anchor": self.usual_layout(files) if anchor_drafts is None else anchor_drafts,
+            "causal": True if True in causal else False if causal and SLIDING in types else None,
+        }
         if len(types) != layer["num_hidden_layers"] or not set(types) <= {FULL, SLIDING}:
             raise files.error(
                 f"config.json has layer_types={types}: {layer['num_hidden_layers']} of {FULL} and {SLIDING} are needed"
             )
         if SLIDING in types and not window:
             raise files.error(f"config.json has layer_types={types} without an active sliding_window")
+        if SLIDING in types:
+            files.check_sizes({"sliding_window": window}, "sliding_window")
         return settings | {
             "num_hidden_layers": layer["num_hidden_layers"],
             "draft_vocab_size": draft_vocabulary(files, target),
@@ -105,6 +125,43 @@ class DFlashFormat(Format):
         return files.weights
 
 
+class TransformersDFlash(DFlashFormat):
+    """DFlash for transformers' own `generate(assistant_model=head, speculation_type="dflash")`, whose class for it is named
+    after the first model that used it."""
+
+    title, is_default = "DFlash in the layout of transformers (MuseGlimmerAssistantModel)", False
+
+    @classmethod
+    def match(cls, files: HeadFiles) -> Self | None:
+        return cls() if files.config.get("model_type") == "muse_glimmer_assistant" else None
+
+    def disk_name(self, name: str) -> str:
+        return ENCODER.get(name) or super().disk_name(name)
+
+    def shared_config(
+        self, files: HeadFiles, layer: dict[str, Any], block: dict[str, Any], target: Target
+    ) -> dict[str, Any]:
+        layer = {"layer_types": [SLIDING] * layer["num_hidden_layers"]} | layer
+        if SLIDING in layer["layer_types"]:  # a query's own position is not counted in this window
+            layer |= {"sliding_window": files.check_number("sliding_window", layer["sliding_window"], most=2**30) + 1}
+        return super().shared_config(files, layer, block | {"causal": False}, target)
+
+    def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
+        assert isinstance(head, DFlashHead)
+        config = head.to_config()
+        window = {} if head.window is None else {"sliding_window": head.window - 1}
+        return (
+            {name: config[name] for name in KEPT}
+            | window
+            | {
+                "architectures": ["MuseGlimmerAssistantModel"],
+                "model_type": "muse_glimmer_assistant",
+                "target_layer_ids": config["dflash_config"]["target_layer_ids"],
+                "mask_token_id": head.mask_token_id,
+            }
+        )
+
+
 class DSparkFormat(DFlashFormat):
     title = "DSpark as DeepSpec and SpecForge write it (Qwen3DSparkModel, DSparkDraftModel)"
     kind = DSparkHead
@@ -128,6 +185,7 @@ class DFlash2Format(DFlashFormat):
 
     def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
         check_settings(files, block, {"input_embedding_scale": 1.0, "output_multiplier": 1.0})
+        files.check_sizes(block, *self.kind.own_defaults)
         return block
 
 

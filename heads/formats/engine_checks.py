@@ -35,9 +35,23 @@ def vanilla(engine: str, head: Any, target: Target) -> None:
     )
 
 
+def whole_block(engine: str, head: Any, target: Target) -> None:
+    require(
+        head.causal is False or (head.causal is None and head.window is None),
+        f"{engine} shows each position its whole block: train this head with head.window=null head.causal=false",
+    )
+
+
+def whole_rotation(engine: str, head: Any, target: Target) -> None:
+    require(
+        "partial_rotary_factor" not in head.config.rope_parameters,
+        f"{engine} rotates whole queries and keys of draft models, and this head's only partly",
+    )
+
+
 def one_masking(drafters: str, head: Any, target: Target, remedy: str = "use vLLM") -> None:
     require(
-        head.window is None or head.causal,
+        head.window is None or head.causal is not None,
         f"{drafters} causal in all layers or in none, and this one only in its sliding layers (head.window={head.window}): "
         f"{remedy}",
     )

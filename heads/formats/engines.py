@@ -43,6 +43,8 @@ SGLANG_BLOCK = """python -m sglang.launch_server --model-path {target} --specula
 SGLANG_TREE = "--speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
 SGLANG = f"{SGLANG_BLOCK} --speculative-num-steps {{depth}} {SGLANG_TREE}"
 SPECULATORS = "vllm serve {head}"
+TRANSFORMERS = """AutoModelForCausalLM.from_pretrained('{target}').generate(**inputs, \
+assistant_model=AutoModel.from_pretrained('{head}'), speculation_type='dflash')"""
 TGI = "text-generation-launcher --model-id {head}"
 HYDRA_CODE = "HydraModel.from_pretrained('{head}')"
 EA_MODEL = "EaModel.from_pretrained(base_model_path='{target}', ea_model_path='{head}')"
@@ -57,6 +59,7 @@ SGLANG_CHAIN = "SGLang drafts a chain, not a tree."
 SGLANG_BIAS = "SGLang's fc has a bias; if the head has none, one of zeros is written."
 BY_NAME = "vLLM finds the target by its name in config.json."
 P_EAGLE = "vLLM finds the target by its name in config.json, and P-EAGLE's files by method=eagle3."
+TRANSFORMERS_CHAIN = "transformers drafts a chain, for one sequence at a time."
 MEDUSA = "medusa_lm_head.pt is for FasterDecoding's code, which reads nothing else; TGI reads the safetensors."
 HYDRA = "hydra_lm_head.pt is the file for zankner's code."
 LLAMACPP_CHAIN = f"llama.cpp drafts a chain, not a tree. Its own converter writes the target: {LLAMACPP_TARGET}"
@@ -124,6 +127,12 @@ SPECULATORS_MASKING = partial(
 SPECULATORS_LAYER = partial(checks.no_latent_attention, "the speculators package")
 EAGLE3_CODE = checks.eagle_layers, partial(checks.layer_flags, "SafeAILab's code"), checks.eagle_rope
 HYDRA_CHECKS = partial(checks.full_vocabulary, "zankner's code"), lambda head, target: check_tied(head)
+TRANSFORMERS_CHECKS = (
+    partial(checks.full_vocabulary, "transformers"),
+    partial(checks.in_place, "transformers"),
+    partial(checks.whole_block, "transformers"),
+    partial(checks.whole_rotation, "transformers"),
+)
 LLAMACPP_MASKING = partial(checks.one_masking, "llama.cpp's draft models are")
 LLAMACPP_DSPARK = checks.llamacpp_layers, partial(checks.vanilla, "llama.cpp"), LLAMACPP_MASKING
 LLAMACPP_BLOCKS = checks.llamacpp_layers, partial(checks.in_place, "llama.cpp's dflash"), LLAMACPP_MASKING
@@ -153,6 +162,9 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
         XPressHead: Rule(formats.SpeculatorsXPress, SPECULATORS, XPRESS, (SPECULATORS_MASKING, checks.whole_ratio)),
         PEagleHead: Rule(formats.SpeculatorsPEagle, VLLM_P_EAGLE, P_EAGLE),
     },
+    "transformers": {
+        DFlashHead: Rule(formats.TransformersDFlash, TRANSFORMERS, TRANSFORMERS_CHAIN, TRANSFORMERS_CHECKS),
+    },
     "SafeAILab's code": {
         Eagle3Head: Rule(formats.Eagle3Format, EA_MODEL, "", EAGLE3_CODE),
         EagleHead: Rule(EAGLE_CODE, EA_MODEL),
@@ -178,6 +190,7 @@ FORMATS = {  # each with the description that --help shows, and who reads it
     "vllm": ("The layout that vLLM loads.", "vLLM"),
     "sglang": ("The layout that SGLang loads.", "SGLang"),
     "speculators": ("The layout of the speculators library, which vLLM loads too.", "the speculators package"),
+    "transformers": ("The layout that transformers drafts with, without any other package.", "transformers"),
     "eagle": ("The layout of the EAGLE authors.", "SafeAILab's code"),
     "medusa": ("The layout of the Medusa authors, which Text Generation Inference loads too.", "FasterDecoding's code"),
     "hydra": ("The layout of the Hydra authors.", "zankner's code"),
@@ -188,6 +201,7 @@ FORMATS = {  # each with the description that --help shows, and who reads it
 ENGINES = {
     "vLLM": ("vllm", "speculators", "mtp"),
     "SGLang": ("sglang",),
+    "transformers": ("transformers",),
     "Text Generation Inference": ("medusa",),
     "llama.cpp": ("gguf",),
 }

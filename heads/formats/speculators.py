@@ -7,7 +7,7 @@ written, because engines have different defaults. Hidden states have our numbers
 from typing import Any, ClassVar, Self
 
 from foredraft.heads.base import DraftHead
-from foredraft.heads.dflash import SLIDING, DFlashHead
+from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.eagle3 import FLAGS, WINDOWED, Eagle3Head
 from foredraft.heads.formats.base import HeadFiles, check_settings
@@ -94,10 +94,8 @@ class SpeculatorsDFlash(DFlashFormat):
         config, layer = files.config, files.config["transformer_layer_config"] or {}
         check_settings(files, config, {"target_hidden_size": layer["hidden_size"]})
         ids = layer_ids(files, config[BLOCK_IDS], target, counted_from=1)
-        shared = self.shared_config(files, layer, config | {"target_layer_ids": ids}, target)
-        if SLIDING in shared["layer_types"]:
-            check_settings(files, config, {"sliding_window_non_causal": False})
-        return shared
+        causal = config.get("causal") or (False if config.get("sliding_window_non_causal") else None)
+        return self.shared_config(files, layer, config | {"target_layer_ids": ids, "causal": causal}, target)
 
     def usual_layout(self, files: HeadFiles) -> bool:
         return self.kind is DSparkHead
@@ -111,9 +109,9 @@ class SpeculatorsDFlash(DFlashFormat):
         layer |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
         return package_config(head.kind, config["architectures"], head, layer, target) | {
             BLOCK_IDS: head.layers,
-            "causal": head.causal,
+            "causal": bool(head.causal),
             # For sliding layers in speculators, for all in vLLM, which does not read `causal`; see engines.py.
-            "sliding_window_non_causal": not head.causal and head.window is None,
+            "sliding_window_non_causal": not head.causal and (head.window is None or head.causal is False),
             **{name: block[name] for name in (*NAMES, *MARKOV) if name in block},
         }
 

@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig
+from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from foredraft.heads import Target, load_head
 from foredraft.heads.checkpoint import read_head
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.formats import engines
 from foredraft.heads.p_eagle import PEagleHead
-from foredraft.inference import drafter_for
+from foredraft.inference import Engine, Request, drafter_for
 from foredraft.train import parity_gate
 from tests.support import golden
 from tests.support.batches import PROMPT
-from tests.support.decoding import check_drafts
+from tests.support.decoding import check_drafts, prompt
 from tests.support.head_factory import make_head, write_export
 
 # name -> kind, hidden states that it reads, block size, anchor first, causal
@@ -66,7 +68,7 @@ def check_files(head: Any, theirs: dict[str, torch.Tensor], target: Target) -> N
 def test_published_files_are_what_they_say(deep, load, name):
     head, theirs = load(name)
     assert isinstance(head, DFlashHead)
-    found = head.kind, head.layers, head.block_size, head.sample_from_anchor, head.causal
+    found = head.kind, head.layers, head.block_size, head.sample_from_anchor, bool(head.causal)
     assert found == GOLDEN[name] and head.mask_token_id == 7
     frozen = ("embed_tokens.weight", "lm_head.weight")
     check_files(head, {key: tensor for key, tensor in theirs.items() if key not in frozen}, deep)
@@ -136,13 +138,91 @@ def test_vllm_masks_a_block_as_it_was_trained(deep, tmp_path, kind, name):
         assert vllm_causal(config, layer) == head.masking(layer)[0]
 
 
-def test_a_window_that_vllm_would_take_for_another_is_refused(deep, tmp_path):
+def test_a_window_that_vllm_would_take_for_another_is_refused(deep):
     with pytest.raises(ValueError, match=r"causal in all layers or in none, .* \(head.window=\d+\): use format=vllm"):
         engines.export_for("speculators", make_head("dflash anchor first", deep), deep)
-    config, weights, file = golden.make("speculators_dflash", deep)
-    layer = config["transformer_layer_config"]
-    sliding = ["sliding_attention"] * layer["num_hidden_layers"]
-    layer |= {"layer_types": sliding, "sliding_window": 4, "use_sliding_window": True}
-    config["sliding_window_non_causal"] = True
-    with pytest.raises(ValueError, match="sliding_window_non_causal=True"):
-        read_head(golden.write(tmp_path, config, weights, file), deep)
+
+
+SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 4, "use_sliding_window": True}
+WINDOWS = [  # layout, what its config says of windows in words of several engines, and whether sliding layers are causal
+    ("zlab", SLIDING, {}, True),
+    ("zlab", SLIDING, {"causal": False}, False),
+    ("zlab", SLIDING, {"causal": True}, True),
+    ("zlab", {"layer_types": None}, {"use_swa": True, "swa_window_size": 4}, False),
+    ("zlab", {"layer_types": ["full_attention"] * 3, "sliding_window": 4}, {"use_swa": True}, False),
+    ("zlab", SLIDING | {"sliding_window": 9}, {"swa_window_size": 4}, True),
+    ("speculators_dflash", SLIDING, {"sliding_window_non_causal": False}, True),
+    ("speculators_dflash", SLIDING, {"sliding_window_non_causal": True}, False),
+]
+
+
+@pytest.mark.parametrize(("name", "layer", "block", "causal"), WINDOWS)
+def test_windows_are_causal_where_vllm_says_so(deep, tmp_path, name, layer, block, causal):
+    config, weights, file = golden.make(name, deep)
+    config.get("transformer_layer_config", config).update(layer)
+    config.get("dflash_config", config).update(block)
+    head = read_head(golden.write(tmp_path / "given", config, weights, file), deep)
+    assert [head.masking(number) for number in range(3)] == [(causal, 4)] * 3
+    write_export("vllm", head, deep, tmp_path / "again")
+    again = read_head(tmp_path / "again", deep)
+    assert again.to_config() == head.to_config()
+    written = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert [vllm_causal(written, number) for number in range(3)] == [causal] * 3
+
+
+# -- transformers, which drafts with the heads itself ------------------------------------------------------------------
+
+FULL, WINDOW = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("types", "window"), [([FULL, FULL], 4), ([WINDOW, WINDOW], 5), ([WINDOW, FULL], 14), (None, 5)]
+)
+def test_transformers_proposes_the_same_drafts(deep, tmp_path, monkeypatch, types, window):
+    config = MuseGlimmerAssistantConfig(
+        hidden_size=golden.H,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=golden.HD,
+        sliding_window=window,
+        layer_types=types,
+        block_size=4,
+        mask_token_id=7,
+        target_layer_ids=[1, 4],
+    )
+    torch.manual_seed(0)
+    made = AutoModel.from_config(config)
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.3)
+    made.save_pretrained(tmp_path / "made")
+    head = load_head(tmp_path / "made", deep)
+    write_export("transformers", head, deep, tmp_path / "ours")
+
+    proposed, usual = [], DFlashTokenCandidateGenerator.get_candidates
+
+    def watched(generator, input_ids, *given, **named):
+        candidates, logits = usual(generator, input_ids, *given, **named)
+        if logits is not None:
+            proposed.append(candidates[0, input_ids.shape[1] :].tolist())
+        return candidates, logits
+
+    monkeypatch.setattr(DFlashTokenCandidateGenerator, "get_candidates", watched)
+    model = AutoModelForCausalLM.from_pretrained(deep.checkpoint)
+    ids = torch.tensor([prompt(9, 1)])
+    for folder in ("made", "ours"):
+        settings = {"assistant_model": AutoModel.from_pretrained(tmp_path / folder), "speculation_type": "dflash"}
+        theirs = model.generate(ids, **settings, max_new_tokens=24, do_sample=False, eos_token_id=-1)
+    assert proposed[: len(proposed) // 2] == proposed[len(proposed) // 2 :]
+
+    engine = Engine(deep, drafter_for(head, deep, tree="fixed", width=1))
+    engine.add(Request(ids[0].tolist(), max_new_tokens=24, trace=1))
+    text, drafts = [], []
+    while engine.has_work:
+        for output in engine.step():
+            text += output.tokens
+            drafts += [output.trace.tokens[1:]] if text[1:] else []  # the prompt's own step drafts nothing
+    assert theirs[0, ids.shape[1] :].tolist() == text
+    count = len(proposed) // 2  # transformers drafts nothing for the last token
+    assert count > 10 and drafts[:count] == proposed[:count] and len({tuple(step) for step in drafts}) > 5

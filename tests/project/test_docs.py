@@ -20,6 +20,7 @@ from tests.conformance.families import families
 from tests.conformance.targets import small_family
 from tests.support import ROOT, nightly_but
 from tests.support.documents import DOCUMENTS, FOREIGN, Block, blocks, command_lines, program, typed_commands
+from tests.support.exports import write_export
 from tests.support.head_factory import make_head
 
 SUPPORT = {"trees": "Trees", "chains": "Chains", "decoded plainly": "No drafts"}
@@ -87,6 +88,7 @@ def test_the_python_of_a_document_runs(
     document: Path, tiny_path: Path, target: Target, tmp_path: Path, monkeypatch
 ) -> None:
     save_head(make_head("eagle3", target), tmp_path / "head", target)
+    write_export("transformers", make_head("dflash", target), target, tmp_path / "exported")
     monkeypatch.chdir(tmp_path)
     names = dict.fromkeys(("ORG/NAME", "smollm2"), str(tiny_path))
     names |= {

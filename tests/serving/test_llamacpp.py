@@ -30,7 +30,7 @@ from tests.support import ROOT
 from tests.support.gguf_heads import CONVERT, contents, write_qwen
 
 gguf = pytest.importorskip("gguf")
-pytestmark = pytest.mark.serving
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(7200)]  # its heads are trained first
 
 HERE = Path(__file__).resolve().parent
 ENVIRONMENT = Path(os.environ.get("FOREDRAFT_LLAMACPP_ENV", ROOT / ".venv-llamacpp"))

@@ -24,7 +24,7 @@ from foredraft.inference.evaluation.measure import run
 from tests.serving.conftest import DEPTH, EMBEDDED, NEW_TOKENS, SMOLLM2, call, chat_prompts, train_heads
 from tests.support import ROOT
 
-pytestmark = pytest.mark.serving
+pytestmark = [pytest.mark.serving, pytest.mark.timeout(7200)]  # its heads are trained first
 
 HERE = Path(__file__).resolve().parent
 PYTHON = Path(os.environ.get("FOREDRAFT_VLLM_ENV", ROOT / ".venv-vllm")) / "bin" / "python"
