@@ -14,12 +14,10 @@ from huggingface_hub import constants
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from foredraft.heads import Target, save_head
+from foredraft.heads import Target
 from foredraft.heads.base import DraftHead
-from foredraft.inference.drafters import Drafter
 from foredraft.train.run import main
 from tests.support import ROOT, golden, nightly_but, typed
-from tests.support.drafters import NAMED, build_drafter
 from tests.support.head_factory import KINDS, PLAIN_KINDS, make_head
 from tests.support.hub_server import TOKEN, HubServer
 from tests.support.processes import Ended
@@ -95,15 +93,6 @@ def embedded() -> Target:
     return Target.from_pretrained(ROOT / "scripts" / "test_model", dtype="float32", device="cpu")
 
 
-DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
-
-
-@pytest.fixture(scope="session", params=DEVICES)
-def target_anywhere(request: pytest.FixtureRequest, tiny_path: Path) -> Target:
-    """Load the target on the CPU, and on a GPU if present; a module with `target = target_anywhere` runs on both."""
-    return Target.from_pretrained(tiny_path, dtype="float32", device=request.param)
-
-
 @pytest.fixture(scope="session")
 def deep(tmp_path_factory) -> Target:
     """Make a target of eight layers: deep enough for the paper's choice of three."""
@@ -128,14 +117,6 @@ def head_kind(request: pytest.FixtureRequest) -> str:
 def head(head_kind: str, target: Target) -> DraftHead:
     """Make a head of every kind."""
     return make_head(head_kind, target)
-
-
-@pytest.fixture(params=NAMED)
-def drafter(request: pytest.FixtureRequest, target: Target, tiny_path: Path, tmp_path: Path) -> Drafter:
-    """Build every drafter that `drafter=` names."""
-    if request.param in ("head", "union"):
-        save_head(make_head("eagle3", target), tmp_path / "head", target)
-    return build_drafter(request.param, target, model=tiny_path, head=tmp_path / "head")
 
 
 @pytest.fixture(scope="session")

@@ -22,28 +22,13 @@ GUARDS = [
     ),
     (
         typed("heads/caches/state_cache.py heads/caches/stacked_cache.py heads/caches/recurrent_ops.py"),
-        typed("""
-            tests/target_model/test_chains.py::test_a_chain_changes_nothing
-            tests/target_model/test_chains.py::test_pending_tokens_are_committed_when_they_are_many
-            tests/target_model/test_chains.py::test_texts_of_a_batch_are_read_together
-            tests/target_model/test_chains.py::test_states_are_taken_as_they_are_and_go_back_by_text
-            tests/target_model/test_chains.py::test_long_prompts_come_in_chunks
-            tests/target_model/test_chains.py::test_requests_join_a_batch_that_is_read_together_and_leave_it
-            tests/target_model/test_chains.py::test_what_does_not_read_several_tokens_right_is_decoded_plainly_and_says_so
-            tests/target_model/test_chains.py::test_other_programs_may_compile_the_functions_that_are_watched
-            tests/target_model/test_chains.py::test_the_functions_of_a_model_are_replaced_once
-            tests/target_model/test_chains.py::test_a_prompt_that_ends_at_the_boundary_of_longrope_is_read_anew
-            tests/target_model/test_chains.py::test_what_transformers_does_not_keep_in_a_cache_is_not_stacked
-            tests/target_model/test_chains.py::test_what_cannot_continue_from_a_cache_writes_as_transformers_does
-            tests/target_model/test_chains.py::test_logits_of_chains_across_the_boundary_of_longrope_are_those_of_whole_texts
-            tests/target_model/test_chains.py::test_an_erased_slot_computes_nothing_more
-        """),
+        ["tests/target_model/test_chains.py"],
     ),
     (
         typed("train/data/packing.py train/runtime/run_state.py heads/base.py train/module.py"),
         typed("""
             tests/data/test_packing.py tests/train/test_run_settings.py tests/heads/test_heads.py
-            tests/train/test_gradients.py tests/train/test_objective.py
+            tests/train/test_gradients.py tests/train/test_losses.py
             tests/train/test_step.py::test_a_batch_is_learned_without_asking_its_device
             tests/evaluation/test_held_out.py::test_agreement_and_acceptance_are_those_of_an_independent_count
             tests/target_model/test_images.py::test_documents_of_a_packed_batch_are_what_transformers_makes_of_each

@@ -14,14 +14,7 @@ from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.heads.target_model import capabilities
 from foredraft.heads.target_model.key_widths import CANDIDATES, measured_widths, short_widths
 from foredraft.heads.target_model.packing import pack
-from foredraft.inference.drafters import (
-    Drafter,
-    DraftModel,
-    NgramDrafter,
-    SuffixDrafter,
-    drafter_for,
-    load_drafter,
-)
+from foredraft.inference.drafters import Drafter, DraftModel, NgramDrafter, SuffixDrafter, drafter_for, load_drafter
 from foredraft.inference.evaluation.lossless import BitComparison, BitRecorder, compare_bits
 from tests.support import ROOT, nightly_but
 from tests.support.architectures import configs

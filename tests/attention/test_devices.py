@@ -52,11 +52,7 @@ class Sent(TorchDispatchMode):
 
 CASES = [(name, "sampled") for name in ("plain", "ngram", "draft model", *HEADS)]
 CASES += [(name, "greedy") for name in ("plain", "eagle3", "dflash")]
-BY_DAY = [
-    ("plain", "greedy"),
-    ("eagle3", "sampled"),
-    ("dflash", "sampled"),
-]
+BY_DAY = [("plain", "greedy"), ("eagle3", "sampled"), ("dflash", "sampled")]
 
 
 @pytest.mark.parametrize(("name", "settings"), nightly_but(CASES, *BY_DAY))

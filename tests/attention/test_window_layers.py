@@ -153,19 +153,6 @@ def test_a_text_is_continued_at_its_end_or_shortly_before(family, narrow, monkey
     assert nothing == diverged == 0 and continued == len(second) - 1 and replaced >= len(longer) - 3
 
 
-def test_chunks_of_a_prompt_that_ends_in_nan_are_not_kept(narrow, monkeypatch):
-    target, read = pair("gemma3_text", "eager").target, Target.forward
-    engine, request = Engine(target, prefill_chunk=16, reuse_prefixes=True), Request(text(40, 0), max_new_tokens=3)
-    expected = alone(target, [request])
-    poison = lambda self, *args, **kwargs: (lambda out: out._replace(logits=out.logits * float("nan")))(  # noqa: E731
-        read(self, *args, **kwargs)
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(Target, "forward", poison)
-        assert run(engine, [request]) == ([[]], ["error"])
-    assert run(engine, [request])[0] == expected and engine.slots.hits == 0
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_short_rest_beside_a_long_prompt(family, monkeypatch):
     """Check that its padding is at places where nothing of its text may be lost."""

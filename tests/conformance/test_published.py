@@ -21,8 +21,9 @@ from tests.conformance.checks import skipped_where_refused
 from tests.conformance.families import check_family, families
 from tests.conformance.heads import check_head
 from tests.conformance.targets import check_target, small_family
-from tests.support import ROOT, nightly_but
+from tests.support import ROOT
 
+pytestmark = pytest.mark.conformance
 NEW = 48  # tokens that are decoded of each prompt
 
 
@@ -43,7 +44,6 @@ GIVEN = os.environ.get("FOREDRAFT_PUBLISHED")
 NOTHING = pytest.param(None, marks=pytest.mark.skip("FOREDRAFT_PUBLISHED names no folder"))
 
 
-@pytest.mark.conformance
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("check", [NOTHING] if GIVEN is None else files(Path(GIVEN)))
 def test_a_published_file_does_what_it_should_or_is_refused(check: Any) -> None:
@@ -51,7 +51,6 @@ def test_a_published_file_does_what_it_should_or_is_refused(check: Any) -> None:
         check()
 
 
-@pytest.mark.conformance
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", families())
 def test_a_family_does_what_it_should_or_is_refused(name: str) -> None:
@@ -93,7 +92,7 @@ FAMILIES |= dict.fromkeys(("prophetnet", "cpmant", "xlm", "xlnet"), ("decoded pl
 
 
 @pytest.mark.filterwarnings("ignore:.*Drafting is disabled")
-@pytest.mark.parametrize("family", nightly_but(FAMILIES, "qwen3_5_text", "cpmant"))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_decodes_as_transformers_does(family: str) -> None:
     how, tokens = FAMILIES[family]
     assert check_family(small_family(families()[family]), tokens) == [how]

@@ -15,7 +15,7 @@ from foredraft.train.data.packing import Packed
 from foredraft.train.module import DistillationModel
 from tests.support.batches import batch_of
 from tests.support.configs import composed
-from tests.support.processes import SMALL, complaint, printed
+from tests.support.processes import SMALL, complaint, printed, succeeded
 
 
 def log(path: Path, count: int) -> Path:
@@ -75,8 +75,7 @@ def test_a_run_on_a_log(here, tiny_path: Path, tmp_path: Path):
     file = log(tmp_path / "log.jsonl", 60)
     given = [*(word for word in SMALL if word != "data=text"), "data=accepted", f"data.path={file}", "output_dir=out"]
     fast = ["trainer.max_steps=3", "eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]
-    ended = here(*given, *fast, f"target.path={tiny_path}", "head=medusa", "data.val_split=0.1")
-    assert ended.code == 0, ended.err
+    ended = succeeded(here(*given, *fast, f"target.path={tiny_path}", "head=medusa", "data.val_split=0.1"))
     assert len(printed(ended.out)) == 3 and "rejected share" in ended.out
     said = complaint(here(*given, *fast, f"target.path={tiny_path}", "head=dflash", "output_dir=other"))
     assert said.startswith("data.rejection_weight is for heads that learn token by token")

@@ -11,8 +11,13 @@ from foredraft.scripts.preview import runs
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.columns import cut_off
 from foredraft.train.data.layouts import SkippedRow, turns
-from tests.support.chats import CHATML, TAGGED, form_of, tokenizer
+from tests.support.chats import CHATML, form_of, tokenizer
 
+TAGGED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}{{ '\\n' }}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 ONE = [{"role": "user", "content": "Hi é"}, {"role": "assistant", "content": "yes\n"}]
 TWO = [*ONE, {"role": "user", "content": "more"}, {"role": "assistant", "content": "no"}]
 

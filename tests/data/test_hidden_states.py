@@ -1,11 +1,10 @@
 """Features on disk: the losses of the features themselves, and whatever is wrong with a shard is said."""
 
+import itertools
 import json
 import shutil
-import sys
-import time
-from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +16,15 @@ from foredraft.heads.base import PackedBatch
 from foredraft.heads.target_model.capabilities import Capabilities
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states import offline, online, storage
-from tests.support import ROOT
 from tests.support.batches import batch, batch_of, documents
-from tests.support.feature_writer import LAYERS, rows
-from tests.support.processes import start
 from tests.support.tiny import tiny_config
+
+LAYERS = [1, 2, 3]
+
+
+def rows(seed: int = 0) -> Packed:
+    torch.manual_seed(5)
+    return Packed(documents(40, 25, 33, 60, 21, 50, 44), length=32, seed=seed)
 
 
 @pytest.fixture(autouse=True)
@@ -107,19 +110,25 @@ def test_a_file_of_rows_is_bounded_in_bytes(target, tmp_path: Path, monkeypatch,
     assert offline.describe(rows(), target, LAYERS, dtype, 256)["shard_rows"] == 1
 
 
-def test_killed_writers_go_on_and_leave_the_same_manifest(target, tiny_path: Path, whole: Path, tmp_path: Path):
-    path = tmp_path / "features"
-    command = [sys.executable, "-m", "tests.support.feature_writer", str(tiny_path), str(path)]
-    writers = [start(*command, str(rank), cwd=ROOT) for rank in (0, 1)]
-    while not all((path / f"shard-{rank:05d}.safetensors").exists() for rank in (0, 1)):
-        assert all(writer.poll() is None for writer in writers)
-        time.sleep(0.01)
-    for writer in writers:
-        writer.kill()
-        writer.wait()
+def test_killed_writers_go_on_and_leave_the_same_manifest(target, whole: Path, tmp_path: Path):
+    """End two writers in their second files, which stay half written."""
+    path, calls, save_file = tmp_path / "features", itertools.count(), offline.save_file
+
+    def save(tensors: dict, file: Path, **facts) -> None:
+        if next(calls) % 2:
+            file.write_bytes(b"half of")
+            raise KeyboardInterrupt
+        save_file(tensors, file, **facts)
+
+    for rank in (0, 1):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(offline, "save_file", save)
+            facts = offline.describe(rows(), target, LAYERS, "float32", 2)
+            offline.write(rows(), target, facts, path, 2, rank, 2)
     there = {file.name: file.stat().st_mtime_ns for file in path.glob("shard-*.safetensors")}
     wanted = json.loads((whole / offline.MANIFEST).read_text())["shards"]
-    assert 2 <= len(there) < len(wanted) and not (path / offline.MANIFEST).exists()
+    assert there.keys() == {"shard-00000.safetensors", "shard-00001.safetensors"} and len(there) < len(wanted)
+    assert not (path / offline.MANIFEST).exists()
     stored(target, path)
     for file in whole.iterdir():
         assert (path / file.name).read_bytes() == file.read_bytes()
@@ -138,7 +147,9 @@ def test_a_cut_or_missing_shard_is_named(target, whole: Path, tmp_path: Path):
         stored(target, path)
 
 
-def test_another_targets_shard_is_named(target, whole: Path, tmp_path: Path):
+def test_another_targets_shard_and_other_data_are_named(target, whole: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"data_hash is"):
+        stored(target, whole, packed=rows(seed=1))
     torch.manual_seed(9)
     other = Target(LlamaForCausalLM(tiny_config()), name="other/model")
     stored(other, tmp_path / "other")
@@ -153,14 +164,8 @@ def test_another_targets_shard_is_named(target, whole: Path, tmp_path: Path):
         stored(target, path)
 
 
-def test_other_data_are_refused(target, whole: Path):
-    with pytest.raises(ValueError, match=r"data_hash is"):
-        stored(target, whole, packed=Packed(documents(40, 25, 33, 60, 21, 50, 44), length=32, seed=1))
-
-
 def test_a_full_disk_is_said_before_anything_is_written(target, tmp_path: Path, monkeypatch, capsys):
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(offline.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
+    monkeypatch.setattr(offline.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(ValueError, match=r"has 1,?000 bytes free and the features take .* kB|1 kB free"):
         stored(target, tmp_path / "full")
     assert "features: " in capsys.readouterr().out and not list((tmp_path / "full").glob("shard-*"))

@@ -3,12 +3,14 @@
 import http.client
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,11 +19,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save, save_file
 from transformers import LlamaForCausalLM
 
 from foredraft.heads import Target
 from foredraft.heads.base import PackedBatch
+from foredraft.scripts import extract
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states import online
 from foredraft.train.hidden_states.engine import EngineError
@@ -30,12 +33,26 @@ from foredraft.train.hidden_states.server import server
 from tests.support import ROOT
 from tests.support.architectures import FAMILIES, pair
 from tests.support.batches import batch_of, documents
-from tests.support.mortal_engine import LAYERS
-from tests.support.processes import ONE, SMALL_EAGLE3, children, complaint, end, losses, program, script, start, until
+from tests.support.processes import (
+    ONE,
+    SMALL_EAGLE3,
+    children,
+    complaint,
+    end,
+    losses,
+    program,
+    reserved_port,
+    script,
+    start,
+    succeeded,
+    until,
+)
 from tests.support.small_targets import without_layers
 from tests.support.tiny import tiny_config
 
-STEPS = 6
+STEPS, LAYERS = 6, [1, 3, 4]
+DEATHS = ("asked", "answered", "half")  # when it is asked, when it has answered, with half a file written
+FAILURES = ("busy", "not json", "other tokens")
 RUN = [*SMALL_EAGLE3, ONE, "trainer.optim=adamw", f"trainer.max_steps={STEPS}", "trainer.save_steps=2"]
 WORKERS = "trainer.dataloader_num_workers=2"
 
@@ -72,8 +89,7 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
 def alone(given: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train with online hidden states."""
     cwd = tmp_path_factory.mktemp("alone")
-    ended = end(program(*given, "output_dir=out", cwd=cwd))
-    assert ended.code == 0, ended.err
+    succeeded(end(program(*given, "output_dir=out", cwd=cwd)))
     return cwd / "out"
 
 
@@ -101,8 +117,7 @@ def test_losses_are_those_of_features_online(
     """Train while the files of the target's layers are missing."""
     url, folder = engine
     ends = without_layers(target, tmp_path / "ends")
-    ended = here(*given, *served(url), f"target.path={ends}", "output_dir=out")
-    assert ended.code == 0, ended.err
+    ended = succeeded(here(*given, *served(url), f"target.path={ends}", "output_dir=out"))
     assert (
         f"nothing was measured, because only the target's ends are loaded here: foredraft evaluate target={ends}"
         in (ended.out)
@@ -117,7 +132,7 @@ def test_losses_are_those_of_features_online(
 def test_deaths_on_both_sides_change_nothing(given: list[str], alone: Path, tiny_path: Path, tmp_path: Path):
     """Kill the engine four times, by the request, and the trainer up to twice, anywhere."""
     seed, states = os.environ.get("FOREDRAFT_KILL_SEED", "0"), tmp_path / "states"
-    mortal, url = started("-m", "tests.support.mortal_engine", str(tiny_path), str(states), seed, "4")
+    mortal, url = started(__file__, str(tiny_path), str(states), seed, "4")
     try:
         done = script("tests/support/kill_probe.py", seed, "2", *given, *served(url), "output_dir=out", cwd=tmp_path)
     finally:
@@ -246,3 +261,79 @@ def test_the_final_norm_of_every_family(family: str):
     before = read_states(target, norm, tokens, [target.num_layers])[:, 0]
     after = target.forward(torch.tensor([tokens]), layers=[target.num_layers]).aux_hidden_states[0]
     assert not torch.allclose(before, after) and torch.equal(on_host(norm)(before), after)
+
+
+class Mortal(extract.Handler):
+    """Serve hidden states, but fail and die on the way."""
+
+    draw: random.Random
+    left: int  # requests until it dies
+    death: str
+    way = ""
+
+    def do_POST(self) -> None:
+        Mortal.left -= 1
+        self.way = self.death if self.left == 0 else self.draw.choice(FAILURES) if self.draw.random() < 0.1 else ""
+        if self.way:
+            print(self.way, flush=True)
+        if self.way == "asked":
+            die()
+        super().do_POST()
+
+    def send(self, body: dict[str, Any], status: int = 200) -> None:
+        if self.way == "not json":
+            self.send_response(200)
+            self.send_header("Content-Length", "3")
+            self.end_headers()
+            self.wfile.write(b"oh!")
+        else:
+            super().send(body, status)
+        if self.way == "answered":
+            die()
+
+    def answer(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        if self.way == "busy":
+            self.send({"error": {"message": "later"}}, 503)
+        elif self.way == "not json":
+            self.send({})
+        elif self.way == "other tokens":
+            super().answer(name, tensors | {"token_ids": tensors["token_ids"] + 1})
+        else:
+            super().answer(name, tensors | ({"half": torch.ones(1)} if self.way == "half" else {}))
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_or_die(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    if "half" in tensors:
+        path.write_bytes(save(tensors)[:500])
+        die()
+    save_file(tensors, path)
+
+
+def main(path: str, folder: str, seed: str, deaths: str) -> None:
+    """Serve in one life after another, each of which is a fork of this process. When and how one fails or dies is drawn with
+    the seed. The last life lives on. Print the address, and then every failure and death."""
+    torch.set_num_threads(1)
+    if os.getpgrp() != os.getpid():
+        os.setpgrp()
+    signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))  # this process and its present life
+    target, draw = Target.from_pretrained(path, dtype="float32", device="cpu"), random.Random(int(seed))
+    port = reserved_port()
+    print(f"http://127.0.0.1:{port}/v1", flush=True)
+    order = draw.sample(DEATHS, len(DEATHS))  # three deaths are one of each
+    for life in range(int(deaths) + 1):
+        Mortal.draw, Mortal.death = random.Random(draw.random()), order[life % len(order)]
+        Mortal.left = draw.randint(1, 7) if life < int(deaths) else -1
+        pid = os.fork()
+        if pid == 0:
+            extract.Handler, extract.save_file = Mortal, save_or_die
+            extract.Extractor(target, LAYERS, Path(folder), "127.0.0.1", port).serve_forever()
+        os.waitpid(pid, 0)
+        time.sleep(draw.random() / 2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -330,14 +330,6 @@ def test_a_call_that_a_template_cannot_show_costs_its_row_alone(name: str, argum
         Encoder(tokenizer(template), Source("x")).documents(Row("r", {"messages": turns}))
 
 
-def test_ids_of_calls_suit_a_template_that_wants_nine_characters():
-    call = CALL | {"id": "call_0123456789abcdef01234567"}
-    back = {"role": "tool", "tool_call_id": call["id"], "content": "3"}
-    form = form_of("mistral")
-    found = learned({"messages": [ASKED, answer("", tool_calls=[call]), back, answer("three")]}, form.tokenizer)
-    assert len(found) == 2 and found[0].startswith("[TOOL_CALLS]") and found[1] == "three</s>"
-
-
 BARE = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}{{ end }}"
 BARE += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 ONLY_LAST = "{% if not add_generation_prompt %}<eos>{% endif %}"

@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.support import typed
-from tests.support.processes import script
+from tests.support.processes import script, succeeded
 from tests.support.tiny import tiny_config
 
 
 def gpu(*arguments: str, cwd: Path, **environment: str) -> str:
-    ended = script("scripts/bench/gpu.py", *arguments, cwd=cwd, **environment)
-    assert ended.code == 0, ended.err
+    ended = succeeded(script("scripts/bench/gpu.py", *arguments, cwd=cwd, **environment))
     return ended.out
 
 

@@ -19,7 +19,7 @@ from foredraft.train.data.packing import Packed
 from foredraft.train.module import DistillationModel
 from foredraft.train.writing import self_generated
 from foredraft.train.writing.written_rows import RowFile
-from tests.support.processes import SMALL, printed
+from tests.support.processes import SMALL, printed, succeeded
 
 NEW, DEPTH = 24, 3
 Rows = list[dict[str, torch.Tensor]]
@@ -110,8 +110,7 @@ def test_a_step_begins_where_the_one_before_it_ended():
 def test_a_run_logs_it_and_says_that_it_repeats_its_text(here, tiny_path: Path, folder: Path, tmp_path: Path):
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
     fast = ["trainer.max_steps=12", "eval.steps=6", "eval.check_float32=false", "eval.timed_prompts=1"]
-    ended = here(*given, *fast)
-    assert ended.code == 0, ended.err
+    ended = succeeded(here(*given, *fast))
     assert re.search(
         r"^the \d+ rows are read \d+\.\d times: loss and accuracy on them overestimate the head", ended.out, re.M
     )
@@ -139,8 +138,7 @@ def test_a_run_logs_it_and_says_that_it_repeats_its_text(here, tiny_path: Path, 
 def test_self_generated_text_is_measured_on_text_of_the_same_kind(here, tiny_path: Path, folder: Path, tmp_path: Path):
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]
     fast = ["trainer.max_steps=8", "eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]
-    ended = here(*given, *fast, "self_generated_tokens=4000", "keep_checkpoints=true")
-    assert ended.code == 0, ended.err
+    succeeded(here(*given, *fast, "self_generated_tokens=4000", "keep_checkpoints=true"))
     files = [RowFile(tmp_path / "out" / f"{name}.jsonl") for name in ("self_generated", "held_out")]
     own, apart = map(self_generated.documents, files)
     assert len(apart) and not {tuple(d.tokens) for d in own} & {tuple(d.tokens) for d in apart}

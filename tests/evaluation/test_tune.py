@@ -32,14 +32,9 @@ def test_the_best_number_of_drafts_by_number_of_requests():
     assert KNOWN.speedup(32, 1) == pytest.approx(1.75 / 1.9)
     assert [KNOWN.best(requests) for requests in KNOWN.seconds] == [2, 1, 1, 0]
     assert KNOWN.schedule() == [[1, 3, 2], [4, 31, 1], [32, 1024, 0]]
-
-
-def test_ranges_end_with_the_largest_number_that_was_measured():
-    assert Tuning([1.0], {2000: {0: 1.0, 1: 1.0}, 3000: {0: 1.0, 1: 9.0}}).schedule() == [[1, 2999, 1], [3000, 3000, 0]]
-
-
-def test_of_nearly_equal_speeds_the_fewest_drafts_count():
-    assert Tuning([0.5, 0.005], {1: {0: 1.0, 1: 1.0, 2: 1.0}}).best(1) == 1
+    many = Tuning([1.0], {2000: {0: 1.0, 1: 1.0}, 3000: {0: 1.0, 1: 9.0}})
+    assert many.schedule() == [[1, 2999, 1], [3000, 3000, 0]]  # up to the largest number that was measured
+    assert Tuning([0.5, 0.005], {1: {0: 1.0, 1: 1.0, 2: 1.0}}).best(1) == 1  # the fewest of nearly equal speeds
 
 
 def test_the_share_of_steps_that_reach_a_depth():

@@ -20,8 +20,7 @@ from foredraft.train import parity_gate
 from tests.support import golden
 from tests.support.batches import PROMPT
 from tests.support.decoding import check_drafts, prompt
-from tests.support.exports import write_export
-from tests.support.head_factory import make_head
+from tests.support.head_factory import make_head, write_export
 
 # name -> kind, hidden states that it reads, block size, anchor first, causal
 GOLDEN: dict[str, tuple] = {
@@ -86,12 +85,9 @@ def test_p_eagle_files_are_what_they_say(deep, load, name, before, depth):
     check_files(head, theirs, deep)
 
 
-def ask_for_one_draft(config: dict) -> None:
-    config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = 1
-
-
 def test_p_eagle_files_that_ask_for_one_draft_are_used(deep, load):
-    head, theirs = load("speculators_p_eagle", ask_for_one_draft)
+    one = {"speculative_tokens": 1}
+    head, theirs = load("speculators_p_eagle", lambda c: c["speculators_config"]["proposal_methods"][0].update(one))
     check_files(head, theirs, deep)
     check_drafts(deep, drafter_for(head, deep), torch.tensor([PROMPT]), max_new_tokens=8)
 

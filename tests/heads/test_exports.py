@@ -16,8 +16,7 @@ from foredraft.heads.hub.card import model_card
 from foredraft.heads.hydra import HydraHead
 from foredraft.train import publish
 from tests.support import golden
-from tests.support.exports import write_export
-from tests.support.head_factory import build_head, make_head, same
+from tests.support.head_factory import build_head, make_head, same, write_export
 
 FORMATS = {  # that take a head of this kind
     "eagle3": "vllm speculators sglang eagle",

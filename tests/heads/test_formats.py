@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -17,9 +18,9 @@ from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.formats.base import HeadFiles
 from foredraft.heads.formats.native import NativeFormat
 from foredraft.train import parity_gate
-from tests.support import equations, golden
-from tests.support.exports import write_export
-from tests.support.head_factory import same
+from tests.support import golden
+from tests.support.equations import HEAD_DIM, THETA, attention, mlp, rms
+from tests.support.head_factory import same, write_export
 
 PROMPT = torch.randint(1, 300, (20,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -47,6 +48,98 @@ HYDRA = ("hydra", "hydra_pp")
 GOLDEN = (*EAGLE3, *EAGLE, *MEDUSA, *HYDRA)
 
 
+# -- what these heads draft, computed without our classes -----------------------------------------------------------------
+
+
+def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Tensor, config: dict) -> Tensor:
+    """Compute one causal decoder layer of x (length, width) with positions from 0."""
+    w = {name.removeprefix(f"{prefix}."): tensor for name, tensor in weights.items() if name.startswith(f"{prefix}.")}
+    theta = config.get("rope_theta") or config.get("rope_parameters", {}).get("rope_theta", 10000.0)
+
+    def heads(name: str) -> Tensor:
+        states = (x @ w[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, HEAD_DIM)
+        normed = f"self_attn.{name}_norm.weight"
+        return rms(states, w[normed]) if normed in w else states
+
+    places, rotated = list(range(len(x))), int(HEAD_DIM * config.get("partial_rotary_factor", 1))
+    attended = attention(*map(heads, "qkv"), places, places, lambda j, p: p <= j, theta, rotated)
+    hidden = residual + attended @ w["self_attn.o_proj.weight"].T
+    return hidden + mlp(hidden, w, "")
+
+
+def eagle3_drafts(
+    config: dict, weights: dict[str, Tensor], states: list[Tensor], embedded: Tensor, chain: Tensor
+) -> list[Tensor]:
+    """Return logits (draft vocabulary,) of each depth. states: the three fused hidden states (length, H); embedded:
+    (length, H), of the token after each position; chain: (depths - 1, H), of the tokens drafted so far."""
+    w, prefix = {name: tensor.float() for name, tensor in weights.items()}, "midlayer"
+    prefix = prefix if f"{prefix}.hidden_norm.weight" in w else "layers.0"
+    layer = config.get("transformer_layer_config", config)
+    if config.get("fc_norm"):
+        states = [rms(state, w[f"fc_norm.{i}.weight"]) for i, state in enumerate(states)]
+    aux_hidden_states = torch.cat(states, -1)
+    if config.get("norm_before_fc"):
+        aux_hidden_states = rms(aux_hidden_states, w["input_norm.weight"])
+    hidden, drafts = aux_hidden_states @ w["fc.weight"].T, []
+    for token in [*chain, None]:
+        normed = rms(hidden, w[f"{prefix}.hidden_norm.weight"])
+        x = torch.cat([rms(embedded, w[f"{prefix}.input_layernorm.weight"]), normed], -1)
+        out = llama_layer(w, prefix, x, normed if config.get("norm_before_residual") else hidden, layer)[-1:]
+        last = rms(out, w["norm.weight"])
+        drafts.append((last @ w["lm_head.weight"].T)[0])
+        if token is not None:  # its hidden state stands in for features that the target has not made
+            hidden = torch.cat([hidden, last if config.get("norm_output") else out])
+            embedded = torch.cat([embedded, token[None]])
+    return drafts
+
+
+def eagle_drafts(
+    config: dict, weights: dict[str, Tensor], last: Tensor, embedded: Tensor, chain: Tensor
+) -> list[Tensor]:
+    """Return hidden states (H,) of each depth of EAGLE-1. last: the target's last hidden states (length, H), after its
+    final norm; embedded, chain: as above."""
+    w, drafts = {name: tensor.float() for name, tensor in weights.items()}, []
+    for token in [*chain, None]:
+        fused = torch.cat([embedded, last], -1) @ w["fc.weight"].T + w.get("fc.bias", 0.0)
+        drafts.append(llama_layer(w, "layers.0", fused, fused, config)[-1])
+        if token is not None:
+            last, embedded = torch.cat([last, drafts[-1][None]]), torch.cat([embedded, token[None]])
+    return drafts
+
+
+def medusa_drafts(config: dict, weights: dict[str, Tensor], last: Tensor, lm_head: Tensor) -> list[Tensor]:
+    """Return logits (vocabulary,) of each depth. last: (H,), the newest hidden state."""
+    w, blocks, found = {key: tensor.float() for key, tensor in weights.items()}, config.get("medusa_num_layers", 2), []
+    while f"{len(found)}.0.linear.weight" in w:
+        x, i = last, len(found)
+        for j in range(blocks):
+            x = x + F.silu(w[f"{i}.{j}.linear.weight"] @ x + w[f"{i}.{j}.linear.bias"])
+        found.append(w.get(f"{i}.{blocks}.weight", lm_head) @ x)
+    return found
+
+
+def hydra_draft(config: dict, weights: dict[str, Tensor], last: Tensor, behind: list[Tensor]) -> Tensor:
+    """Return logits of depth len(behind). last: the target's last hidden states (length, H); behind: the embeddings (H,) of
+    the root and of the tokens drafted so far."""
+    w = {name: tensor.float() for name, tensor in weights.items()}
+    i = len(behind) - 1
+    if config["hydra_head_arch"] == "prefix-mlp":
+        inner = {name.removeprefix("prefix_embeding_layer."): t for name, t in w.items() if name.startswith("prefix")}
+        normed = rms(last, inner["layers.0.input_layernorm.weight"])
+        last = llama_layer(inner, "layers.0", normed, last, {"rope_theta": THETA})
+        last, places, projection = rms(last, inner["norm.weight"]), (1, 3, 5, 7), f"hydra_lm_head.{i}.1"
+    else:
+        places, projection = (0, 1), f"hydra_lm_head.{i}"
+    x = torch.cat([last[-1], *behind])
+    for j in places:
+        block = f"hydra_mlp.{i}.{j}"
+        kept = x
+        if j == places[0]:
+            kept = w[f"{block}.res_connection.weight"] @ x + w[f"{block}.res_connection.bias"]
+        x = kept + F.silu(w[f"{block}.linear.weight"] @ x + w[f"{block}.linear.bias"])
+    return w[f"{projection}.weight"] @ x + w[f"{projection}.bias"]
+
+
 # -- import ---------------------------------------------------------------------------------------------------------------
 
 
@@ -55,14 +148,14 @@ def theirs(name: str, deep: Target, config: dict, weights: dict, root: int, chai
     """Return the logits of each depth as the layout's authors compute them."""
     last = states(deep, [golden.N])[0]
     if name in MEDUSA:
-        return equations.medusa_drafts(config, weights, last[-1], deep.model.get_output_embeddings().weight)
+        return medusa_drafts(config, weights, last[-1], deep.model.get_output_embeddings().weight)
     if name in HYDRA:
         behind = list(deep.embed(torch.tensor([root, *chain[:-1]])))
-        return [equations.hydra_draft(config, weights, last, behind[:depth]) for depth in range(1, len(chain) + 1)]
+        return [hydra_draft(config, weights, last, behind[:depth]) for depth in range(1, len(chain) + 1)]
     embedded, after = deep.embed(torch.tensor([*PROMPT[1:], root])), deep.embed(torch.tensor(chain[:-1]))
     if name in EAGLE:
-        return [deep.logits(hidden) for hidden in equations.eagle_drafts(config, weights, last, embedded, after)]
-    return equations.eagle3_drafts(config, weights, states(deep, [2, golden.N // 2, golden.N - 3]), embedded, after)
+        return [deep.logits(hidden) for hidden in eagle_drafts(config, weights, last, embedded, after)]
+    return eagle3_drafts(config, weights, states(deep, [2, golden.N // 2, golden.N - 3]), embedded, after)
 
 
 @pytest.mark.parametrize("name", GOLDEN)

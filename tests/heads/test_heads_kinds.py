@@ -23,6 +23,7 @@ from tests.support.configs import composed
 from tests.support.decoding import check_drafts
 from tests.support.drafters import SETTINGS
 from tests.support.head_factory import KINDS, PLAIN_KINDS, make_head
+from tests.support.processes import succeeded
 from tests.support.tape import Tape
 from tests.support.tiny import TEXT
 from tests.support.toy.head import ToyHead
@@ -156,8 +157,7 @@ def train(tiny_path, tmp_path, here):
     """)
 
     def run(*arguments: str) -> Path:
-        ended = here(*small, *arguments)
-        assert ended.code == 0, ended.err
+        succeeded(here(*small, *arguments))
         return tmp_path / "out"
 
     return run

@@ -20,8 +20,7 @@ from foredraft.train import parity_gate
 from tests.support.batches import PROMPT
 from tests.support.decoding import check_drafts
 from tests.support.equations import attention, mlp, rms
-from tests.support.exports import write_export
-from tests.support.head_factory import edit, make_head
+from tests.support.head_factory import edit, make_head, write_export
 from tests.support.hybrids import CONFIGS
 
 CONFIG = CONFIGS["qwen3_5"]

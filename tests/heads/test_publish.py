@@ -14,7 +14,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
 from tests.support.head_factory import edit, same
 from tests.support.hub_server import TOKEN
-from tests.support.processes import SMALL, Ended
+from tests.support.processes import SMALL, Ended, succeeded
 
 
 @pytest.fixture
@@ -39,8 +39,7 @@ def test_export_writes_what_has_passed_the_gate_and_removes_nothing_else(script,
     (tmp_path / "exported.part").mkdir()
     (tmp_path / "exported.part" / "thesis.txt").write_text("ours")
     given = (f"checkpoint={trained}/medusa/head", "format=medusa", "output_dir=exported", "target.device=cpu")
-    ended = script("export", *given)
-    assert ended.code == 0, ended.err
+    ended = succeeded(script("export", *given))
     assert "parity gate passed" in ended.out and "text-generation-launcher" in ended.out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "exported.part"]
     assert (tmp_path / "exported.part" / "thesis.txt").read_text() == "ours"
@@ -107,8 +106,7 @@ def test_push_as_it_is_typed(script, trained, server, monkeypatch):
 def test_a_training_pushes_what_it_ends_with(tiny_path: Path, folder: Path, tmp_path: Path, here, server):
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "head=medusa", "eval.check_float32=false"]
     given += ["trainer.max_steps=2", "eval.steps=0", "push_to_hub=org/mine", "push_private=false"]
-    ended = here(*given)
-    assert ended.code == 0, ended.err
+    ended = succeeded(here(*given))
     assert "parity gate passed" in ended.out and TOKEN not in ended.out + ended.err
     sent = server.repos["org/mine"]
     weights = (tmp_path / "outputs/medusa/head/model.safetensors").read_bytes()

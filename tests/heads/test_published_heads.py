@@ -22,9 +22,8 @@ from tests.conformance.heads import shrink_head
 from tests.conformance.shrink import HIDDEN, VOCAB
 from tests.support import golden
 from tests.support.decoding import check_drafts
-from tests.support.exports import write_export
 from tests.support.golden import LATENT, eagle1, eagle3, random
-from tests.support.head_factory import edit, learn, same
+from tests.support.head_factory import edit, learn, same, write_export
 from tests.support.tiny import tiny_config
 
 IDS = "eagle_aux_hidden_state_layer_ids"

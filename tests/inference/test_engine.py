@@ -1,5 +1,7 @@
 """The engine: requests join and leave between steps, each with its own settings, and every text is the baseline's."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import GenerationConfig
@@ -14,10 +16,13 @@ from tests.support.decoding import prompt, requests, run
 from tests.support.drafters import drafters
 from tests.support.tape import Tape
 
+DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 
-@pytest.fixture(scope="module")
-def target(target_anywhere: Target) -> Target:
-    return target_anywhere
+
+@pytest.fixture(scope="module", params=DEVICES)
+def target(request: pytest.FixtureRequest, tiny_path: Path) -> Target:
+    """Load the target on the CPU, and on a GPU if present."""
+    return Target.from_pretrained(tiny_path, dtype="float32", device=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -52,12 +52,6 @@ def test_a_cancelled_request_frees_its_row_at_once(target, alone, number):
     assert [texts[0], *texts[2:]] == [alone[0], *alone[2:]]
 
 
-def test_a_request_that_waits_can_be_cancelled(target, alone):
-    asked, engine = requests(), Engine(target, max_num_seqs=1)
-    texts, _ = run(engine, asked, lambda step: engine.cancel(asked[2]) if step == 1 else None)
-    assert texts == [alone[0], alone[1], [], alone[3]]
-
-
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("when", [0, 2])
 def test_logits_that_are_not_numbers_end_their_row_alone(target, alone, monkeypatch, number, when):
@@ -109,22 +103,6 @@ def test_the_place_of_a_broken_row_is_clean(target, alone, monkeypatch):
     texts, reasons = run(engine, asked, between, late)
     assert reasons == ["length", "error", "length", "length"]
     assert [texts[0], *texts[2:]] == [alone[0], alone[2], *expected]
-
-
-@pytest.mark.parametrize("number", range(2))
-def test_rows_that_are_read_anew_write_the_same(target, alone, number):
-    engine = Engine(target, drafters(target)[number], max_num_seqs=3)
-    texts, _ = run(engine, requests(), lambda step: engine.preempt() if step in (1, 3) else None)
-    assert texts == alone
-
-
-def test_drafters_are_swapped_between_steps(target, alone):
-    """Swap while some wait, one has a cache that the next has not, and prefixes have entries of a drafter that is gone."""
-    ngram, model = drafters(target)
-    coming = {1: model, 2: None, 5: ngram, 6: model, 11: None}
-    engine = Engine(target, ngram, max_num_seqs=3, reuse_prefixes=True)
-    texts, reasons = run(engine, requests(), lambda step: engine.swap(coming.pop(step)) if step in coming else None)
-    assert texts == alone and set(reasons) == {"length"} and not coming
 
 
 @pytest.mark.parametrize("captured", [False, True])

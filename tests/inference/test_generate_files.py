@@ -18,7 +18,7 @@ from foredraft.inference.drafters import NgramDrafter
 from foredraft.scripts import generate as program_of_files
 from foredraft.train.data.sources import Row
 from tests.support import ROOT
-from tests.support.processes import Ended, end, start
+from tests.support.processes import Ended, end, start, succeeded
 
 SETTINGS = ("chat", "max_new_tokens", "temperature", "top_p", "seed")
 PROMPTS = ["def add(self", "class Pair:\n", "return", "other.value + é", "self"]
@@ -65,8 +65,7 @@ def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: P
 def test_a_chat_answers_line_by_line(tmp_path: Path):
     """Use the test model by its chat template; stdin is not a terminal here."""
     typed = "def add(a, b):\n\n/new\ndef add(a, b):\n" + "word " * 3000 + "\nmore\n/quit\nnever read\n"
-    ended = program("chat", "target=test_model", "max_new_tokens=6", "color=true", cwd=tmp_path, typed=typed)
-    assert ended.code == 0, ended.err
+    ended = succeeded(program("chat", "target=test_model", "max_new_tokens=6", "color=true", cwd=tmp_path, typed=typed))
     figures = [line for line in ended.out.splitlines() if "tokens/s, acceptance length" in line]
     assert len(figures) == 3 and "\n" in ended.out
     legend, answers = ended.out.split("\n", 1)
@@ -87,8 +86,7 @@ def test_prompts_that_cannot_be_answered_leave_the_others(target: Target, tiny_p
     (tmp_path / "in.jsonl").write_text("".join(f"{row}\n" for row in rows))
     given = [f"target={tiny_path}", "prompts=in.jsonl", "max_new_tokens=9", "seed=3", "temperature=1.0", "batch_size=4"]
     given.append("output=out.jsonl")
-    first = program("generate", *given, cwd=tmp_path)
-    assert first.code == 0, first.err
+    first = succeeded(program("generate", *given, cwd=tmp_path))
     output = tmp_path / "out.jsonl"
     written = output.read_text()
     answers = [json.loads(line) for line in written.splitlines()]

@@ -12,16 +12,7 @@ from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.inference import Engine, Request, SamplingParams
-from foredraft.inference.drafters import (
-    AutoTree,
-    BlockTree,
-    Drafter,
-    DraftModel,
-    DynamicTree,
-    NgramDrafter,
-    StaticTree,
-    Union,
-)
+from foredraft.inference import drafters as kinds
 from tests.support import hybrids, nightly_but
 from tests.support.architectures import VOCAB, pair
 from tests.support.batches import prompt
@@ -35,38 +26,38 @@ def ids(length: int, seed: int) -> list[int]:
     return [1 + token % (VOCAB - 1) for token in prompt(length, seed)[0].tolist()]
 
 
-def drafter(name: str, target: Target) -> Drafter | None:
+def drafter(name: str, target: Target) -> kinds.Drafter | None:
     torch.manual_seed(3)
 
-    def eagle() -> DynamicTree:
+    def eagle() -> kinds.DynamicTree:
         head = Eagle3Head.for_target(target, ttt_steps=3).eval()
         for parameter in head.layer.parameters():  # it starts as the identity, whatever it has read
             torch.nn.init.normal_(parameter, std=0.3)
-        return DynamicTree(head, target, nodes=8, depth=3, width=2, min_probability=0)
+        return kinds.DynamicTree(head, target, nodes=8, depth=3, width=2, min_probability=0)
 
-    def chain() -> DynamicTree:
-        return DynamicTree(
+    def chain() -> kinds.DynamicTree:
+        return kinds.DynamicTree(
             Eagle3Head.for_target(target, ttt_steps=2).eval(), target, nodes=3, depth=2, min_probability=0
         )
 
-    def model() -> DraftModel:
-        return DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0)
+    def model() -> kinds.DraftModel:
+        return kinds.DraftModel(target, target, nodes=5, depth=3, width=2, min_probability=0)
 
-    def block() -> BlockTree:
+    def block() -> kinds.BlockTree:
         head = DFlashHead.for_target(target, block_size=4, num_hidden_layers=2).eval()
         for parameter in head.blocks.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
-        return BlockTree(head, target, nodes=8)
+        return kinds.BlockTree(head, target, nodes=8)
 
     return {
         "plain": lambda: None,
-        "medusa": lambda: StaticTree(MedusaHead.for_target(target, num_heads=3).eval(), target, nodes=6),
+        "medusa": lambda: kinds.StaticTree(MedusaHead.for_target(target, num_heads=3).eval(), target, nodes=6),
         "eagle3": eagle,
         "chain": chain,
         "dflash": block,
         "draft model": model,
-        "auto": lambda: AutoTree(eagle(), target),
-        "union": lambda: Union([eagle(), model(), NgramDrafter()]),
+        "auto": lambda: kinds.AutoTree(eagle(), target),
+        "union": lambda: kinds.Union([eagle(), model(), kinds.NgramDrafter()]),
     }[name]()
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foredraft.inference.evaluation.results import Sample
@@ -17,9 +18,20 @@ from foredraft.inference.text import Detokenizer, answer_context, continuation, 
 from foredraft.scripts.chat import AnswerWriter, Marks
 from foredraft.scripts.preview import runs
 from foredraft.train.data.corpus import Document
-from tests.support.spellings import byte_level, metaspace, sentencepiece, word_pieces
+from tests.support.spellings import byte_level, sentencepiece
 
-KINDS = {"strip": sentencepiece(), "metaspace": metaspace(), "byte level": byte_level(), "words": word_pieces()}
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """Make a tokenizer like BERT's: a space between tokens, none before what continues a word."""
+    vocab = ["[UNK]", "the", "sky", "##s", "blue", "##er", "."]
+    raw = Tokenizer(models.WordPiece({word: number for number, word in enumerate(vocab)}, unk_token="[UNK]"))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
+    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]")
+
+
+ONE_STEP = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()])  # as T5 and XLM decode
+KINDS = {"strip": sentencepiece(), "metaspace": sentencepiece(ONE_STEP), "byte level": byte_level()}
+KINDS["words"] = word_pieces()
 TEXTS = st.text(st.sampled_from("The sky is blue  \n é日🧪�<"), max_size=24)
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-import hydra
 import pytest
 import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from foredraft import __main__ as foredraft
@@ -23,11 +23,9 @@ from foredraft.cli import NEEDS_TARGET, entry, reach_this_machine
 from foredraft.config import flat, nearest
 from foredraft.config_help import TABLES, comments, describe, described, header, listed
 from foredraft.words import expand
-from tests.support import names
+from tests.support import ROOT, names
 from tests.support.configs import composed
 from tests.support.processes import script, start
-
-ROOT = Path(__file__).resolve().parents[2]
 
 FILES = {
     "tiny.yaml": """
@@ -115,10 +113,13 @@ def test_a_plain_run_leaves_nothing_behind(run: Run, tmp_path: Path) -> None:
         ("head=medusa,eagle3", "head=medusa,eagle3 is a sweep, which needs -m"),
         ("head", "cannot read 'head': write key=value"),
         ("hydra.nope=1", "hydra.nope"),
+        (["-m", "head=eagle3,medsua"], "did you mean head=medusa?"),  # no job runs
+        (["-m", "seed=1,x"], "seed=x: Value 'x' of type 'str'"),
+        (["-m", "head=medusa,eagle3", "head.heads=2"], "head.heads is not known"),
     ],
 )
-def test_mistyped(run: Run, capsys: pytest.CaptureFixture[str], typed: str, message: str) -> None:
-    code, seen = run(typed)
+def test_mistyped(run: Run, capsys: pytest.CaptureFixture[str], typed: str | list[str], message: str) -> None:
+    code, seen = run(*([typed] if isinstance(typed, str) else typed))
     errors = capsys.readouterr().err
     assert code == 2 and not seen
     assert message in errors and errors.startswith("error: ") and errors.count("\n") == 1
@@ -174,16 +175,11 @@ def test_nearest_prefers_the_last_part_and_the_first_letter() -> None:
     assert nearest("trainer.zzz", ["trainer", "trainer.lr"]) is None
 
 
-def wrong(cfg: DictConfig) -> None:
-    raise ValueError("the corpus is empty")
+def raising(error: BaseException) -> Callable[[DictConfig], None]:
+    def body(cfg: DictConfig) -> None:
+        raise error
 
-
-def stopped(cfg: DictConfig) -> None:
-    raise KeyboardInterrupt("the checkpoint is in outputs/x")
-
-
-def safetensors_disk_full(cfg: DictConfig) -> None:
-    raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    return body
 
 
 def another_disk_full(cfg: DictConfig) -> None:
@@ -193,28 +189,22 @@ def another_disk_full(cfg: DictConfig) -> None:
         raise ValueError("the cache is full") from None
 
 
+WRONG, STOPPED = ValueError("the corpus is empty"), KeyboardInterrupt("the checkpoint is in outputs/x")
+SAFETENSORS = RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+INT = {"_target_": "builtins.int", "_args_": ["x"]}
+LAYER = {"_target_": "torch.nn.Linear", "in_features": 1, "heads": 2}
+
+
 @pytest.mark.parametrize(
     "body, code, message",
     [
-        (wrong, 2, "error: the corpus is empty\n"),
+        (raising(WRONG), 2, "error: the corpus is empty\n"),
         (another_disk_full, 2, "error: the cache is full\n"),
-        (safetensors_disk_full, 2, "error: no space left in outputs/eagle3\n"),
-        (stopped, 130, "interrupted: the checkpoint is in outputs/x\n"),
-        (
-            lambda cfg: Path("/nowhere/corpus").read_text(),
-            2,
-            "error: /nowhere/corpus: no such file or directory\n",
-        ),
-        (
-            lambda cfg: hydra.utils.instantiate({"_target_": "builtins.int", "_args_": ["x"]}),
-            2,
-            "error: invalid literal for int() with base 10: 'x'\n",
-        ),
-        (
-            lambda cfg: hydra.utils.instantiate({"_target_": "torch.nn.Linear", "in_features": 1, "heads": 2}),
-            2,
-            "error: Linear.__init__() got an unexpected keyword argument 'heads'\n",
-        ),
+        (raising(SAFETENSORS), 2, "error: no space left in outputs/eagle3\n"),
+        (raising(STOPPED), 130, "interrupted: the checkpoint is in outputs/x\n"),
+        (lambda cfg: Path("/no/corpus").read_text(), 2, "error: /no/corpus: no such file or directory\n"),
+        (lambda cfg: instantiate(INT), 2, "error: invalid literal for int() with base 10: 'x'\n"),
+        (lambda cfg: instantiate(LAYER), 2, "error: Linear.__init__() got an unexpected keyword argument 'heads'\n"),
         pytest.param(
             lambda cfg: Path("/dev/full").write_text("x" * 100_000),
             2,
@@ -233,15 +223,12 @@ def test_what_main_raises(
 def test_traceback_of_a_bug_and_on_demand(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def bug(cfg: DictConfig) -> None:
-        raise RuntimeError("shapes")
-
-    assert run(body=bug)[0] == 1
-    assert "in bug" in capsys.readouterr().err
+    assert run(body=raising(RuntimeError("shapes")))[0] == 1
+    assert "in body" in capsys.readouterr().err
     monkeypatch.setenv("FOREDRAFT_TRACE", "1")
-    assert run(body=wrong)[0] == 2
+    assert run(body=raising(WRONG))[0] == 2
     errors = capsys.readouterr().err
-    assert "in wrong" in errors and errors.endswith("error: the corpus is empty\n")
+    assert "in body" in errors and errors.endswith("error: the corpus is empty\n")
 
 
 @pytest.mark.parametrize(
@@ -254,21 +241,6 @@ def test_traceback_of_a_bug_and_on_demand(
 def test_jobs_of_a_sweep_do_not_share_a_folder(run: Run, tmp_path: Path, typed: str, folders: list[str]) -> None:
     code, seen = run("-m", *typed.split())
     assert code == 0 and [cfg.output_dir for cfg in seen] == folders and os.listdir(tmp_path) == ["conf"]
-
-
-@pytest.mark.parametrize(
-    "typed, message",
-    [
-        (["head=eagle3,medsua"], "did you mean head=medusa?"),
-        (["seed=1,x"], "seed=x: Value 'x' of type 'str'"),
-        (["head=medusa,eagle3", "head.heads=2"], "head.heads is not known"),
-    ],
-)
-def test_mistyped_sweep_runs_no_job(
-    run: Run, capsys: pytest.CaptureFixture[str], typed: list[str], message: str
-) -> None:
-    code, seen = run("-m", *typed)
-    assert code == 2 and not seen and message in capsys.readouterr().err
 
 
 def test_failed_job_of_a_sweep_fails_the_sweep_after_the_others_ran(run: Run) -> None:
@@ -332,6 +304,9 @@ def test_bad_data_ends_in_one_sentence(
     assert last.startswith("error: ") and re.search(message, last), ended.err
 
 
+LOAD = "scripts/bench/bench_serve.py"
+
+
 @pytest.mark.parametrize(
     "program, typed, message",
     [
@@ -351,10 +326,19 @@ def test_bad_data_ends_in_one_sentence(
         ("scripts/chat.py", "head=medusa", "head is not known"),
         ("scripts/evaluate.py", "drafters=[ngram]", "drafters is drafter now"),
         ("scripts/bench/matched.py", "heads=[a]", "heads is drafter now"),
+        (
+            LOAD,
+            "url=http://127.0.0.1:9 max_tokens=48",
+            "max_tokens=[48]: set the lengths of the shortest and the longest",
+        ),
+        (LOAD, "url=http://127.0.0.1:9 clients=0", "clients=[0] requests=10 questions=64: at least 1 of each"),
+        (LOAD, "url=http://127.0.0.1:9 clients=1", "url=http://127.0.0.1:9 does not answer: "),
     ],
 )
-def test_a_key_of_earlier_versions(program: str, typed: str, message: str, tmp_path: Path) -> None:
-    ended = script(program, typed, cwd=tmp_path)
+def test_keys_of_earlier_versions_and_loads_that_cannot_be(
+    program: str, typed: str, message: str, tmp_path: Path
+) -> None:
+    ended = script(program, *typed.split(), cwd=tmp_path)
     assert ended.code == 2 and ended.err.startswith(f"error: {message}") and ended.err.count("\n") == 1
 
 
@@ -396,19 +380,6 @@ def test_a_dataset_of_the_hub_without_a_network(tiny_path: Path, tmp_path: Path)
     ended = script("scripts/preview.py", *given, cwd=tmp_path, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
     assert ended.code == 2 and "Traceback" not in ended.err
     assert ended.err.splitlines()[-1].startswith("error: data.path=nobody/no-such-set is neither here nor a dataset")
-
-
-@pytest.mark.parametrize(
-    "given, message",
-    [
-        ("max_tokens=48", r"max_tokens=\[48\]: set the lengths of the shortest and the longest answer"),
-        ("clients=0", r"clients=\[0\] requests=10 questions=64: at least 1 of each"),
-        ("clients=1", r"url=http://127\.0\.0\.1:9 does not answer: .*refused"),
-    ],
-)
-def test_a_load_that_cannot_be(given: str, message: str, tmp_path: Path) -> None:
-    ended = script("scripts/bench/bench_serve.py", "url=http://127.0.0.1:9", given, cwd=tmp_path)
-    assert ended.code == 2 and re.fullmatch(f"error: {message}.*\n", ended.err), ended.err
 
 
 BENCH = ROOT / "scripts" / "bench" / "conf"

@@ -12,18 +12,16 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from foredraft import config, words
+from foredraft.heads import save_head
 from foredraft.inference import generate
-from foredraft.inference.drafters import Drafter
 from foredraft.train.runtime.strategy import STRATEGIES, arguments_of
 from foredraft.train.trainer import arguments
 from tests.serving.conftest import SHORT
 from tests.support import names
 from tests.support.batches import PROMPT
 from tests.support.configs import composed
+from tests.support.head_factory import make_head
 from tests.support.tiny import TEXT
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 ON_LINUX = [name for name in STRATEGIES if name.startswith("zero")]  # DeepSpeed is for Linux
 
@@ -84,10 +82,7 @@ def test_data(name: str, target, folder: Path, tmp_path: Path):
 
 def test_a_real_target_is_trained_as_published_and_the_test_model_in_minutes(monkeypatch):
     monkeypatch.setattr(words, "has_gpu", lambda: True)
-    demo, real = (
-        composed("train", "target=test_model"),
-        composed("train", "target=ORG/NAME", "data.path=FILE"),
-    )
+    demo, real = (composed("train", "target=test_model"), composed("train", "target=ORG/NAME", "data.path=FILE"))
     assert demo.trainer.max_steps == 500 and demo.self_generated_tokens > 0 and demo.max_length == 256
     assert demo.trainer.optim == "muon" and demo.data._target_.endswith("standard_library")
     assert real.trainer.max_steps == -1 and real.self_generated_tokens == 0 and real.max_length == 2048
@@ -131,7 +126,11 @@ def test_an_option_that_a_drafter_has_not_is_an_error(target):
     assert instantiate(settings, target=target).nodes == 4
 
 
-def test_a_drafter(target, drafter: Drafter):
+@pytest.mark.parametrize("name", ["draft_model", "head", "lookahead", "ngram", "none", "suffix", "union"])
+def test_a_drafter(name: str, target, tiny_path: Path, tmp_path: Path):
+    save_head(make_head("eagle3", target), head := tmp_path / "head", target)
+    named = {"head": f"{head}", "draft_model": f"draft:{tiny_path}", "union": f"ngram+{head}"}.get(name, name)
+    drafter = instantiate(composed("lossless", f"drafter={named}").drafter, target=target)
     prompt = torch.tensor([[*PROMPT[:4], *PROMPT[:4], 7]])  # said twice, so that there is something to look up
     text = generate(target, None, prompt, max_new_tokens=12, eos_token_id=-1).new_tokens
     assert generate(target, drafter, prompt, max_new_tokens=12, eos_token_id=-1).new_tokens == text

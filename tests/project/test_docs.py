@@ -20,8 +20,7 @@ from tests.conformance.families import families
 from tests.conformance.targets import small_family
 from tests.support import ROOT, nightly_but
 from tests.support.documents import DOCUMENTS, FOREIGN, Block, blocks, command_lines, program, typed_commands
-from tests.support.exports import write_export
-from tests.support.head_factory import make_head
+from tests.support.head_factory import make_head, write_export
 
 SUPPORT = {"trees": "Trees", "chains": "Chains", "decoded plainly": "No drafts"}
 COMMANDS = list(dict.fromkeys(command for document in DOCUMENTS for command in typed_commands(document)))

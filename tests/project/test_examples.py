@@ -21,7 +21,7 @@ from foredraft.train.module import DistillationModel
 from tests.support import ROOT
 from tests.support.batches import batch
 from tests.support.documents import blocks, command_lines, program
-from tests.support.processes import forking_python
+from tests.support.processes import forking_python, succeeded
 
 EXAMPLES = ROOT / "scripts" / "examples"
 TYPED = [
@@ -116,8 +116,7 @@ def test_the_documented_head_is_aligned_lossless_and_loads_again(
 def test_a_command_of_an_example_composes(command: str, call: Callable) -> None:
     module, arguments = program(shlex.split(command, comments=True))
     assert module is not None
-    ended = call(importlib.import_module(module).main, "--cfg", "job", *arguments)
-    assert ended.code == 0, ended.err
+    succeeded(call(importlib.import_module(module).main, "--cfg", "job", *arguments))
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.sh")), ids=lambda file: file.stem)

@@ -300,21 +300,6 @@ def test_an_echo_is_the_prompt_with_its_log_probabilities(client, target):
     assert streamed.choices[0].text == "def"
 
 
-def test_a_text_has_its_least_tokens_and_ends_at_tokens_of_its_own(client, target):
-    """Check that the text is the same until then, whatever is drafted."""
-    facts = {"model": "tiny", "prompt": PROMPT, "seed": 3, "max_tokens": 24}
-    ids = client.completions.create(**facts, extra_body={"return_token_ids": True}).choices[0].token_ids
-    cut = client.completions.create(**facts, extra_body={"stop_token_ids": ids[5:6], "return_token_ids": True}).choices[
-        0
-    ]
-    assert cut.finish_reason == "stop" and cut.token_ids == ids[: ids.index(ids[5]) + 1]
-    late = []
-    for speculative in (True, False):
-        more = {"stop_token_ids": ids[5:6], "min_tokens": 9, "return_token_ids": True, "speculative": speculative}
-        late.append(client.completions.create(**facts, extra_body=more).choices[0].token_ids)
-    assert late[0] == late[1] and ids[5] not in late[0][:9] and len(late[0]) >= 9 and late[0][:5] == ids[:5]
-
-
 def test_pages_of_named_origins_may_ask(server):
     asked = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
     for origin, allowed in (("https://chat.example", "https://chat.example"), ("https://evil.example", None)):

@@ -133,8 +133,7 @@ def test_any_json_is_an_object(client):
 
 
 @pytest.mark.parametrize(
-    "choice, names",
-    [("required", {"pair", "stop_it"}), ({"type": "function", "function": {"name": "pair"}}, {"pair"})],
+    "choice, names", [("required", {"pair", "stop_it"}), ({"type": "function", "function": {"name": "pair"}}, {"pair"})]
 )
 def test_a_forced_tool_is_called(client, choice, names):
     for one in ended(client, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False):
@@ -386,10 +385,7 @@ PARAMETERS = {
 VALUES = {"text": "if a < b:\n  12", "maybe": None, "kind": "1", "number": 7, "flag": True, "many": [1, 2], "any": "3"}
 WRITTEN = {key: value if isinstance(value, str) else json.dumps(value) for key, value in VALUES.items()}
 TAGS = {  # the format: a call of f with these parameters, and one without
-    "qwen3_coder": (
-        "<tool_call>\n<function=f>\n{}</function>\n</tool_call>",
-        "<parameter={}>\n{}\n</parameter>\n",
-    ),
+    "qwen3_coder": ("<tool_call>\n<function=f>\n{}</function>\n</tool_call>", "<parameter={}>\n{}\n</parameter>\n"),
     "glm4_5": ("<tool_call>f\n{}</tool_call>", "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"),
     "minimax_m2": (
         '<minimax:tool_call>\n<invoke name="f">\n{}</invoke>\n</minimax:tool_call>',

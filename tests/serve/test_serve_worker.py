@@ -271,13 +271,7 @@ def test_acceptance_is_told_by_depth_and_by_answer(target):
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"max_num_seqs": 0},
-        {"timeout": 0},
-        {"cache_gib": 0},
-        {"max_waiting": -1},
-        {"max_num_batched_tokens": 0},
-    ],
+    [{"max_num_seqs": 0}, {"timeout": 0}, {"cache_gib": 0}, {"max_waiting": -1}, {"max_num_batched_tokens": 0}],
 )
 def test_settings_of_the_worker_are_checked(target, settings):
     with pytest.raises(ValueError, match=next(iter(settings))):

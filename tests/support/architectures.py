@@ -77,7 +77,6 @@ CASES = [
 ]
 # By day one family of each sort: full attention, windows, windows with sinks and experts, latent keys.
 FEW = [("llama", "sdpa"), ("gemma2", "eager"), ("mistral", "sdpa"), ("gpt_oss", "eager"), ("deepseek_v3", "sdpa")]
-every_family = pytest.mark.parametrize("family, attention", CASES)
 a_few_families = pytest.mark.parametrize("family, attention", nightly_but(CASES, *FEW))
 
 

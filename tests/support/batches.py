@@ -1,10 +1,12 @@
 """Random tokens as training reads them and as decoding starts with them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from foredraft.heads import Target
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.train.data.packing import Document, Packed
@@ -48,3 +50,12 @@ def batch_of(packed: Packed) -> dict[str, Tensor]:
 def states_of(cache: KVCache) -> list[Tensor]:
     """Return the keys and values (num_slots, heads, columns, dim) of all layers."""
     return [states for layer in cache.kv_layers for states in layer.states]
+
+
+def filled(target: Target, texts: Sequence[list[int]], capacity: int, nodes: int = 1) -> Any:
+    """Return a cache with the texts, all of which one forward read. nodes: of the trees that follow."""
+    longest, lengths = max(map(len, texts)), [len(text) for text in texts]
+    cache = target.new_cache(len(texts), capacity, nodes=nodes)
+    target.prefill(torch.tensor([text + [0] * (longest - len(text)) for text in texts]), lengths, cache)
+    cache.set_lengths(lengths)
+    return cache

@@ -1,4 +1,4 @@
-"""Chat templates: those of real models (chat_templates/), two written short, and tokenizers that know their tokens."""
+"""Chat templates: those of real models (chat_templates/), a short one, and tokenizers that know their tokens."""
 
 import json
 from pathlib import Path
@@ -13,11 +13,6 @@ TEMPLATES = Path(__file__).parent / "chat_templates"
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TAGGED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
-    "{% endgeneration %}{{ '\\n' }}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

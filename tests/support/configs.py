@@ -11,7 +11,6 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, open_dict
 
-from foredraft import config
 from foredraft.config import read as composed
 from foredraft.words import CONF
 
@@ -40,14 +39,4 @@ def compose(program: str, overrides: list[str], return_hydra_config: bool = Fals
     return found
 
 
-def options_of(group: str) -> list[str]:
-    key = (searched(), "options of", group)
-    if key[0] is None:
-        return plain_options_of(group)
-    if key not in ANSWERS:
-        ANSWERS[key] = plain_options_of(group)
-    return list(ANSWERS[key])
-
-
 plain_compose, hydra.compose = hydra.compose, compose
-plain_options_of, config.options_of = config.options_of, options_of

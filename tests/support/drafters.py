@@ -1,13 +1,10 @@
-"""Drafters for tests: random guesses, the same in every step, one of each sort, and every one that `drafter=` names."""
+"""Drafters for tests: random guesses, the same in every step, and one of each sort."""
 
 import random
-from pathlib import Path
 
 import torch
-from hydra.utils import instantiate
 from torch import Tensor
 
-from foredraft.heads import Target
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
@@ -16,10 +13,8 @@ from foredraft.inference.drafters import AutoTree, DraftModel, DynamicTree, Ngra
 from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, chains
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import from_parents
-from tests.support.configs import composed
 from tests.support.small_targets import random_model
 
-NAMED = ("draft_model", "head", "lookahead", "ngram", "none", "suffix", "union")
 SETTINGS = {
     "greedy": {},
     "sampled": {"temperature": 1.0},
@@ -112,9 +107,3 @@ def drafters(target) -> dict[str, Drafter]:
         "union": Union([tree(), NgramDrafter()]),
         "union of auto": Union([AutoTree(tree(), target), NgramDrafter(depth=2)]),
     }
-
-
-def build_drafter(name: str, target: Target, model: Path, head: Path) -> Drafter:
-    """Build a drafter of NAMED; model, head: the `path` of those that need one."""
-    paths = {"head": f"{head}", "draft_model": f"draft:{model}", "union": f"ngram+{head}"}
-    return instantiate(composed("lossless", f"drafter={paths.get(name, name)}").drafter, target=target)

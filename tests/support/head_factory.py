@@ -12,6 +12,8 @@ from torch import Tensor
 
 from foredraft.heads import Target
 from foredraft.heads.base import DraftHead, PackedBatch
+from foredraft.heads.checkpoint import write_head
+from foredraft.heads.formats.engines import Export, export_for
 from foredraft.train.losses import build
 from foredraft.train.module import DistillationModel
 from tests.support import names
@@ -126,3 +128,10 @@ def edit(directory: Path, change: Callable[[dict], object]) -> None:
     config = json.loads((directory / "config.json").read_text())
     change(config)
     (directory / "config.json").write_text(json.dumps(config))
+
+
+def write_export(name: str, head: DraftHead, target: Target, directory: Path) -> Export:
+    """Write a head in the layout of another engine, as scripts/export.py does."""
+    export = export_for(name, head, target)
+    write_head(head, directory, target, export.layout, export.layout.weight_files)
+    return export

@@ -178,6 +178,11 @@ def end(process: subprocess.Popen, typed: str | None = None) -> Ended:
     return Ended(process.returncode, out, err)
 
 
+def succeeded(ended: Ended) -> Ended:
+    assert ended.code == 0, ended.err
+    return ended
+
+
 def losses(directory: Path) -> list[float]:
     """Return the loss of each log entry of the run in this folder."""
     return [entry["loss"] for entry in json.loads((directory / "history.json").read_text()) if "loss" in entry]

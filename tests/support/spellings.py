@@ -25,11 +25,6 @@ def sentencepiece(decoder: decoders.Decoder | None = None) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
-def metaspace() -> PreTrainedTokenizerFast:
-    """Make a tokenizer like T5's and XLM's: the same in one step."""
-    return sentencepiece(decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]))
-
-
 def byte_level() -> PreTrainedTokenizerFast:
     """Make a tokenizer like GPT-2's, with a token that ends within a character."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -40,11 +35,3 @@ def byte_level() -> PreTrainedTokenizerFast:
     raw.decoder = decoders.ByteLevel()
     raw.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
-
-
-def word_pieces() -> PreTrainedTokenizerFast:
-    """Make a tokenizer like BERT's: a space between tokens, none before what continues a word."""
-    vocab = ["[UNK]", "the", "sky", "##s", "blue", "##er", "."]
-    raw = Tokenizer(models.WordPiece({word: number for number, word in enumerate(vocab)}, unk_token="[UNK]"))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
-    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="[UNK]")

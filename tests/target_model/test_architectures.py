@@ -26,7 +26,7 @@ from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, from_parents
 from foredraft.train.hidden_states.online import forward_target
 from tests.support.architectures import CONTEXT, FAMILIES, LENGTHS, VOCAB, WINDOW, a_few_families, pair
-from tests.support.batches import packed
+from tests.support.batches import filled, packed
 
 
 @pytest.fixture(autouse=True)
@@ -50,17 +50,6 @@ def random_tree(luck: random.Random, batch: int, nodes: int = 12) -> TokenTree:
 def branch(tree: TokenTree, row: int, node: int) -> list[int]:
     """Return the nodes from the root down to `node`."""
     return tree.ancestors[row, node].nonzero()[:, 0].tolist()
-
-
-def filled(target: Target, texts: list[list[int]], capacity: int) -> KVCache:
-    """Return a cache with the texts."""
-    longest = max(map(len, texts))
-    cache = target.new_cache(len(texts), capacity, nodes=12)
-    tokens = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-    lengths = [len(text) for text in texts]
-    target.prefill(tokens, lengths, cache)
-    cache.set_lengths(lengths)
-    return cache
 
 
 def forward_tree(target: Target, tree: TokenTree, cache: KVCache) -> Tensor:
@@ -94,7 +83,7 @@ def test_a_tree_is_read_as_each_of_its_branches_alone(family: str, attention: st
     texts = [random_text(luck, length) for length in lengths]
     tree = random_tree(luck, len(texts))
     assert tree.depths.max() > WINDOW
-    logits = forward_tree(target, tree, filled(target, texts, capacity=48))
+    logits = forward_tree(target, tree, filled(target, texts, 48, nodes=12))
     for row, text in enumerate(texts):
         for node in range(tree.tokens.shape[1]):
             nodes = branch(tree, row, node)
@@ -128,7 +117,7 @@ def test_nothing_drifts_over_many_accepted_paths(family: str, attention: str) ->
     rows, steps = (1, 120) if (family, attention) in LONG else (3, 20)
     texts = [random_text(luck, 10 + 2 * row) for row in range(rows)]
     prompts = [len(text) for text in texts]
-    cache = filled(target, texts, capacity=CONTEXT)
+    cache = filled(target, texts, CONTEXT, nodes=12)
     kept: list[list[Tensor]] = [[] for _ in texts]
     for _ in range(steps):
         tree = random_tree(luck, rows, nodes=8)

@@ -11,21 +11,14 @@ from foredraft.heads.target_model import ends, packing
 from foredraft.train.hidden_states.probe import final_norm
 from tests.support import nightly_but
 from tests.support.architectures import FAMILIES, VOCAB, pair
-from tests.support.processes import ONE, SMALL_EAGLE3, complaint, losses
+from tests.support.processes import ONE, SMALL_EAGLE3, complaint, losses, succeeded
 from tests.support.small_targets import random_model, without_layers
 
 
 def said_of(target: Target) -> tuple:
     """Return all that a head asks of a target before it sees a state."""
     shape = target.num_layers, target.hidden_size, target.vocab_size, target.context, target.dtype, target.device
-    return (
-        *shape,
-        target.capabilities.why,
-        target.masks,
-        target.layer_types,
-        target.eos_token_ids,
-        target.scaled,
-    )
+    return (*shape, target.capabilities.why, target.masks, target.layer_types, target.eos_token_ids, target.scaled)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,8 +85,7 @@ def test_a_run_on_stored_states_needs_no_layers(
         "again": [f"target.path={path}", *stored],
     }
     for name, own in runs.items():
-        ended = here(*given, *own, f"output_dir={name}")
-        assert ended.code == 0, ended.err
+        ended = succeeded(here(*given, *own, f"output_dir={name}"))
         assert ("foredraft evaluate target=" in ended.out) == (name != "online")
         torch.testing.assert_close(*map(torch.tensor, (losses(tmp_path / name), losses(tmp_path / "online"))))
     ended = here(*given, *runs["again"], "seed=1", "data_seed=0", "output_dir=other")

@@ -236,10 +236,7 @@ REFUSED = {
     "half rotated heads": ({"metadata": {"llama.rope.dimension_count": 4}}, "do not fit its sizes"),
     "another rope scaling": ({"metadata": {"llama.rope.scaling.type": "longrope"}}, "rope scaling longrope"),
     "one of several parts": ({"metadata": {"split.count": 2}}, "one of 2 parts: join them"),
-    "what sees images": (
-        {"metadata": {"general.type": "mmproj"}},
-        "not a language model, but belongs to one (mmproj)",
-    ),
+    "what sees images": ({"metadata": {"general.type": "mmproj"}}, "not a language model, but belongs to one (mmproj)"),
     "other rope factors": ({"tensors": {"rope_freqs.weight": np.full(4, 3.0, np.float32)}}, "not those of Llama 3"),
 }
 

@@ -1,13 +1,16 @@
 """Training on images: what the target makes of rows with images is what transformers makes of them, document by document."""
 
 import base64
+import io
 import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.target_model import Target
@@ -18,8 +21,101 @@ from foredraft.train.data.layouts import SkippedRow, turns
 from foredraft.train.data.packing import Packed, collate
 from foredraft.train.hidden_states import online
 from tests.support import nightly_but
-from tests.support.processes import SMALL_EAGLE3, Ended, complaint, losses
-from tests.support.vision import address, configs, png, save_target
+from tests.support.architectures import SIZES
+from tests.support.chats import tokenizer
+from tests.support.processes import SMALL_EAGLE3, Ended, complaint, losses, succeeded
+
+TEXT: dict[str, Any] = SIZES | {"head_dim": 8, "vocab_size": 320}
+TEXT |= {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 256}
+MROPE = {"rope_type": "default", "rope_theta": 5000.0, "mrope_section": [2, 1, 1]}
+SIGHT = {"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32}
+SIGHT |= {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "initializer_range": 0.3}
+SPECIAL = ["<|endoftext|>", "<|im_end|>", "<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+SPECIAL += ["<|video_pad|>", "<start_of_image>", "<end_of_image>", "<image_soft_token>"]
+IDS = {word: 256 + number for number, word in enumerate(SPECIAL)}
+MARKED = {"qwen": "<|vision_start|><|image_pad|><|vision_end|>", "gemma": "<start_of_image>"}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}{% for part in "
+    "m.content %}{% if part.type == 'image' %}MARK{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def configs() -> dict[str, hf.PreTrainedConfig]:
+    ids = {"image_token_id": IDS["<|image_pad|>"], "video_token_id": IDS["<|video_pad|>"]}
+    ids |= {"vision_start_token_id": IDS["<|vision_start|>"], "vision_end_token_id": IDS["<|vision_end|>"]}
+    positions = {"num_position_embeddings": 64}
+    mrope = TEXT | {"rope_parameters": MROPE}
+    mixed = {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2}
+    mixed |= {"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    partial = {"rope_parameters": MROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}}
+    siglip = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    siglip |= {"image_size": 16, "patch_size": 4, "vision_use_head": False}
+    return {
+        "qwen2_5_vl": hf.Qwen2_5_VLConfig(
+            text_config=mrope, vision_config=SIGHT | {"window_size": 16, "fullatt_block_indexes": [1]}, **ids
+        ),
+        "qwen3_vl": hf.Qwen3VLConfig(
+            text_config=mrope, vision_config=SIGHT | positions | {"deepstack_visual_indexes": [0]}, **ids
+        ),
+        "qwen3_5": hf.Qwen3_5Config(
+            text_config=TEXT | mixed | partial,
+            vision_config=SIGHT | positions | {"deepstack_visual_indexes": []},
+            **ids,
+        ),
+        "gemma3": hf.Gemma3Config(
+            text_config=TEXT | {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            vision_config=siglip,
+            mm_tokens_per_image=4,
+            image_token_index=IDS["<image_soft_token>"],
+            boi_token_index=IDS["<start_of_image>"],
+            eoi_token_index=IDS["<end_of_image>"],
+        ),
+    }
+
+
+def save_target(kind: str, path: Path) -> Path:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    torch.manual_seed(0)
+    model = hf.AutoModelForImageTextToText.from_config(configs()[kind], dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.ndim < 2:  # at their initial 0 or 1 one left out would not show
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(path)
+    family = "gemma" if kind == "gemma3" else "qwen"
+    words = tokenizer(TEMPLATE.replace("MARK", MARKED[family]), "<|endoftext|>", "<|im_end|>", SPECIAL)
+    if family == "gemma":
+        named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+        words = hf.PreTrainedTokenizerFast(
+            tokenizer_object=words.backend_tokenizer,
+            bos_token="<|endoftext|>",
+            eos_token="<|im_end|>",
+            extra_special_tokens=named,
+            chat_template=words.chat_template,
+        )
+        Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, image_seq_length=4).save_pretrained(path)
+    else:
+        size = {"shortest_edge": 64, "longest_edge": 1024}
+        Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(path)
+    words.save_pretrained(path)
+    if family == "gemma":  # what its own says
+        (path / "processor_config.json").write_text('{"processor_class": "Gemma3Processor", "image_seq_length": 4}')
+    return path
+
+
+def png(seed: int, width: int = 24, height: int = 16) -> bytes:
+    from PIL import Image
+
+    pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(file, "PNG")
+    return file.getvalue()
+
+
+def address(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
 
 
 def conversation(number: int, pictures: int = 0, every: bool = False) -> list[dict]:
@@ -179,8 +275,7 @@ def test_a_run_learns_from_what_is_seen(head: str, qwen: Path, rows: Path, tmp_p
     options = [f"head={head}" if one == "head=eagle3" else one for one in options]
     texts = write(tmp_path / "texts.jsonl", numbers=(7, 11, 19, 23))
     options += ["+trainer.dataloader_num_workers=1", f"data.val_path={texts}"]
-    ended = here(*options, "output_dir=out")
-    assert ended.code == 0, ended.err
+    ended = succeeded(here(*options, "output_dir=out"))
     assert re.search(r"with images +20", ended.out) and "nothing was decoded" not in ended.out
     options.remove(f"data.path={rows}")
     other = write(tmp_path / "other.jsonl", pictures=50)  # the same text
@@ -190,8 +285,7 @@ def test_a_run_learns_from_what_is_seen(head: str, qwen: Path, rows: Path, tmp_p
 
 def test_where_all_have_images_nothing_is_decoded(qwen: Path, tmp_path: Path, here: Callable[..., Ended]):
     rows = write(tmp_path / "rows.jsonl", every=True)
-    ended = here(*given(qwen, rows, "output_dir=out", "trainer.max_steps=2", "eval.steps=2"))
-    assert ended.code == 0, ended.err
+    ended = succeeded(here(*given(qwen, rows, "output_dir=out", "trainer.max_steps=2", "eval.steps=2")))
     assert "nothing was decoded, because every held-out conversation has an image" in ended.out
     metrics = json.loads((tmp_path / "out/metrics.json").read_text())
     assert metrics["predicted_acceptance_length"] >= 1 and "acceptance_length" not in metrics

@@ -9,16 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foredraft import Target
 from foredraft.heads.target_model.norms import fuse_norms
+from tests.support import hybrids
 
-SIZES = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-)
+SIZES = hybrids.SIZES | {"initializer_range": 0.02}
 
 
 class Operations(TorchDispatchMode):
@@ -56,7 +49,7 @@ def test_norms_become_one_operation_if_they_are_plain(config, fusible, others):
     for name, parameter in plain.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(parameter, 1, 0.3)
-    fused, ids = copy.deepcopy(plain), torch.randint(64, (2, 9))
+    fused, ids = copy.deepcopy(plain), torch.randint(48, (2, 9))
     fuse_norms(fused)
     assert (squares(plain, ids) - squares(fused, ids), squares(fused, ids)) == (fusible, others)
     with torch.no_grad():

@@ -2,10 +2,14 @@
 
 import copy
 import json
+import os
+import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch._subclasses import FakeTensorMode
 from transformers import GptOssForCausalLM, LlamaForCausalLM
@@ -13,13 +17,14 @@ from transformers import GptOssForCausalLM, LlamaForCausalLM
 from foredraft.heads import Target
 from foredraft.heads.caches.kv_cache import KEY_BLOCK, KVCache
 from foredraft.heads.target_model import sharding
+from foredraft.heads.target_model.capabilities import Capabilities
 from foredraft.heads.target_model.sharding import COLLECTIVE, arguments
 from foredraft.inference import generate
 from foredraft.inference.serve.worker import Worker
-from tests.support import ROOT
+from foredraft.train.hidden_states import online
 from tests.support.architectures import FAMILIES
-from tests.support.batches import states_of
-from tests.support.processes import end, torchrun
+from tests.support.batches import batch, states_of
+from tests.support.processes import end, succeeded, torchrun
 from tests.support.tiny import tiny_config
 
 
@@ -117,6 +122,30 @@ def experts(tmp_path: Path) -> str:
 
 @pytest.mark.nightly
 def test_a_target_is_spread_over_the_processes_of_a_node(tiny_path: Path, experts: str, tmp_path: Path):
-    probe = str(ROOT / "tests/support/sharding_probe.py")
-    ended = end(torchrun(probe, str(tiny_path), experts, cwd=tmp_path, processes=4))
-    assert ended.code == 0, ended.err[-3000:]
+    succeeded(end(torchrun(__file__, str(tiny_path), experts, cwd=tmp_path, processes=4)))
+
+
+def compare(path: str) -> None:
+    whole = Target.from_pretrained(path, dtype="float32", device="cpu")
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank)  # each process has its own text
+    texts = [batch(40, 25), batch(*((9, 30, 12, 14) if rank else (65,)))]
+    total = sum(parameter.numel() for parameter in whole.model.parameters())
+    for kind in COLLECTIVE:
+        target = Target.from_pretrained(path, dtype="float32", device="cpu", sharding=kind)
+        for text, packed in zip(texts, (True, False), strict=True):  # unchanged, and document by document
+            with torch.no_grad(), patch.object(Capabilities, "packed_rows", packed):
+                found, wanted = (online.forward_target(each, text, [1, 3]) for each in (target, whole))
+            for ours, theirs in zip(found, wanted, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+        here = sum(getattr(p, "_local_tensor", p).numel() for p in target.model.parameters())
+        assert 0.4 < here / total < 0.7, f"{kind}: {here} of {total} weights here, not those of half a node"
+
+
+if __name__ == "__main__":  # one of four processes that are two nodes
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    torch.set_num_threads(1)
+    for path in sys.argv[1:]:
+        compare(path)
+    dist.barrier()
+    dist.destroy_process_group()

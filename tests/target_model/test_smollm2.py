@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def strings(count: int, plain: bool = False) -> list[str]:
 
 
 def ids_of_llama_cpp(file, texts) -> list[list[int]]:
-    command = [sys.executable, "-m", "tests.support.llama_cpp", str(file)]
+    command = [sys.executable, __file__, str(file)]
     done = subprocess.run(command, input=json.dumps(texts), capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -104,3 +105,28 @@ def test_the_text_in_the_repository_is_read_as_it_is(smollm2):
     rows = ROOT / "scripts/smollm2/self_written.jsonl"
     data = magpie.corpus(smollm2.text_tokenizer, smollm2, tokens=0, path=str(rows), num_proc=1)
     assert data.card["rows_kept"] > 0.75
+
+
+def main() -> None:
+    """Print the ids of the texts on standard input by llama.cpp's own tokenizer, that of the server inside the wheel
+    `xllamacpp`. It is a separate program, since it logs and never unloads."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = sys.argv[1]
+    params.n_ctx, params.cpuparams.n_threads, params.warmup, params.port = 256, 1, False, 0
+    params.verbosity = 0
+    server = xllamacpp.Server(params)
+    found = []
+    for text in json.load(sys.stdin):
+        body = json.dumps({"content": text, "add_special": False, "parse_special": True}).encode()
+        request = urllib.request.Request(
+            f"{server.listening_address}/tokenize", body, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found.append(json.load(answer)["tokens"])
+    sys.stdout.write("\n" + json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

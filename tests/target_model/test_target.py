@@ -140,10 +140,7 @@ def test_a_model_that_needs_another_package_is_refused_by_its_name(tmp_path, mon
         ({"vocab_size": 400}, "cannot be loaded: its weights have other sizes than its config.json"),
         ({"num_attention_heads": 5}, r"cannot be loaded: its config.json: The hidden size \(32\)"),
         (None, "cannot be loaded: Error while deserializing header"),
-        (
-            {"rope_parameters": {"rope_type": "bent"}},
-            r"transformers fails on its files \(KeyError: 'bent'\)",
-        ),
+        ({"rope_parameters": {"rope_type": "bent"}}, r"transformers fails on its files \(KeyError: 'bent'\)"),
         ({"model_type": ["llama"]}, r"transformers fails on its files \(TypeError: unhashable"),
     ],
 )

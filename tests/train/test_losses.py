@@ -1,4 +1,4 @@
-"""Each loss of the table against its formula, and its gradient against differences."""
+"""Each loss of the table against its formula, its gradient against differences, and objectives against loops over drafts."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -6,8 +6,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from foredraft.heads import Target
 from foredraft.train import losses
-from foredraft.train.losses import Prediction
+from foredraft.train.block_losses import SelfFedDistillation
+from foredraft.train.blocks import Drafts
+from foredraft.train.losses import Prediction, kl_div
+from foredraft.train.module import DistillationModel
+from tests.support.batches import packed
+from tests.support.head_factory import make_head
 
 LOSSES = {name: losses.build(name) for name in losses.LOSSES}
 
@@ -110,3 +116,76 @@ def test_the_soft_loss_is_autograds_in_mixed_precision_too():
             out.backward(scale)
         found.append([out.detach(), x.grad])
     torch.testing.assert_close(*found)
+
+
+# Objectives
+
+
+@pytest.mark.parametrize(("kind", "few"), [("eagle3", False), ("medusa", False), ("medusa", True)])
+def test_the_objective_is_the_sum_over_all_drafts(target: Target, kind: str, few: bool) -> None:
+    text = packed((9, 6), (8,))
+    text.loss_mask[:, 2] = False
+    if few:  # tokens in the loss: the first depths have one draft, the others have none
+        text.loss_mask[:] = False
+        text.loss_mask[0, 3] = True
+    head, wanted = make_head(kind, target), torch.zeros(())
+    made = DistillationModel(head, target, kl_div, depth_decay=0.5, chunk=4)
+    weights = torch.rand(text.tokens.shape)
+    outcome = made(*text[:4], weights=weights)
+    hidden, last = made.forward_target(text)
+    logits, ids = target.logits(last), torch.arange(target.vocab_size) if head.draft_ids is None else head.draft_ids
+    for depth, states in enumerate(head(hidden, target.embed(text.tokens), text), start=1):
+        losses, hits = [], 0
+        for row, documents in enumerate(text.documents.tolist()):
+            for start in range(len(documents) - 1 - depth):
+                named = start + 1 + depth
+                if documents[start] == documents[named] >= 0 and text.loss_mask[row, named]:
+                    state, teacher = states[row, named - 2], logits[row, named - 1]
+                    draft = head.logits(state, depth)
+                    best = teacher.argmax()
+                    hits += int(ids[draft.argmax()] == best)
+                    loss = kl_div(Prediction(draft, state), Prediction(teacher[ids], last[row, named - 1]))
+                    losses.append(weights[row, named] * loss if best in ids else 0 * loss)
+        assert (outcome.counts[depth - 1], outcome.hits[depth - 1]) == (len(losses), hits)
+        wanted = wanted + 0.5 ** (depth - 1) * sum(losses) / max(1, len(losses))
+    assert outcome.hits.sum() > 0 or kind == "eagle3" or few
+    torch.testing.assert_close(outcome.loss, wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["xpress", "xpress pruned, anchor first", "dspark", "domino"])
+def test_xpress_learns_behind_its_own_drafts(target, kind):
+    """Compare with the equations of its paper, one draft at a time."""
+    head = make_head(kind, target)
+    made = SelfFedDistillation(head, target, kl_div, rounds=2, rounds_weight=0.4, before_weight=0.6)
+    states = torch.randn(3, head.depth, head.width)
+    base, bonus, seen = head.base_logits(states), torch.tensor([5, 6, 7]), []
+    taught = head.condition_on_text(states, torch.randint(1, 300, (3, head.depth)))[..., head.width :]
+    logits, tokens = made.corrected(base, states, taught), torch.zeros(3, head.depth).long()
+    drafts = Drafts(states, taught, base, logits, base, tokens, bonus)
+
+    def compare(logits: torch.Tensor) -> torch.Tensor:
+        seen.append(logits)
+        return logits.logsumexp(-1)
+
+    found = made.draft_loss(drafts, compare)
+    assert len(seen) == 4 and torch.equal(seen[0], logits) and torch.equal(seen[1], base)
+    before = base
+    for fed in seen[2:]:
+        memory, token = torch.zeros(3, head.memory), bonus
+        for d in range(head.depth):
+            correction, memory = head.condition(d + 1, states[:, d], token, memory)
+            expected = head.correct(base[:, d], states[:, d], correction, d + 1)
+            torch.testing.assert_close(fed[:, d], expected, atol=1e-4, rtol=1e-4)
+            token = head.to_target_ids(before[:, d].argmax(-1))
+        before = fed
+    parts = [each.logsumexp(-1) for each in seen]
+    torch.testing.assert_close(found, parts[0] + 0.6 * parts[1] + 0.4 * (parts[2] + parts[3]) / 2)
+
+
+def test_each_is_for_heads_of_its_own(target):
+    for kind in ("dflash", "dflash2"):
+        with pytest.raises(ValueError, match=f"this objective is for .* and {kind} does not"):
+            SelfFedDistillation(make_head(kind, target), target, kl_div)
+    with pytest.raises(ValueError, match=r"objective\.rounds=0"):
+        SelfFedDistillation(make_head("xpress", target), target, kl_div, rounds=0)

@@ -24,6 +24,7 @@ from tests.support.processes import (
     program,
     script,
     start,
+    succeeded,
     torchrun,
     until,
 )
@@ -39,8 +40,7 @@ def given(tiny_path: Path, folder: Path) -> list[str]:
 
 def killed(seed: int, kills: int, *arguments: str, cwd: Path) -> list[int]:
     """Return how the runs ended: negative numbers are signals."""
-    ended = script("tests/support/kill_probe.py", str(seed), str(kills), *arguments, cwd=cwd)
-    assert ended.code == 0, ended.err
+    ended = succeeded(script("tests/support/kill_probe.py", str(seed), str(kills), *arguments, cwd=cwd))
     return json.loads(ended.out.splitlines()[-1])
 
 
@@ -172,8 +172,7 @@ def test_a_sweep_that_is_repeated_passes_over_what_is_done(given: list[str], ref
     shutil.copytree(reference, tmp_path / "out/trainer.optim-adamw")
     config = tmp_path / "out/trainer.optim-adamw/config.yaml"
     config.write_text(config.read_text().replace("output_dir: out", "output_dir: out/trainer.optim-adamw"))
-    ended = here("-m", *given, "output_dir=out", "trainer.optim=adamw,muon")
-    assert ended.code == 0, ended.err
+    ended = succeeded(here("-m", *given, "output_dir=out", "trainer.optim=adamw,muon"))
     assert "out/trainer.optim-adamw holds a finished run of this config; delete it to train again" in ended.out
     assert not (tmp_path / "out/trainer.optim-adamw.1").exists()
     assert (tmp_path / "out/trainer.optim-muon/metrics.json").exists()

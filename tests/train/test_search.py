@@ -14,7 +14,7 @@ from foredraft.heads import load_head
 from foredraft.train import finalize, search
 from foredraft.train.trainer import HeadTrainer
 from tests.support import typed
-from tests.support.processes import Ended, complaint, end, program, until
+from tests.support.processes import Ended, complaint, end, program, succeeded, until
 
 SMALL = typed("""
     head=auto heads=[eagle3,broken,medusa,hass] "+candidates.broken=['head=eagle3','head.target_layer_ids=[70]']"
@@ -39,8 +39,7 @@ def given(tiny_path: Path, folder: Path, monkeypatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "text, found",
-    [("2h", (120, False)), ("90s", (1.5, False)), ("1.5m", (1.5, False)), ("40steps", (40, True))],
+    "text, found", [("2h", (120, False)), ("90s", (1.5, False)), ("1.5m", (1.5, False)), ("40steps", (40, True))]
 )
 def test_a_budget(text: str, found: tuple[float, bool]):
     assert search.parse_budget(text) == found
@@ -64,8 +63,7 @@ def test_a_search_drops_the_slower_ones_and_finishes_the_winner(given: list[str]
     """Let one candidate fail, which the others survive. Only the winner is pushed."""
     pushed: list[str] = []
     monkeypatch.setattr(finalize.publish, "push", lambda head, *facts, **more: pushed.append(str(head)))
-    ended = here(*given, "push_to_hub=org/name")
-    assert ended.code == 0, ended.err
+    ended = succeeded(here(*given, "push_to_hub=org/name"))
     assert "broken is dropped: head.target_layer_ids=[70] must ascend within" in ended.out
     assert re.search(
         r"round 1 of 2:\n +medusa +2.00x  stays\n +eagle3 +1.50x  stays\n +hass +1.20x  is dropped", ended.out
@@ -88,8 +86,7 @@ def test_a_search_drops_the_slower_ones_and_finishes_the_winner(given: list[str]
 def test_a_search_that_is_stopped_twice_is_the_one_that_was_not(given: list[str], here, tmp_path: Path, monkeypatch):
     """Stop it by Ctrl-C in the first candidate, and kill it in the second one: the same heads, and the same winner."""
     given += ["heads=[eagle3,medusa]", "budget=12steps"]
-    ended = here(*given, "output_dir=whole")
-    assert ended.code == 0, ended.err
+    succeeded(here(*given, "output_dir=whole"))
     with monkeypatch.context() as patch:
         patch.setattr(HeadTrainer, "log", interrupt(HeadTrainer.log))
         stopped = here(*given)
@@ -97,8 +94,7 @@ def test_a_search_that_is_stopped_twice_is_the_one_that_was_not(given: list[str]
     killed = end_at(r"^round 1 of 1: medusa", signal.SIGKILL, tmp_path, *given)
     assert killed.code == -signal.SIGKILL and "checkpoint-2\n" in killed.out
     before = (tmp_path / "out/round-1/eagle3/metrics.json").stat().st_mtime_ns
-    ended = here(*given)
-    assert ended.code == 0, ended.err
+    succeeded(here(*given))
     assert (tmp_path / "out/round-1/eagle3/metrics.json").stat().st_mtime_ns == before  # that was done
     for head in ("round-1/eagle3/head", "round-1/medusa/head", "head"):
         weights = [load_file(tmp_path / name / head / "model.safetensors") for name in ("whole", "out")]

@@ -23,7 +23,7 @@ from foredraft.train.runtime import memory
 from foredraft.train.start import init_from, limit_window
 from foredraft.train.trainer import HeadTrainer
 from tests.support import ROOT
-from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, inherited, program, python_for
+from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, inherited, program, python_for, succeeded
 
 SHORT = [*SMALL_EAGLE3, ONE, "trainer.max_steps=2", "eval.steps=0"]
 
@@ -40,8 +40,7 @@ def test_a_run_begins_with_the_weights_and_the_vocabulary_of_another_head(
     here, tiny_path: Path, folder: Path, published: Path, tmp_path: Path
 ):
     given = [*SHORT, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", f"init_from={published}"]
-    ended = here(*given, "trainer.learning_rate=0.0", "trainer.optim=adamw", "head.ttt_steps=2")
-    assert ended.code == 0, ended.err
+    succeeded(here(*given, "trainer.learning_rate=0.0", "trainer.optim=adamw", "head.ttt_steps=2"))
     before, after = (load_file(path / "model.safetensors") for path in (published, tmp_path / "out/head"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     for more, said in (
@@ -105,8 +104,7 @@ def test_a_trained_head_gets_the_window_and_the_rope_that_are_chosen(target: Tar
 def test_a_damaged_shard_that_a_loaders_worker_meets_is_named(here, tiny_path: Path, folder: Path, tmp_path: Path):
     data = [f"target.path={tiny_path}", f"data.path={folder}"]
     given = [*SHORT, *data, "hidden_states=offline", "hidden_states.path=stored"]
-    ended = here(*given, "output_dir=out")
-    assert ended.code == 0, ended.err
+    succeeded(here(*given, "output_dir=out"))
     file = tmp_path / "stored/shard-00000.safetensors"
     os.truncate(file, file.stat().st_size - 9)
     said = complaint(end(program(*given, "output_dir=again", "trainer.dataloader_num_workers=2", cwd=tmp_path)))

@@ -1,5 +1,6 @@
 """However a head is spread over processes, it is the same head: two real processes with gloo against one."""
 
+import importlib.util
 import json
 import os
 import re
@@ -9,13 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from foredraft.heads import Target
 from foredraft.inference import generate, load_drafter
+from foredraft.inference.drafters import AutoTree
+from foredraft.train import run
 from foredraft.train.data.row_order import EpochStream
-from foredraft.train.runtime import strategy
+from foredraft.train.runtime import distributed, strategy
+from foredraft.train.trainer import HeadTrainer
 from foredraft.train.writing import self_generated
 from foredraft.train.writing.written_rows import RowFile
 from tests.support import ROOT, nightly_but
@@ -27,11 +33,7 @@ if sys.platform.startswith("linux"):  # DeepSpeed
     HALVES |= {"zero2": "DEEPSPEED", "zero3": "DEEPSPEED"}
 HALVES_BY_DAY = nightly_but(HALVES, "ddp", "fsdp")
 WHOLE = "strategy_args={deepspeed:{zero_optimization:{stage3_param_persistence_threshold:0}}}"
-BY_DAY = [
-    "ddp,trainer.optim=adamw",
-    "fsdp,trainer.optim=adamw",
-    "ddp,trainer.optim=adamw,context_parallel=2",
-]
+BY_DAY = ["ddp,trainer.optim=adamw", "fsdp,trainer.optim=adamw", "ddp,trainer.optim=adamw,context_parallel=2"]
 ROUNDED = [name for name in HALVES if name in ("fsdp", "zero3")]  # in bfloat16
 # A sharded target next to it, and one that writes first, which all processes do together; features by both.
 BY_NIGHT = [
@@ -80,9 +82,7 @@ def together(given: list[str], request: pytest.FixtureRequest, tmp_path_factory:
     # not found: fifteen more runs, one of them with glibc's checks of its heap, had none.
     for _ in range(2):
         cwd = tmp_path_factory.mktemp("together")
-        ended = end(
-            torchrun(str(ROOT / "tests/support/strategy_probe.py"), str(cwd), *runs, "--", *given, TWO, cwd=cwd)
-        )
+        ended = end(torchrun(__file__, str(cwd), *runs, "--", *given, TWO, cwd=cwd))
         if "(SIGSEGV)" not in ended.err:
             break
     assert ended.code == 0, ended.err[-3000:]
@@ -248,3 +248,62 @@ def test_a_dead_process_takes_the_others_with_it(given: list[str], tmp_path: Pat
     os.kill(second, signal.SIGKILL)
     ended = end(process)
     assert ended.code != 0 and re.search(r"rank\s*: 1 .*\n.*exitcode\s*: -9", ended.err)
+
+
+def facts(trainer: HeadTrainer) -> dict:
+    """Return how the run is spread."""
+    engine = trainer.model_wrapped
+    learned = list(trainer.distillation.parameters())
+    inner = trainer.optimizer
+    while hasattr(inner, "optimizer"):
+        inner = inner.optimizer
+    state = [value for entry in inner.state.values() for key, value in entry.items() if key == "exp_avg"]
+    return {
+        "distributed_type": trainer.accelerator.distributed_type.value,
+        "processes": trainer.accelerator.num_processes,
+        "wrapped": type(engine).__name__,
+        "local_weights": sum(getattr(p, "ds_tensor", getattr(p, "_local_tensor", p)).numel() for p in learned),
+        "dtypes": sorted({str(p.dtype) for p in learned}),
+        "local_target": sum(
+            getattr(p, "_local_tensor", p).numel() for p in trainer.distillation.target.model.parameters()
+        ),
+        "local_moments": sum(getattr(value, "_local_tensor", value).numel() for value in state),
+    }
+
+
+def main() -> None:
+    """Train in one of two processes, once per engine (starting them is what takes the time):
+
+        torchrun ... FOLDER ENGINE[,override...] ... -- OVERRIDE ...
+
+    Each run writes to FOLDER/ENGINE-VALUE, the value of its last override, and each process leaves facts-RANK.json there."""
+    folder, rest = Path(sys.argv[1]), sys.argv[2:]
+    runs, common = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
+    plain = HeadTrainer.full_head
+
+    def noted(self: HeadTrainer):
+        path = self.folder.parent / f"facts-{distributed.rank()}.json"
+        if self.state.global_step:
+            path.write_text(json.dumps(facts(self)))
+        return plain(self)
+
+    if distributed.rank() == 1:  # clocks never agree: by this one a tree costs nothing
+        observe = AutoTree.observe_seconds
+        AutoTree.observe_seconds = lambda self, seconds: observe(self, 1.0)  # type: ignore[method-assign]
+    HeadTrainer.full_head = noted  # type: ignore[method-assign]
+    distributed.shutdown = lambda: dist.barrier(group=distributed.host_group())  # the next run wants the processes
+    self_generated.NEW = 64
+    if importlib.util.find_spec("deepspeed") is not None:
+        backend = importlib.import_module("deepspeed.comm.torch")
+        backend.build_shm_op = lambda: None  # a faster sum on one machine, which takes minutes to compile
+    for name in runs:
+        engine, *overrides = name.split(",")
+        directory = folder / f"{engine}-{overrides[-1].partition('=')[2]}"
+        sys.argv = ["train/run.py", *common, f"strategy={engine}", f"output_dir={directory}", *overrides]
+        run.main()
+        # Else the garbage collector decides, on each rank by itself, when targets are not loaded any more for ZeRO-3.
+        unset_hf_deepspeed_config()
+
+
+if __name__ == "__main__":
+    main()

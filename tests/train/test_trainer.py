@@ -24,7 +24,7 @@ from foredraft.train.runtime import callbacks, checkpoints, distributed
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments
 from tests.support.batches import PROMPT
 from tests.support.head_factory import make_head
-from tests.support.processes import SMALL, complaint
+from tests.support.processes import SMALL, complaint, succeeded
 from tests.support.tiny import TEXT
 from tests.support.trainers import make_trainer
 
@@ -131,8 +131,7 @@ def test_a_run_in_half_precision_loads_one_target(here, tiny_path, folder, tmp_p
     monkeypatch.setattr(Target, "from_pretrained", classmethod(count))
     given = [f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "target.dtype=bfloat16"]
     fast = ["trainer.max_steps=1", "eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]
-    ended = here("head=medusa", *SMALL, *given, *fast, "eval.final_num_prompts=1", "trainer.bf16=false")
-    assert ended.code == 0, ended.err
+    ended = succeeded(here("head=medusa", *SMALL, *given, *fast, "eval.final_num_prompts=1", "trainer.bf16=false"))
     assert len(loaded) == 1 and "parity gate: training forward, drafter and saved files agree" in ended.out
     assert json.loads((tmp_path / "out/metrics.json").read_text())["identical_greedy"] is None
 

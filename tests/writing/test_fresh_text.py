@@ -9,7 +9,7 @@ from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.writing import self_generated
 from foredraft.train.writing.written_rows import RowFile
-from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, losses, program, torchrun
+from tests.support.processes import ONE, SMALL_EAGLE3, TWO, complaint, end, losses, program, succeeded, torchrun
 
 FRESH = ["self_generated_tokens=512", "fresh_text=true", "trainer.optim=adamw", "trainer.max_steps=7"]
 
@@ -64,8 +64,7 @@ main()
 def test_two_processes_read_the_text_that_one_does(tiny_path: Path, folder: Path, tmp_path: Path):
     """Wait longer for new text than processes wait for each other in the middle of a step."""
     given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", *FRESH]
-    alone = end(program(*given, ONE, "output_dir=alone", cwd=tmp_path))
-    assert alone.code == 0, alone.err
+    alone = succeeded(end(program(*given, ONE, "output_dir=alone", cwd=tmp_path)))
     assert "after each time the target writes others" in alone.out
     (tmp_path / "slow.py").write_text(SLOW)
     ddp = [TWO, "strategy=ddp", "+trainer.ddp_timeout=15", "output_dir=together"]

@@ -1,12 +1,15 @@
 """data=self: what a chat model writes with itself, what of it is kept, and that a killed writer continues."""
 
 import json
+from itertools import pairwise
+from pathlib import Path
 
 import openai
 import pytest
 import torch
 from omegaconf import OmegaConf
 from openai.types import Completion
+from transformers import GenerationConfig, LlamaForCausalLM
 
 from foredraft.heads import Target
 from foredraft.heads.checkpoint import fingerprint
@@ -19,12 +22,53 @@ from foredraft.train.writing.question_filters import QuestionFilter, before_loop
 from foredraft.train.writing.written_rows import RowFile
 from foredraft.words import CONF
 from tests.support import typed
-from tests.support.bigrams import save_bigram_chat
 from tests.support.chats import CHATML, MODELS, form_of, tokenizer
-from tests.support.processes import SMALL
+from tests.support.processes import SMALL, succeeded
 from tests.support.serving import served
+from tests.support.tiny import tiny_config
 
 SETTINGS = MagpieSettings(max_question=120, max_answer=90, greedy=0.2)
+WIDTH = 272
+TALK = """<|im_start|>user
+How do the bees of this valley find their way home when the evening is dark?<|im_end|>
+<|im_start|>user
+Which river would a traveller cross on foot, and where does the old road start again?<|im_end|>
+<|im_start|>assistant
+They remember the light of the morning, and the shape of every hill that stands between them and the hive.<|im_end|>
+<|im_start|>assistant
+A bridge was built there long ago. Few people cross it now, but the stones are still good and wide.<|im_end|>
+"""
+
+
+def save_bigram_chat(path: Path, text: str = TALK) -> Path:
+    """Save a chat target of one layer that writes gibberish with the right shape: the next byte depends on the last one only.
+    text: determines which token follows which, and how often."""
+    words = tokenizer(CHATML, eos="<|im_end|>")
+    ids = words(text, add_special_tokens=False)["input_ids"]
+    logits = torch.full((WIDTH, WIDTH), -12.0)
+    counts = torch.zeros(WIDTH, WIDTH)
+    for first, second in pairwise(ids):
+        counts[first, second] += 1
+    logits = torch.where(counts > 0, counts.log(), logits)
+    config = tiny_config(
+        vocab_size=WIDTH,
+        hidden_size=WIDTH,
+        num_hidden_layers=1,
+        max_position_embeddings=1024,
+        eos_token_id=words.eos_token_id,
+        bos_token_id=0,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0 if "norm" in name else 0.0)
+        model.model.embed_tokens.weight.copy_(torch.eye(WIDTH))
+        model.lm_head.weight.copy_(logits.T / WIDTH**0.5)  # a normed one-hot row is that large
+    model.generation_config = GenerationConfig(eos_token_id=words.eos_token_id)
+    model.save_pretrained(path)
+    words.save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -313,8 +357,7 @@ def test_a_head_learns_from_nothing_but_its_target(here, chat_path, tmp_path, mo
         "head=medusa head.num_heads=2 max_length=256 trainer.max_steps=2 eval.check_float32=false eval.steps=0"
     )
     more.append(f"target.path={chat_path}")
-    ended = here(*arguments, *own, *more, "output_dir=out")
-    assert ended.code == 0, ended.err
+    ended = succeeded(here(*arguments, *own, *more, "output_dir=out"))
     assert "the target writes 300 tokens" in ended.err and "rows kept" in ended.out
     again = here(*arguments, *own, *more, "output_dir=other")
     assert again.code == 0 and "the target writes" not in again.err  # shared by runs
