@@ -230,6 +230,23 @@ def test_what_main_raises(
     assert capsys.readouterr().err == message
 
 
+@pytest.mark.parametrize(
+    "target, message",
+    [
+        ("foredraft.inference.drafters.base.Drafter", r"error: Can't instantiate abstract class Drafter .*propose'?\n"),
+        (
+            "foredraft.heads.medusa.Medusa.for_target",
+            r"error: cannot load the _target_ '\S+': .*'Medusa' is importable.*\n",
+        ),
+    ],
+)
+def test_a_mistake_in_a_new_class_or_in_its_yaml_is_one_sentence(
+    run: Run, capsys: pytest.CaptureFixture[str], target: str, message: str
+) -> None:
+    assert run(body=lambda cfg: hydra.utils.instantiate({"_target_": target}))[0] == 2
+    assert re.fullmatch(message, capsys.readouterr().err)
+
+
 def test_traceback_of_a_bug_and_on_demand(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
