@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from foredraft.heads import Target, load_head, save_head
 from foredraft.inference import drafter_for, generate
 from foredraft.scripts.examples import loop
-from foredraft.train import losses, parity_gate, run
+from foredraft.train import losses, parity_gate, publish, run
 from foredraft.train.losses import Prediction
 from foredraft.train.module import DistillationModel
 from tests.support import ROOT
@@ -110,6 +110,7 @@ def test_the_documented_head_is_aligned_lossless_and_loads_again(
     prompt = torch.randint(target.vocab_size, (1, 12))
     assert parity_gate.check(head, target, prompt[0].tolist(), saved=tmp_path / "head") < parity_gate.TOLERANCE
     loaded = load_head(tmp_path / "head", target)
+    assert publish.head_metadata(loaded, target)["module"] == "documented"
     for settings in ({}, {"temperature": 1.0, "seed": 3}):
         drafted = generate(target, drafter_for(loaded, target), prompt, max_new_tokens=24, eos_token_id=-1, **settings)
         alone = generate(target, None, prompt, max_new_tokens=24, eos_token_id=-1, **settings)
