@@ -601,6 +601,16 @@ def test_further_config_dir(run: Run, tmp_path: Path) -> None:
     assert code == 0 and cfg.head.width == 3 and cfg.features.place == "here"
 
 
+def test_a_further_config_dir_that_would_be_ignored_is_refused(run: Run, tmp_path: Path, capsys) -> None:
+    assert run("--config-dir", "mine")[0] == 2
+    assert capsys.readouterr().err == "error: --config-dir=mine is not a directory\n"
+    name = next((tmp_path / "conf").glob("*/*.yaml")).relative_to(tmp_path / "conf")
+    (tmp_path / "mine" / name.parent).mkdir(parents=True)
+    (tmp_path / "mine" / name).write_text("")
+    assert run("--config-dir", "mine")[0] == 2
+    assert f"error: --config-dir=mine has {name}, which foredraft has too" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
