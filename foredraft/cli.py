@@ -32,6 +32,9 @@ from foredraft.words import CONF, overrides_of
 
 Main = Callable[[DictConfig], None]
 WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
+# A key that no constructor has, from a yaml or `+key=value`, or a new class without one of its methods.
+NEW_CODE = re.compile("unexpected keyword argument|^Can't instantiate abstract")
+NO_TARGET = "Error loading "  # Hydra's words for the _target_ of a yaml
 NEEDS_TARGET = (
     "foredraft {} needs a target: add target=ORG/NAME or a directory; `foredraft demo` trains for the test model"
 )
@@ -157,8 +160,10 @@ def user_message(error: BaseException, folder: str) -> str | None:
         if WORKER.match(str(error)):  # of a DataLoader's worker, with the traceback as its message
             return re.split(rf"\n[\w.]*{type(error).__name__}: ", str(error))[-1].strip()
         return None if is_bug(error) else str(error)
-    if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
-        return str(error)  # a key that no constructor knows, from a yaml or `+key=value`
+    if isinstance(error, TypeError) and NEW_CODE.search(str(error)):
+        return str(error)
+    if isinstance(error, ImportError) and str(error).startswith(NO_TARGET):
+        return " ".join(f"cannot load the _target_ {str(error).removeprefix(NO_TARGET)}".split())
     return None
 
 

@@ -10,8 +10,9 @@ import torch
 from omegaconf import DictConfig
 
 from foredraft.heads import hub
-from foredraft.heads.base import DraftHead
+from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.checkpoint import published_dtype, save_head
+from foredraft.heads.formats.native import subclasses
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.images import reads_images
 from foredraft.train import losses, parity_gate
@@ -142,11 +143,40 @@ def check_data(cfg: DictConfig, target: Target, data: Corpus) -> None:
         prompts(target.text_tokenizer, data.validation, settings.num_prompts, tokens)
 
 
+def check_head(head: DraftHead) -> None:
+    """Raise ValueError for what a new kind of head lacks. Python finds missing methods itself."""
+    name = type(head).__name__
+    if not isinstance(head, DraftHead):
+        raise ValueError(
+            f"the head's yaml builds {name}, not a DraftHead: its _target_ is a for_target that returns one"
+        )
+    needed = ("kind", "layers", "depth", *(("width", "block_entries") if isinstance(head, BlockHead) else ()))
+    if missing := [attribute for attribute in needed if not hasattr(head, attribute)]:
+        raise ValueError(f"{name} does not set {', '.join(missing)}, which heads/base.py explains: set it in __init__")
+    for other in subclasses(DraftHead):  # type: ignore[type-abstract]
+        related = isinstance(head, other) or issubclass(other, type(head))
+        if not related and getattr(other, "kind", None) == head.kind:
+            raise ValueError(
+                f"{name}.kind={head.kind} is the kind of {other.__module__}.{other.__name__}: set another one"
+            )
+
+
+@torch.no_grad()
+def disturb(head: DraftHead) -> None:
+    """Add noise to the weights that train. A new head passes the target's own guess through, so a layer with weights of zero
+    or one would hide what is wrong behind it."""
+    for weight in head.parameters():
+        if weight.requires_grad:
+            weight.add_(torch.randn_like(weight), alpha=0.1 / (weight.shape[-1] if weight.dim() > 1 else 1) ** 0.5)
+
+
 def check_saving(head: DraftHead, target: Target, documents: Sequence[Document]) -> None:
-    """Save a copy of the untrained head, read it back, and pass the parity gate. Weights and random numbers stay."""
+    """Save a copy of the untrained head with other weights, read it back, and pass the parity gate. The head's own weights
+    and random numbers stay."""
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng():
         trial = copy.deepcopy(head, {id(target): target}).eval()
         trial.on_train_end()
+        disturb(trial)
         save_checked(trial, target, Path(folder), documents)
 
 

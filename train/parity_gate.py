@@ -10,6 +10,7 @@ both get the aux hidden states of one.
 """
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,10 @@ def trained_logits(head: DraftHead, target: Target, text: list[int], start: int)
         prompt = tokens[:, : start + 1]
         aux_hidden_states[:, : start + 1] = read(target, prompt, head.layers)
     outs = head(aux_hidden_states, target.embed(tokens), batch)
+    if len(outs) != head.depth:
+        raise ValueError(
+            f"{type(head).__name__}.forward returns drafts of {len(outs)} depths, and its depth is {head.depth}"
+        )
     return [head.logits(out, depth)[0, start + depth - 1].float() for depth, out in enumerate(outs, start=1)]
 
 
@@ -138,7 +143,9 @@ def check(head: DraftHead, target: Target, prompt: list[int], saved: Path | None
                 trained = trained_logits(head, target, text, cut - 1)
                 for depth, (ours, theirs) in enumerate(zip(trained, drafted, strict=True), start=1):
                     difference, most = (ours - theirs).abs().max().item(), tolerance(head, target, exact, ours)
-                    if not difference <= most:
+                    if not math.isfinite(difference):
+                        raise ValueError(f"parity gate: at depth {depth} the draft's logits are not finite numbers")
+                    if difference > most:
                         raise ValueError(
                             f"parity gate: at depth {depth} the training forward and {who} differ by {difference:.3g} in the "
                             f"draft's logits (more than {most:.3g}); nothing is called final until they agree"

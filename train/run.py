@@ -32,7 +32,7 @@ from foredraft.inference.evaluation.measure import length_settings
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.inference.generation import tokens_per_forward
 from foredraft.train import held_out, losses
-from foredraft.train.checks import check_config, check_data, check_saving, check_target
+from foredraft.train.checks import check_config, check_data, check_head, check_saving, check_target
 from foredraft.train.data import data_card
 from foredraft.train.data.corpus import Corpus, count_tokens, has_chats, has_prompts, prompts
 from foredraft.train.data.documents import Documents
@@ -127,6 +127,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     counts = count_tokens(data.train, target.vocab_size)
     more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
     head = instantiate(cfg.head, target=target, **more)
+    check_head(head)
     if data.train.weights is not None and isinstance(head, BlockHead):
         raise ValueError(f"data.rejection_weight is for heads that learn token by token: head={head.kind} takes 1")
     if cfg.init_from is not None:

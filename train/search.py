@@ -96,13 +96,16 @@ def round_sizes(count: int) -> list[int]:
 def candidates(cfg: DictConfig) -> dict[str, DictConfig]:
     """Return the config of each candidate. Raise ValueError or HydraException for one that cannot be compared."""
     main, typed, runs = HydraConfig.instance().cfg, HydraConfig.get().overrides.task, dict[str, DictConfig]()
-    for override in typed:
+    for override in reversed(typed):  # those of the user come after those that follow from them
         if re.match(r"\+*trainer\.max_(steps|minutes)=", override):
             raise ValueError(f"{override}: head=auto trains as long as budget={cfg.budget} says, leave it out")
     given = [override for override in typed if first_key(override) not in OWN]
     names = list(cfg.heads or cfg.candidates)
     if unknown := [name for name in names if name not in cfg.candidates]:
-        raise ValueError(f"heads={unknown} are not among candidates, which has {', '.join(map(str, cfg.candidates))}")
+        raise ValueError(
+            f"heads={unknown} are not among candidates, which has {', '.join(map(str, cfg.candidates))}; "
+            f"\"+candidates.{unknown[0]}=['head={unknown[0]}']\" adds one"
+        )
     for name in names:
         try:
             run = without_hydra(check("train", [*cfg.candidates[name], *given]))

@@ -1,6 +1,7 @@
 """The layout of a kind of head that nobody else publishes: weights with the head's names, and its class in config.json."""
 
 import importlib
+import os
 import pkgutil
 from typing import Any, Self
 
@@ -36,18 +37,20 @@ class NativeFormat(Format):
 
 
 def find_class(files: HeadFiles, name: str) -> type[DraftHead]:
-    """Return the head class that a config.json names as module:Class, among the imported ones and those in heads/: files are
-    data, and must not decide what else Python imports."""
+    """Return the head class that a config.json names as module:Class, among the imported ones, those in heads/, and those in
+    the modules that FOREDRAFT_HEADS names: files are data, and must not decide what else Python imports."""
     name = f"foredraft.{name}" if name.startswith("heads.") else name  # as written by 0.1
     module = name.partition(":")[0]
     if module in (found.name for found in pkgutil.iter_modules(heads.__path__, "foredraft.heads.")):
         importlib.import_module(module)
+    for own in filter(None, os.environ.get("FOREDRAFT_HEADS", "").split(",")):
+        importlib.import_module(own)
     kinds = subclasses(DraftHead)  # type: ignore[type-abstract]
     kind = next((kind for kind in kinds if f"{kind.__module__}:{kind.__qualname__}" == name), None)
     if kind is None:
         raise files.error(
             f"config.json names the head class {name}, which is not imported, or not a DraftHead: import "
-            f"{name.split(':')[0]} first"
+            f"{name.split(':')[0]} first, or set FOREDRAFT_HEADS={name.split(':')[0]}"
         )
     return kind
 

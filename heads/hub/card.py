@@ -179,8 +179,9 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
     """Return the README.md of a saved head.
 
     metrics: as in metrics.json. head: kind, target, and if known gguf (of a target from such a file), parameters, depth,
-    layers, draft_vocab_size, engines (heads/formats/engines.py), license, format, revision (of the target), sha256 (of the
-    weights), repo (its name on the Hub). data: what the head was trained on, as names and values."""
+    layers, draft_vocab_size, engines (heads/formats/engines.py), module (of a class that is not foredraft's), license,
+    format, revision (of the target), sha256 (of the weights), repo (its name on the Hub). data: what the head was trained
+    on, as names and values."""
     markdown = Environment(
         loader=PackageLoader("foredraft.heads.hub"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -202,5 +203,6 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
         dtype=metrics.get("dtype"),
         percent=percent,
         engines=head.get("engines") or [],
+        module=head.get("module"),
         data=[(key, str(value)) for key, value in (data or {}).items() if value is not None],
     )

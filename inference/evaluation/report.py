@@ -173,6 +173,8 @@ def tables(results: Results, chosen: Iterable[str]) -> Iterator[Table]:
                 title += f", {timed} of them timed" if timed < texts else ""
                 body = [[format_value(row[key], unit) for key, unit in COLUMNS.values()] for row in found]
                 for row, cells in zip(found, body):
+                    if row["acceptance_error"]:  # zero without drafts
+                        cells[1] += f" ± {row['acceptance_error']:.2f}"
                     cells.append(verdict(results, row["drafter"], temperature) if category == ALL else "")
                 filled = [column for column in zip([*COLUMNS, "text"], *body) if any(column[1:])]
                 headings, *body = map(list, zip(*filled))

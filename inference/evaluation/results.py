@@ -7,6 +7,7 @@ every drafter. Speeds include the prompt's forward. They are medians over repeat
 compares the same texts of the same repeat.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from statistics import median
@@ -88,6 +89,7 @@ class Table:
             "texts": len({line["text"] for line in lines}),
             "timed_texts": len({text for _, text in timed}),
             "acceptance_length": acceptance(lines),
+            "acceptance_error": acceptance_error(lines),
             "chain_acceptance_length": acceptance(self.lines(chain, category)) if chain else None,
             "accepted_per_depth": accepted_shares(lines),
             "tokens_per_second": Spread.of(rates_of(timed)),
@@ -107,6 +109,25 @@ def acceptance(lines: Iterable[Line]) -> float | None:
     """Return the acceptance length: tokens per target forward."""
     emitted = [count for line in lines for count in line.get("emitted", [])]
     return sum(emitted) / len(emitted) if emitted else None
+
+
+def acceptance_error(lines: Iterable[Line]) -> float | None:
+    """Return the standard error of the acceptance length over texts; repeats of a text are one."""
+    counts: dict[int, tuple[int, int]] = {}
+    for line in lines:
+        steps, tokens = counts.get(line["text"], (0, 0))
+        emitted = line.get("emitted", [])
+        counts[line["text"]] = steps + len(emitted), tokens + sum(emitted)
+    return ratio_error(list(counts.values()))
+
+
+def ratio_error(counts: list[tuple[int, int]]) -> float | None:
+    """Return the standard error of tokens per step, from (steps, tokens) of each text; None for less than two texts."""
+    steps, tokens = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0)
+    if len(counts) < 2 or not steps:
+        return None
+    spread = sum((gained - tokens / steps * taken) ** 2 for taken, gained in counts)
+    return math.sqrt(spread * len(counts) / (len(counts) - 1)) / steps
 
 
 def accepted_shares(lines: Iterable[Line]) -> list[float]:

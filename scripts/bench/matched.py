@@ -7,7 +7,6 @@ the head's most probable tokens, or of tokens that it samples, each accepted if 
 "tree" share the target's noise. All give the same text. Brackets contain the standard error over the texts.
 """
 
-import math
 from collections import defaultdict
 
 import torch
@@ -19,6 +18,7 @@ from foredraft import Engine, Request, SamplingParams, Target
 from foredraft.cli import entry
 from foredraft.inference.drafters import Drafter, chain_of, load_drafter, tree_of
 from foredraft.inference.drafters.base import Accepted, NoDrafter, Wrapper
+from foredraft.inference.evaluation.results import ratio_error
 from foredraft.inference.tree import TokenTree
 from foredraft.train.data.prompt_sets import Prompt, questions, tokenize
 
@@ -61,13 +61,10 @@ def decode(
 
 
 def figure(gains: TokenCounts, error: bool = False) -> str:
-    """Format the acceptance length over all texts, with `error` including its standard error, that of a ratio."""
+    """Format the acceptance length over all texts, with `error` including its standard error."""
     steps, added = (sum(column) for column in zip(*gains, strict=True))
-    ratio = added / max(1, steps)
-    if not error:
-        return f"{ratio:.2f}"
-    spread = sum((gained - ratio * taken) ** 2 for taken, gained in gains)
-    return f"{ratio:.2f} ({math.sqrt(spread * len(gains) / max(1, len(gains) - 1)) / max(1, steps):.2f})"
+    spread = ratio_error(gains) if error else None
+    return f"{added / max(1, steps):.2f}" + ("" if spread is None else f" ({spread:.2f})")
 
 
 def draft_cost(target: Target, drafter: Drafter, prompt: Prompt, new_tokens: int) -> float:

@@ -24,7 +24,15 @@ from foredraft.inference.drafters.base import Accepted, Wrapper
 from foredraft.inference.evaluation.alignment import Alignment, RecordingDrafter
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, Stopwatch, System, Text
 from foredraft.inference.evaluation.report import tables
-from foredraft.inference.evaluation.results import Results, Spread, Table, accepted_shares, rates_of
+from foredraft.inference.evaluation.results import (
+    Results,
+    Spread,
+    Table,
+    acceptance_error,
+    accepted_shares,
+    rates_of,
+    ratio_error,
+)
 from foredraft.inference.tree import TokenTree
 from foredraft.scripts import evaluate
 from foredraft.train import finalize
@@ -208,6 +216,20 @@ def test_figures_of_known_lines():
     assert found["acceptance_length"] == pytest.approx(10 / 3)
     assert accepted_shares(lines[9:10]) == pytest.approx([2 / 3, 2 / 3, 2 / 3, 1 / 3])
     assert table.figures("missing", "all") is None
+    # Three equal texts, and repeats of each: no error. Another text is one more, however often it was decoded.
+    assert found["acceptance_error"] == pytest.approx(0)
+    other = [text_line("head", 3, 1.0, repeat, emitted=[1], accepted=[0], nodes=[1]) for repeat in range(3)]
+    assert acceptance_error(lines[9:12] + other) == pytest.approx(ratio_error([(3, 10), (1, 1)]))
+
+
+def test_the_error_of_equally_long_texts_is_that_of_a_mean():
+    assert ratio_error([(1, 2), (1, 4)]) == pytest.approx(1.0)
+    assert ratio_error([(1, 2)]) is None and ratio_error([]) is None
+
+
+def test_prompts_of_the_data_are_refused_where_no_data_is_read():
+    with pytest.raises(ValueError, match="prompts=held_out is made of `data`, which only foredraft evaluate reads"):
+        prompt_sets.questions("held_out", 4)
 
 
 def test_figures_of_a_training_run():

@@ -73,6 +73,7 @@ ROW = {
     "texts": 57,
     "timed_texts": 8,
     "acceptance_length": 4.541,
+    "acceptance_error": 0.119,
     "chain_acceptance_length": None,
     "accepted_per_depth": [0.871, 0.742, 0.613],
     "tokens_per_second": Spread(312.4, 300.1, 325.6),
@@ -80,7 +81,10 @@ ROW = {
 }
 RESULTS = Results(
     metadata={"preempted_share": 0.061},
-    rows=[ROW, ROW | {"drafter": "rival", "acceptance_length": None, "accepted_per_depth": []}],
+    rows=[
+        ROW,
+        ROW | {"drafter": "rival", "acceptance_length": None, "acceptance_error": None, "accepted_per_depth": []},
+    ],
     rivals=["rival"],
     identity=[{"drafter": "head", "temperature": 0.0, "texts": 8, "identical": 8, "rounding": 0, "wrong": 0}],
     stages=[{"drafter": "head", "temperature": 0.0, "seconds": METRICS["step_seconds"]}],
@@ -119,6 +123,10 @@ def read(path: Path, run: Report) -> Page:
 
 
 HALVES = RUN._replace(samples=[Sample("\ud800", [("\udcff", 1)])])  # of a character, which UTF-8 cannot encode
+
+
+def test_the_standard_error_is_next_to_an_acceptance_length(tmp_path):
+    assert "4.54 ± 0.12" in read(tmp_path, RUN).text
 
 
 @pytest.mark.parametrize("run", [RUN, EMPTY, HALVES, RUN._replace(samples=[Sample("", [])])])
@@ -363,3 +371,9 @@ def test_code_in_the_card_is_python():
     (code,) = re.findall(r"```python\n(.*?)```", model_card({}, {**HEAD, "target": 'a"\\b'}, None), re.DOTALL)
     calls = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
     assert [node.value for node in calls].count('a"\\b') == 1
+    assert "FOREDRAFT_HEADS" not in model_card({}, HEAD, None)
+
+
+def test_the_card_of_a_head_from_a_module_of_the_user_imports_it():
+    card = model_card({}, {**HEAD, "module": "users_head"}, None)
+    assert "```python\nimport users_head\nfrom foredraft import" in card and "need `FOREDRAFT_HEADS=users_head`" in card

@@ -280,6 +280,19 @@ def test_a_head_that_was_added_is_imported_when_its_files_name_it(tmp_path, monk
     assert layout is not None and layout.kind.__name__ == "Added"
 
 
+def test_a_head_in_a_module_of_the_user_is_imported_when_the_user_names_it(tmp_path, monkeypatch):
+    (tmp_path / "users_head.py").write_text(
+        "from foredraft.heads.base import DraftHead\n\nclass Users(DraftHead):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    files = HeadFiles({"foredraft": {"class": "users_head:Users"}}, {}, tmp_path, [])
+    with pytest.raises(ValueError, match="import users_head first, or set FOREDRAFT_HEADS=users_head"):
+        NativeFormat.match(files)
+    monkeypatch.setenv("FOREDRAFT_HEADS", "json,users_head")
+    layout = NativeFormat.match(files)
+    assert layout is not None and layout.kind.__name__ == "Users"
+
+
 @pytest.mark.parametrize("place", ["models--org--head/snapshots/abc", "cloned"])
 def test_files_of_a_head_cannot_make_python_import_a_module(deep, tmp_path, place, monkeypatch):
     pulled = tmp_path / place

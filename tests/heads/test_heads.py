@@ -242,6 +242,18 @@ def test_gate_sees(target, name, monkeypatch):
         parity_gate.check(head, target, PROMPT)
 
 
+def test_gate_sees_missing_depths_and_logits_that_are_no_numbers(target, monkeypatch):
+    head = make_head("medusa", target)
+    with monkeypatch.context() as patched:
+        patched.setattr(head, "forward", lambda *args: type(head).forward(head, *args)[:2])
+        with pytest.raises(ValueError, match=r"MedusaHead\.forward returns drafts of 2 depths, and its depth is 3"):
+            parity_gate.check(head, target, PROMPT)
+    with torch.no_grad():
+        next(head.parameters()).fill_(torch.nan)
+    with pytest.raises(ValueError, match="parity gate: at depth 1 the draft's logits are not finite"):
+        parity_gate.check(head, target, PROMPT)
+
+
 @pytest.mark.parametrize(("kind", "wrong"), [("eagle3", "layers one lower"), ("medusa", "after another norm")])
 def test_gate_sees_other_hidden_states_in_training(target, kind, wrong, monkeypatch):
     """Return those of other layers, or of before the final norm, in every other forward, as one engine did."""

@@ -220,6 +220,23 @@ def test_what_main_raises(
     assert capsys.readouterr().err == message
 
 
+@pytest.mark.parametrize(
+    "target, message",
+    [
+        ("foredraft.inference.drafters.base.Drafter", r"error: Can't instantiate abstract class Drafter .*propose'?\n"),
+        (
+            "foredraft.heads.medusa.Medusa.for_target",
+            r"error: cannot load the _target_ '\S+': .*'Medusa' is importable.*\n",
+        ),
+    ],
+)
+def test_a_mistake_in_a_new_class_or_in_its_yaml_is_one_sentence(
+    run: Run, capsys: pytest.CaptureFixture[str], target: str, message: str
+) -> None:
+    assert run(body=lambda cfg: hydra.utils.instantiate({"_target_": target}))[0] == 2
+    assert re.fullmatch(message, capsys.readouterr().err)
+
+
 def test_traceback_of_a_bug_and_on_demand(
     run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -553,6 +570,16 @@ def test_further_config_dir(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine" / "features" / "disk.yaml").write_text("place: here\n")
     code, (cfg,) = run("--config-dir", "mine", "head=own", "head.width=3", "+features=disk")
     assert code == 0 and cfg.head.width == 3 and cfg.features.place == "here"
+
+
+def test_a_further_config_dir_that_would_be_ignored_is_refused(run: Run, tmp_path: Path, capsys) -> None:
+    assert run("--config-dir", "mine")[0] == 2
+    assert capsys.readouterr().err == "error: --config-dir=mine is not a directory\n"
+    name = next((tmp_path / "conf").glob("*/*.yaml")).relative_to(tmp_path / "conf")
+    (tmp_path / "mine" / name.parent).mkdir(parents=True)
+    (tmp_path / "mine" / name).write_text("")
+    assert run("--config-dir", "mine")[0] == 2
+    assert f"error: --config-dir=mine has {name}, which foredraft has too" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

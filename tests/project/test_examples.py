@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from foredraft.heads import Target, load_head, save_head
 from foredraft.inference import drafter_for, generate
 from foredraft.scripts.examples import loop
-from foredraft.train import losses, parity_gate
+from foredraft.train import losses, parity_gate, publish, run
 from foredraft.train.losses import Prediction
 from foredraft.train.module import DistillationModel
 from tests.support import ROOT
@@ -66,23 +66,28 @@ def cross_entropy(draft: Prediction, teacher: Prediction) -> torch.Tensor:
     return F.cross_entropy(draft.logits, teacher.probabilities, reduction="none")
 
 
-@pytest.fixture(scope="module")
-def documented() -> type:
-    """Return the head of docs/developer/add-a-head.md."""
+@pytest.fixture(scope="module", params=["SharedHead", "RnnHead", "BurstHead"])
+def documented(request: pytest.FixtureRequest) -> type:
+    """Return a head of docs/developer/add-a-head.md."""
     scope: dict = {"__name__": "documented"}
-    (block,) = blocks(ROOT / "docs" / "developer" / "add-a-head.md", "python")
-    exec(compile(block.text, "add-a-head.md", "exec"), scope)
-    return scope["SharedHead"]
+    for block in blocks(ROOT / "docs" / "developer" / "add-a-head.md", "python"):
+        exec(compile(block.text, "add-a-head.md", "exec"), scope)
+    return scope[request.param]
 
 
-def test_the_documented_settings_have_a_line_for_help() -> None:
-    (block,) = blocks(ROOT / "docs" / "developer" / "add-a-head.md", "yaml")
-    first, *settings = block.text.splitlines()
-    assert first.startswith("# Shared: ") and settings[0] == "_target_: foredraft.heads.shared.SharedHead.for_target"
+def test_the_documented_settings_name_the_heads_and_have_a_line_for_help(tmp_path: Path, call: Callable) -> None:
+    (tmp_path / "own" / "head").mkdir(parents=True)
+    texts = [block.text for block in blocks(ROOT / "docs" / "developer" / "add-a-head.md", "yaml")]
+    for kind, text in zip(("shared", "burst"), texts, strict=True):
+        (tmp_path / "own" / "head" / f"{kind}.yaml").write_text(text)
+        assert f"_target_: foredraft.heads.{kind}.{kind.capitalize()}Head.for_target\n" in text
+    shown = call(run.main, "--config-dir", "own", "--help").out
+    for line in ("burst +Burst: an MLP", "shared +Shared: one matrix"):
+        assert re.search(f"^  {line}", shown, re.M)
 
 
 def test_the_documented_head_learns(documented: type, target: Target) -> None:
-    head = documented.for_target(target, num_heads=2)
+    head = documented.for_target(target)
     model, text = DistillationModel(head, target, cross_entropy), batch(40, 24)
     optimizer, found = torch.optim.Adam(head.parameters(), lr=3e-3), []
     for _ in range(20):
@@ -105,6 +110,7 @@ def test_the_documented_head_is_aligned_lossless_and_loads_again(
     prompt = torch.randint(target.vocab_size, (1, 12))
     assert parity_gate.check(head, target, prompt[0].tolist(), saved=tmp_path / "head") < parity_gate.TOLERANCE
     loaded = load_head(tmp_path / "head", target)
+    assert publish.head_metadata(loaded, target)["module"] == "documented"
     for settings in ({}, {"temperature": 1.0, "seed": 3}):
         drafted = generate(target, drafter_for(loaded, target), prompt, max_new_tokens=24, eos_token_id=-1, **settings)
         alone = generate(target, None, prompt, max_new_tokens=24, eos_token_id=-1, **settings)

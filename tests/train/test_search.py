@@ -131,8 +131,8 @@ def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
     [
         (["budget=2x"], "budget=2x is not an amount: give a time such as 2h"),
         (["budget=3steps"], "budget=3steps has no step for each run: give at least 4steps, or fewer heads"),
-        (["heads=[medusa,eagel]"], r"heads=\['eagel'\] are not among candidates, which has eagle3"),
-        (["trainer.max_steps=9"], "head=auto trains as long as budget=24steps says"),
+        (["heads=[medusa,eagel]"], r"heads=\['eagel'\] are not among candidates.*=\['head=eagel'\]\" adds one"),
+        (["trainer.max_minutes=0", "trainer.max_steps=9"], "trainer.max_steps=9: head=auto trains as long as budget="),
         (
             ["heads=[x]", "+candidates.x=['head=eagle3','head.ttt_stepz=2']"],
             "candidates.x: head.ttt_stepz is not known; did you mean head.ttt_steps",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from foredraft.heads.base import DraftHead
+from foredraft.heads.base import DraftHead, ParallelHead
 from foredraft.heads.checkpoint import save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hydra import HydraHead
@@ -116,6 +116,42 @@ def test_checking_a_head_changes_nothing(target: Target, kind):
     checks.check_saving(head, target, [Document(list(range(1, 60)), [True] * 59)])
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in head.state_dict().items())
+
+
+def test_a_fault_that_the_start_of_a_head_hides_is_found_before_the_first_step(target: Target, monkeypatch):
+    """Let training read the embedding of another token, which a new Hydra head multiplies by zero."""
+    text = [Document(list(range(1, 60)), [True] * 59)]
+    head, forward = HydraHead.for_target(target, 3), HydraHead.forward
+    checks.check_saving(head, target, text)
+    monkeypatch.setattr(
+        HydraHead, "forward", lambda self, aux, e, packed: forward(self, aux, e.roll(1, dims=1), packed)
+    )
+    with pytest.raises(ValueError, match="parity gate: at depth 1 the training forward and the drafter differ"):
+        checks.check_saving(head, target, text)
+
+
+class Incomplete(MedusaHead):
+    kind = "incomplete"
+
+
+def unrelated() -> type[DraftHead]:
+    """Return a new class of the kind "taken"."""
+    methods = dict.fromkeys(("draft_all", "forward", "for_target", "logits", "to_config"), lambda self: None)
+    return type("Unrelated", (ParallelHead,), {"kind": "taken", "layers": [1], "depth": 1, **methods})
+
+
+def test_what_a_new_kind_of_head_lacks_is_named(target: Target):
+    head = Incomplete.for_target(target, 3)
+    checks.check_head(head)
+    first, second = unrelated(), unrelated()
+    del head.layers
+    for wrong, message in (
+        (head, r"Incomplete does not set layers, which heads/base\.py explains"),
+        ({"foo": 3}, "the head's yaml builds dict, not a DraftHead"),
+        (second(), rf"Unrelated\.kind=taken is the kind of {first.__module__}\.Unrelated: set another one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checks.check_head(wrong)
 
 
 # The gate in the target's own precision

@@ -27,6 +27,7 @@ SETS = {
     "humaneval": Source("openai/openai_humaneval", split="test"),
     "speed_bench": Source("nvidia/SPEED-Bench", name="qualitative", split="test"),
 }
+OF_DATA = ("held_out", "long")  # made of the key `data`
 # What SPEED-Bench (arXiv:2604.09557) has in the place of texts that others license; its prepare.py fetches them.
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 # Spec-Bench's own tables count these categories of MT-Bench as one.
@@ -51,7 +52,11 @@ class Prompt(NamedTuple):
 def questions(name: str, limit: int | None) -> list[Question]:
     """Read the questions of a set or a file; at most `limit`, spread evenly. Raise ValueError for an unknown name or row."""
     if name not in SETS and name != "spec_bench" and not Path(name).is_file():
-        known = ", ".join(["held_out", "long", "spec_bench", *SETS])
+        if name in OF_DATA:
+            raise ValueError(
+                f"prompts={name} is made of `data`, which only foredraft evaluate reads: give a file, spec_bench or mt_bench"
+            )
+        known = ", ".join([*OF_DATA, "spec_bench", *SETS])
         raise ValueError(f"prompts={name} is neither a file nor one of {known}")
     read_rows = list(rows(name))
     present = [row for row in read_rows if PLACEHOLDER not in str(row.value)]
