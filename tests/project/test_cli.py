@@ -233,7 +233,7 @@ def test_what_main_raises(
 def test_a_mistake_in_a_new_class_or_in_its_yaml_is_one_sentence(
     run: Run, capsys: pytest.CaptureFixture[str], target: str, message: str
 ) -> None:
-    assert run(body=lambda cfg: hydra.utils.instantiate({"_target_": target}))[0] == 2
+    assert run(body=lambda cfg: instantiate({"_target_": target}))[0] == 2
     assert re.fullmatch(message, capsys.readouterr().err)
 
 
