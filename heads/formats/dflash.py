@@ -87,7 +87,7 @@ class DFlashFormat(Format):
         if block.get("use_swa") and SLIDING not in types:  # MiMo: all layers are sliding, and none is causal
             types, causal = [SLIDING] * layer["num_hidden_layers"], causal or {False}
             window = layer.get("sliding_window")
-        window = block.get("swa_window_size", window)
+        window = block.get("swa_window_size") or window
         block = block | {
             "sample_from_anchor": self.usual_layout(files) if anchor_drafts is None else anchor_drafts,
             "causal": True if True in causal else False if causal and SLIDING in types else None,
@@ -145,7 +145,7 @@ class TransformersDFlash(DFlashFormat):
             target.model.get_input_embeddings(), "embed_norm"
         ):  # as Muse-Glimmer's, which transformers leaves out
             files.notes.append(f"it was trained without the norm of {target.name}'s embedding: few drafts may be right")
-        layer = {"layer_types": [SLIDING] * layer["num_hidden_layers"]} | layer
+        layer = layer | {"layer_types": layer.get("layer_types") or [SLIDING] * layer["num_hidden_layers"]}
         if SLIDING in layer["layer_types"]:  # a query's own position is not counted in this window
             layer |= {"sliding_window": files.check_number("sliding_window", layer["sliding_window"], most=2**30) + 1}
         return super().shared_config(files, layer, block | {"causal": False}, target)

@@ -74,6 +74,13 @@ def one_masking(drafters: str, head: Any, target: Target, remedy: str = "use vLL
     )
 
 
+def sglang_sliding(head: Any, target: Target) -> None:
+    require(
+        head.window is None or head.causal is not False,
+        f"SGLang's block drafting is causal in sliding layers, and this head is not (head.window={head.window}): use vLLM",
+    )
+
+
 def no_latent_attention(engine: str, head: Any, target: Target) -> None:
     require(not head.latent, f"{engine} does not support EAGLE-3 heads with multi-head latent attention: use vLLM")
 

@@ -120,7 +120,7 @@ SGLANG_EAGLE = partial(formats.EagleFormat, bias=True)
 VLLM_VANILLA = partial(checks.vanilla, "vLLM")
 VLLM_ROWS = partial(checks.plain_embeddings, "vLLM")
 XPRESS_CHECKS = partial(checks.full_vocabulary, "vLLM's xPress"), partial(checks.in_place, "vLLM's xPress"), VLLM_ROWS
-WHOLE_BLOCKS = partial(checks.full_vocabulary, "SGLang's block drafting")
+SGLANG_BLOCKS = partial(checks.full_vocabulary, "SGLang's block drafting"), checks.sglang_sliding
 SGLANG_EAGLE3 = checks.sglang_layers, partial(checks.layer_flags, "SGLang", supported=SGLANG_FLAGS)
 SPECULATORS_MASKING = partial(
     checks.one_masking, "vLLM reads heads of the speculators package as", remedy="use format=vllm"
@@ -153,9 +153,9 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
     "SGLang": {
         Eagle3Head: Rule(formats.Eagle3Format, SGLANG, flags_note, SGLANG_EAGLE3),
         EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (partial(checks.plain_embeddings, "SGLang"),)),
-        DFlashHead: Rule(formats.DFlashFormat, SGLANG_BLOCK, SGLANG_CHAIN, (WHOLE_BLOCKS,)),
-        DSparkHead: Rule(formats.DSparkFormat, SGLANG_BLOCK, SGLANG_CHAIN, (WHOLE_BLOCKS,)),
-        DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (WHOLE_BLOCKS, checks.sglang_prefix)),
+        DFlashHead: Rule(formats.DFlashFormat, SGLANG_BLOCK, SGLANG_CHAIN, SGLANG_BLOCKS),
+        DSparkHead: Rule(formats.DSparkFormat, SGLANG_BLOCK, SGLANG_CHAIN, SGLANG_BLOCKS),
+        DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_BLOCKS, checks.sglang_prefix)),
     },
     "the speculators package": {
         Eagle3Head: Rule(formats.SpeculatorsFormat, SPECULATORS, BY_NAME, (SPECULATORS_LAYER,)),

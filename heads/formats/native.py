@@ -44,7 +44,10 @@ def find_class(files: HeadFiles, name: str) -> type[DraftHead]:
     if module in (found.name for found in pkgutil.iter_modules(heads.__path__, "foredraft.heads.")):
         importlib.import_module(module)
     for own in filter(None, os.environ.get("FOREDRAFT_HEADS", "").split(",")):
-        importlib.import_module(own)
+        try:
+            importlib.import_module(own.strip())
+        except ImportError as error:
+            raise ValueError(f"FOREDRAFT_HEADS={own}: {error}") from error
     kinds = subclasses(DraftHead)  # type: ignore[type-abstract]
     kind = next((kind for kind in kinds if f"{kind.__module__}:{kind.__qualname__}" == name), None)
     if kind is None:

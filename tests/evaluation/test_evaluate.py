@@ -228,7 +228,7 @@ def test_the_error_of_equally_long_texts_is_that_of_a_mean():
 
 
 def test_prompts_of_the_data_are_refused_where_no_data_is_read():
-    with pytest.raises(ValueError, match="prompts=held_out is made of `data`, which only foredraft evaluate reads"):
+    with pytest.raises(ValueError, match="prompts=held_out is made of `data`, which evaluate and tune read"):
         prompt_sets.questions("held_out", 4)
 
 

@@ -151,6 +151,7 @@ WINDOWS = [  # layout, what its config says of windows in words of several engin
     ("zlab", {"layer_types": None}, {"use_swa": True, "swa_window_size": 4}, False),
     ("zlab", {"layer_types": ["full_attention"] * 3, "sliding_window": 4}, {"use_swa": True}, False),
     ("zlab", SLIDING | {"sliding_window": 9}, {"swa_window_size": 4}, True),
+    ("zlab", SLIDING, {"use_swa": False, "swa_window_size": None}, True),
     ("speculators_dflash", SLIDING, {"sliding_window_non_causal": False}, True),
     ("speculators_dflash", SLIDING, {"sliding_window_non_causal": True}, False),
 ]
@@ -168,6 +169,22 @@ def test_windows_are_causal_where_vllm_says_so(deep, tmp_path, name, layer, bloc
     assert again.to_config() == head.to_config()
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     assert [vllm_causal(written, number) for number in range(3)] == [causal] * 3
+    if head.causal is False:
+        with pytest.raises(
+            ValueError, match=r"SGLang's block drafting is causal in sliding layers, .* \(head.window=4\)"
+        ):
+            engines.export_for("sglang", head, deep)
+
+
+def test_a_head_that_was_exported_here_has_no_note_on_scaled_embeddings(deep, tmp_path, monkeypatch):
+    """Write it as before such exports were refused: it was trained with what the target's first layer gets."""
+    write_export("speculators", make_head("dflash", deep), deep, tmp_path)
+    monkeypatch.setattr(Target, "embed", lambda self, tokens: 8 * self.model.get_input_embeddings()(tokens))
+    read_head(tmp_path, deep, strict=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "foredraft"}))
+    with pytest.warns(UserWarning, match="rows of an embedding that"):
+        read_head(tmp_path, deep)
 
 
 # -- transformers, which drafts with the heads itself ------------------------------------------------------------------
@@ -199,6 +216,10 @@ def test_transformers_proposes_the_same_drafts(deep, tmp_path, monkeypatch, type
     made.save_pretrained(tmp_path / "made")
     head = load_head(tmp_path / "made", deep)
     write_export("transformers", head, deep, tmp_path / "ours")
+    file = tmp_path / "made" / "config.json"
+    if types is None:  # transformers' default
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"layer_types": None}))
+        assert load_head(tmp_path / "made", deep).layer_types == head.layer_types
 
     proposed, usual = [], DFlashTokenCandidateGenerator.get_candidates
 

@@ -7,11 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from foredraft.heads import Target, save_head
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import read_head
 from foredraft.heads.formats import engines
+from foredraft.heads.formats.base import embeds_rows
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.hydra import HydraHead
 from foredraft.train import publish
@@ -171,6 +173,18 @@ def test_a_target_that_scales_its_embedding_gets_no_head_that_engines_feed_with_
     monkeypatch.setattr(deep.model.get_input_embeddings(), "embed_norm", torch.nn.Identity(), raising=False)
     with pytest.raises(ValueError, match="transformers leaves out the norm of"):
         engines.export_for("transformers", ours("dflash", deep), deep)
+
+
+def test_one_process_of_a_sharded_target_can_write_the_card(deep, monkeypatch):
+    """Let a forward of the embedding fail, as it would wait for the other processes."""
+    shared = Target(deep.model, None, "shared")
+    shared.sharding = "fsdp"
+    monkeypatch.delattr(Target, "embed")
+    assert embeds_rows(shared)
+    monkeypatch.setattr(
+        shared.model, "get_input_embeddings", lambda: Gemma3TextScaledWordEmbedding(9, 4, 0, embed_scale=2.0)
+    )
+    assert not embeds_rows(shared)
 
 
 def test_layers_that_zankners_code_would_tie_are_not_written(deep):

@@ -288,7 +288,10 @@ def test_a_head_in_a_module_of_the_user_is_imported_when_the_user_names_it(tmp_p
     files = HeadFiles({"foredraft": {"class": "users_head:Users"}}, {}, tmp_path, [])
     with pytest.raises(ValueError, match="import users_head first, or set FOREDRAFT_HEADS=users_head"):
         NativeFormat.match(files)
-    monkeypatch.setenv("FOREDRAFT_HEADS", "json,users_head")
+    monkeypatch.setenv("FOREDRAFT_HEADS", "user_head")
+    with pytest.raises(ValueError, match=r"^FOREDRAFT_HEADS=user_head: No module named 'user_head'"):
+        NativeFormat.match(files)
+    monkeypatch.setenv("FOREDRAFT_HEADS", "json, users_head")
     layout = NativeFormat.match(files)
     assert layout is not None and layout.kind.__name__ == "Users"
 

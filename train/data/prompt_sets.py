@@ -54,7 +54,7 @@ def questions(name: str, limit: int | None) -> list[Question]:
     if name not in SETS and name != "spec_bench" and not Path(name).is_file():
         if name in OF_DATA:
             raise ValueError(
-                f"prompts={name} is made of `data`, which only foredraft evaluate reads: give a file, spec_bench or mt_bench"
+                f"prompts={name} is made of `data`, which evaluate and tune read: give a file, spec_bench or mt_bench"
             )
         known = ", ".join([*OF_DATA, "spec_bench", *SETS])
         raise ValueError(f"prompts={name} is neither a file nor one of {known}")
