@@ -141,9 +141,7 @@ class TransformersDFlash(DFlashFormat):
     def shared_config(
         self, files: HeadFiles, layer: dict[str, Any], block: dict[str, Any], target: Target
     ) -> dict[str, Any]:
-        if hasattr(
-            target.model.get_input_embeddings(), "embed_norm"
-        ):  # as Muse-Glimmer's, which transformers leaves out
+        if hasattr(target.model.get_input_embeddings(), "embed_norm"):  # Muse-Glimmer's, which transformers leaves out
             files.notes.append(f"it was trained without the norm of {target.name}'s embedding: few drafts may be right")
         layer = layer | {"layer_types": layer.get("layer_types") or [SLIDING] * layer["num_hidden_layers"]}
         if SLIDING in layer["layer_types"]:  # a query's own position is not counted in this window
