@@ -113,6 +113,13 @@ class DFlash2Head(DFlashHead):
         return bool(self.causal), super().masking(layer)[1]
 
     @property
+    def own_settings(self) -> dict[str, Any]:
+        masked = (
+            {} if self.window is None else {"causal": bool(self.causal)}
+        )  # vLLM's default in sliding layers is true
+        return self.own | masked
+
+    @property
     def vocabulary_parameters(self) -> list[nn.Parameter]:
         selector = self.candidate_selector
         return [*super().vocabulary_parameters, selector.predecessor_codebook, selector.successor_codebook]

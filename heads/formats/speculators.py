@@ -111,6 +111,8 @@ class SpeculatorsDFlash(DFlashFormat):
         layer = {name: value for name, value in config.items() if name in head.config.to_dict()}
         layer |= {name: block[name] for name in ("layer_types", "sliding_window", "use_sliding_window")}
         layer |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+        # vLLM's DSpark reads only this; without it, its sliding layers are causal and all others are not.
+        layer |= {} if head.causal is None else {"is_causal": head.causal}
         return package_config(head.kind, config["architectures"], head, layer, target) | {
             BLOCK_IDS: head.layers,
             "causal": bool(head.causal),

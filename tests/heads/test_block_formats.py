@@ -117,21 +117,27 @@ def test_a_layout_is_what_the_files_say_or_else_what_their_architecture_is(deep,
 def vllm_causal(config: dict, layer: int) -> bool:
     """Return whether a layer is causal inside a block for vLLM 0.32, whose rule for a config.json of DFlash is written down
     anew."""
-    if "sliding_window_non_causal" in config:  # of the speculators package
-        return not config["sliding_window_non_causal"]
-    said = config["dflash_config"].get("causal")
-    return config["layer_types"][layer] == "sliding_attention" if said is None else said
+    inner = config.get("transformer_layer_config", config)
+    said = inner.get("is_causal")
+    if said is None and config.get("speculators_model_type") == "dflash":
+        said = not config.get("sliding_window_non_causal", True)
+    elif said is None:
+        said = inner.get("dflash_config", {}).get("causal")  # none in DSpark of the speculators package
+    return inner["layer_types"][layer] == "sliding_attention" if said is None else said
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *((kind, "vllm") for kind in ("dflash", "dflash anchor first", "jetspec", "dflash2", "dflash pruned")),
-        *((kind, "speculators") for kind in ("dflash", "jetspec", "dflash pruned")),
+        *((kind, "vllm") for kind in ("dflash", "jetspec", "dflash2", "dflash pruned", "dspark")),
+        *((kind, "speculators") for kind in ("dflash", "jetspec", "dflash pruned", "dspark")),
     ],
 )
-def test_vllm_masks_a_block_as_it_was_trained(deep, tmp_path, kind, name):
-    head = make_head(kind, deep)
+@pytest.mark.parametrize("changes", [{}, {"window": 6}, {"causal": True}])
+def test_vllm_masks_a_block_as_it_was_trained(deep, tmp_path, kind, name, changes):
+    if name == "speculators" and "window" in changes:
+        changes = changes | {"causal": True}  # else its sliding layers, and no others, would be causal: refused
+    head = make_head(kind, deep, **changes | ({"draft_vocab_size": None} if kind == "dflash2" else {}))
     write_export(name, head, deep, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for layer in range(head.cache_layers):
@@ -140,7 +146,7 @@ def test_vllm_masks_a_block_as_it_was_trained(deep, tmp_path, kind, name):
 
 def test_a_window_that_vllm_would_take_for_another_is_refused(deep):
     with pytest.raises(ValueError, match=r"causal in all layers or in none, .* \(head.window=\d+\): use format=vllm"):
-        engines.export_for("speculators", make_head("dflash anchor first", deep), deep)
+        engines.export_for("speculators", make_head("dflash", deep, window=6), deep)
 
 
 SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 4, "use_sliding_window": True}
