@@ -20,8 +20,18 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from foredraft.heads.dflash import BlockLayer, DFlashHead
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.embedding import embedding_scale
 
+SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}  # defaults in files
 MASKED_LOGIT = -1e4  # of drafts that are not candidates; finite, so that differences of logits are finite
+
+
+def scales(target: Target) -> dict[str, float | None]:
+    """Return what engines must do to this target's rows and logits, which the head gets scaled and capped, by the names of
+    the settings. A factor is None if no factor does it."""
+    logits = target.scaled
+    return dict(zip(SCALES, (embedding_scale(target), logits.multiplier, logits.cap or 0.0), strict=True))
 
 
 class DynamicConv(nn.Module):
@@ -117,7 +127,7 @@ class DFlash2Head(DFlashHead):
         masked = (
             {} if self.window is None else {"causal": bool(self.causal)}
         )  # vLLM's default in sliding layers is true
-        return self.own | masked
+        return self.own | masked | {name: value for name, value in scales(self.target).items() if value != SCALES[name]}
 
     @property
     def vocabulary_parameters(self) -> list[nn.Parameter]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from foredraft.heads import vocab
 from foredraft.heads.base import DraftHead
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.embedding import embedding_scale
 from foredraft.heads.target_model.sharding import full_tensor
 
 EMBEDDINGS = "embed_tokens.weight"  # in all layouts
@@ -180,8 +181,7 @@ def check_settings(files: HeadFiles, settings: dict[str, Any], supported: dict[s
 
 def embeds_rows(target: Target) -> bool:
     """Return whether the target's first layer gets rows of its embedding unchanged. Gemma scales them."""
-    few = torch.arange(min(8, target.vocab_size), device=target.device)
-    return torch.equal(target.embed(few), target.embeddings[few])
+    return embedding_scale(target) == 1
 
 
 def drop_copy(files: HeadFiles, name: str, module: Any, target: Target) -> HeadFiles:

@@ -9,6 +9,7 @@ from foredraft.heads.formats.base import embeds_rows
 from foredraft.heads.formats.eagle3 import AUX
 from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.embedding import embedding_scale
 from foredraft.heads.target_model.files import weight_map
 from foredraft.heads.target_model.logits import LogitScaling
 
@@ -60,6 +61,13 @@ def plain_embeddings(engine: str, head: Any, target: Target) -> None:
         embeds_rows(target),
         f"{engine} gives the head rows of the target's embedding, and {target.name} scales or normalizes them, so drafts "
         "would be wrong: train head=eagle3",
+    )
+
+
+def scaled_embeddings(engine: str, head: Any, target: Target) -> None:
+    require(
+        embedding_scale(target) is not None,
+        f"{engine} can only scale rows of the target's embedding, and {target.name} does more to them: train head=eagle3",
     )
 
 

@@ -123,7 +123,12 @@ VLLM_ROWS = partial(checks.plain_embeddings, "vLLM")
 VLLM_STATES = partial(checks.inner_states, "vLLM")
 VLLM_BLOCKS = VLLM_STATES, VLLM_ROWS  # of all block drafters
 VLLM_DFLASH_CHECKS = partial(checks.in_place, "vLLM's DFlash"), *VLLM_BLOCKS
-VLLM_DFLASH2_CHECKS = *VLLM_DFLASH_CHECKS, partial(checks.full_vocabulary, "vLLM's DFlash-2")
+VLLM_DFLASH2_CHECKS = (
+    partial(checks.in_place, "vLLM's DFlash-2"),
+    partial(checks.full_vocabulary, "vLLM's DFlash-2"),
+    partial(checks.scaled_embeddings, "vLLM's DFlash-2"),
+    VLLM_STATES,
+)
 VLLM_CORRECTED = partial(checks.plain_logits, "vLLM"), *VLLM_BLOCKS  # of those that correct the target's logits
 XPRESS_CHECKS = (
     partial(checks.full_vocabulary, "vLLM's xPress"),
@@ -163,9 +168,10 @@ TRANSFORMERS_CHECKS = (
 )
 LLAMACPP_LOGITS = partial(checks.plain_logits, "llama.cpp")
 LLAMACPP_MASKING = partial(checks.one_masking, "llama.cpp's draft models are")
-LLAMACPP_DSPARK = checks.llamacpp_layers, partial(checks.vanilla, "llama.cpp"), LLAMACPP_MASKING, LLAMACPP_LOGITS
-LLAMACPP_BLOCKS = checks.llamacpp_layers, partial(checks.in_place, "llama.cpp's dflash"), LLAMACPP_MASKING
-LLAMACPP_DFLASH2 = checks.llamacpp_layers, partial(checks.in_place, "llama.cpp's dflash2"), checks.llamacpp_selector
+LLAMACPP_BLOCK = checks.llamacpp_layers, partial(checks.scaled_embeddings, "llama.cpp")  # of any kind
+LLAMACPP_DSPARK = *LLAMACPP_BLOCK, partial(checks.vanilla, "llama.cpp"), LLAMACPP_MASKING, LLAMACPP_LOGITS
+LLAMACPP_BLOCKS = *LLAMACPP_BLOCK, partial(checks.in_place, "llama.cpp's dflash"), LLAMACPP_MASKING
+LLAMACPP_DFLASH2 = *LLAMACPP_BLOCK, partial(checks.in_place, "llama.cpp's dflash2"), checks.llamacpp_selector
 
 RULES: dict[str, dict[type[DraftHead], Rule]] = {
     "vLLM": {

@@ -99,10 +99,11 @@ class SpeculatorsDFlash(DFlashFormat):
                 f"it was trained on rows of an embedding that {target.name} scales: few drafts may be right"
             )
         causal = config.get("causal") or (False if config.get("sliding_window_non_causal") else None)
+        causal = causal if layer.get("is_causal") is None else layer["is_causal"]  # as vLLM does
         return self.shared_config(files, layer, config | {"target_layer_ids": ids, "causal": causal}, target)
 
     def usual_layout(self, files: HeadFiles) -> bool:
-        return self.kind is DSparkHead
+        return files.trained_here and self.kind is DSparkHead  # the package's default is false, also for DSpark
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         assert isinstance(head, DFlashHead)

@@ -15,6 +15,7 @@ from foredraft.heads.checkpoint import read_head
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.formats import engines
 from foredraft.heads.p_eagle import PEagleHead
+from foredraft.heads.target_model.logits import LogitScaling
 from foredraft.inference import Engine, Request, drafter_for
 from foredraft.train import parity_gate
 from tests.support import golden
@@ -34,7 +35,7 @@ GOLDEN: dict[str, tuple] = {
     "specforge_dspark": ("dspark", [2, 4], 3, True, False),
     "specforge_domino": ("domino", [2, 4], 4, True, False),
     "speculators_dflash": ("dflash", [2, 4], 4, False, False),
-    "speculators_dspark": ("dspark", [2, 4], 4, True, False),
+    "speculators_dspark": ("dspark", [2, 4], 4, False, False),
 }
 
 
@@ -158,6 +159,8 @@ WINDOWS = [  # layout, what its config says of windows in words of several engin
     ("zlab", {"layer_types": ["full_attention"] * 3, "sliding_window": 4}, {"use_swa": True}, False),
     ("zlab", SLIDING | {"sliding_window": 9}, {"swa_window_size": 4}, True),
     ("speculators_dflash", SLIDING, {"sliding_window_non_causal": False}, True),
+    ("speculators_dflash", SLIDING | {"is_causal": True}, {"sliding_window_non_causal": True}, True),
+    ("speculators_dspark", SLIDING | {"is_causal": False}, {}, False),
     ("speculators_dflash", SLIDING, {"sliding_window_non_causal": True}, False),
 ]
 
@@ -174,6 +177,33 @@ def test_windows_are_causal_where_vllm_says_so(deep, tmp_path, name, layer, bloc
     assert again.to_config() == head.to_config()
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     assert [vllm_causal(written, number) for number in range(3)] == [causal] * 3
+
+
+def test_dflash2_is_told_what_a_target_scales_and_caps(deep, tmp_path, monkeypatch):
+    """Compare the selector's scores with vLLM's rule: rows and logits are scaled by settings, and otherwise not at all."""
+    monkeypatch.setattr(Target, "embed", lambda self, tokens: 8 * self.model.get_input_embeddings()(tokens))
+    monkeypatch.setattr(deep, "scaled", LogitScaling(divisor=None, factor=None, cap=2.0))
+    head = make_head("dflash2", deep, draft_vocab_size=None)
+    write_export("vllm", head, deep, tmp_path)
+    block = json.loads((tmp_path / "config.json").read_text())["dflash_config"]
+    tokens, hidden = torch.tensor([[5, head.mask_token_id]]), torch.randn(1, 3, golden.H)
+    rows = deep.embeddings[tokens] * block["input_embedding_scale"]
+    torch.testing.assert_close(head.inputs(deep.embed(tokens[:, 0]))[:, :2], rows)
+    raw = deep.model.get_output_embeddings()(hidden) * block.get("output_multiplier", 1.0)
+    cap = block["final_logit_softcapping"]
+    torch.testing.assert_close(head.base_logits(hidden), cap * torch.tanh(raw / cap))
+    config = read_head(tmp_path, deep).to_config()
+    assert config == head.to_config() and block["input_embedding_scale"] == pytest.approx(8.0)
+    monkeypatch.setattr(deep, "scaled", LogitScaling(divisor=None, factor=None, cap=None))
+    with pytest.raises(ValueError, match=r"final_logit_softcapping=2.0, and .* has 0.0"):
+        read_head(tmp_path, deep)
+
+
+def test_an_embedding_of_the_mask_token_in_a_file_is_not_ignored(deep, tmp_path):
+    golden.write(tmp_path, *golden.make("zlab", deep))
+    (tmp_path / "mask_embedding.pt").write_bytes(b"never opened")
+    with pytest.raises(ValueError, match=r"mask_embedding\.pt next to it replaces the mask token's embedding"):
+        read_head(tmp_path, deep)
 
 
 # -- transformers, which drafts with the heads itself ------------------------------------------------------------------
