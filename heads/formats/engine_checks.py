@@ -144,6 +144,13 @@ def no_latent_attention(engine: str, head: Any, target: Target) -> None:
     require(not head.latent, f"{engine} does not support EAGLE-3 heads with multi-head latent attention: use vLLM")
 
 
+def vllm_latent(head: Any, target: Target) -> None:
+    require(
+        not head.latent or (head.fc is not None and head.input_norm is None),
+        f"vLLM's EAGLE-3 with multi-head latent attention supports neither norm_before_fc nor {AUX}=false: use another",
+    )
+
+
 def layer_flags(engine: str, head: Any, target: Target, supported: tuple[str, ...] = ()) -> None:
     """Check for flags that the engine does not support and would ignore, and for another attention."""
     no_latent_attention(engine, head, target)

@@ -70,6 +70,7 @@ Its cache of keys and values is in half precision, where ties may be decided dif
 with -fa off -ctk f32 -ctv f32."""
 LLAMACPP_MTP = f"""{LLAMACPP_CHAIN} --no-mtp
 For one file with both: export with format=mtp, convert that directory without --no-mtp, and omit -md."""
+LONGROPE = "vLLM takes longrope's factors for long texts at all positions, unless texts end at {limit} tokens."
 SGLANG_YARN = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
 SGLANG_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 
@@ -106,6 +107,13 @@ def window_note(engine: str, head: DraftHead, target: Target) -> str:
         f"{engine} does not support head.window={head.window}: in longer texts the head sees all, and fewer drafts are "
         "accepted than in vLLM."
     )
+
+
+def longrope_limit(rule: "Rule", head: DraftHead) -> int | None:
+    """Return the length of texts from which vLLM, if this is its rule, rotates a longrope otherwise than transformers."""
+    rope = {} if head.config is None else head.config.rope_parameters
+    served = rule.use.startswith("vllm") and rope.get("rope_type") == "longrope"
+    return rope["original_max_position_embeddings"] if served else None
 
 
 class Rule(NamedTuple):
@@ -175,7 +183,7 @@ LLAMACPP_DFLASH2 = *LLAMACPP_BLOCK, partial(checks.in_place, "llama.cpp's dflash
 
 RULES: dict[str, dict[type[DraftHead], Rule]] = {
     "vLLM": {
-        Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN, (VLLM_STATES,)),
+        Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN, (VLLM_STATES, checks.vllm_latent)),
         EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.no_bias, VLLM_ROWS)),
         DFlashHead: Rule(formats.DFlashFormat, VLLM, VLLM_CHAIN, VLLM_DFLASH_CHECKS),
         DFlash2Head: Rule(formats.DFlash2Format, VLLM_DFLASH, VLLM_CHAIN, VLLM_DFLASH2_CHECKS),
@@ -274,9 +282,11 @@ def export_for(
     for verify in rule.checks:
         verify(head, target)
     note = rule.note if isinstance(rule.note, str) else rule.note(head, target)
-    note = f"{note.format(target=target.name, kind=head.kind)}\n{window_note(engine, head, target)}".strip()
+    note, limit = note.format(target=target.name, kind=head.kind), longrope_limit(rule, head)
+    more = window_note(engine, head, target), LONGROPE.format(limit=limit) if limit else ""
     arguments = (formats.default_format(head), dtype, target_gguf) if name == "gguf" else ()
-    return Export(rule.layout(*arguments), rule.use, note)
+    use = f"{rule.use} --max-model-len {limit}" if limit else rule.use
+    return Export(rule.layout(*arguments), use, "\n".join(filter(None, (note, *more))))
 
 
 def engines(head: DraftHead, target: Target, name: str, drafts: int | None = None) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from foredraft.heads.base import DraftHead
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.dspark import DSparkHead
-from foredraft.heads.eagle3 import FLAGS, WINDOWED, Eagle3Head
+from foredraft.heads.eagle3 import FLAGS, SLIDING, WINDOWED, Eagle3Head
 from foredraft.heads.formats.base import HeadFiles, check_settings, embeds_rows
 from foredraft.heads.formats.dflash import DFlashFormat, DSparkFormat, layer_ids
 from foredraft.heads.formats.eagle3 import Eagle3Format, has_qk_norms
@@ -97,6 +97,11 @@ class SpeculatorsDFlash(DFlashFormat):
         if not embeds_rows(target):
             files.notes.append(
                 f"it was trained on rows of an embedding that {target.name} scales: few drafts may be right"
+            )
+        stated = {"sliding_window_non_causal", "causal"} & config.keys() or layer.get("is_causal") is not None
+        if self.kind is DFlashHead and SLIDING in (layer.get("layer_types") or ()) and not stated:
+            raise files.error(
+                "config.json has no sliding_window_non_causal, whose default is true in vLLM and false in speculators: add it"
             )
         causal = config.get("causal") or (False if config.get("sliding_window_non_causal") else None)
         causal = causal if layer.get("is_causal") is None else layer["is_causal"]  # as vLLM does

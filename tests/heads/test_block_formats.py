@@ -199,6 +199,15 @@ def test_dflash2_is_told_what_a_target_scales_and_caps(deep, tmp_path, monkeypat
         read_head(tmp_path, deep)
 
 
+def test_a_window_whose_masking_engines_take_by_their_own_defaults_is_refused(deep, tmp_path):
+    config, weights, file = golden.make("speculators_dflash", deep)
+    del config["sliding_window_non_causal"]
+    read_head(golden.write(tmp_path, config, weights, file), deep)  # all of its layers see everything
+    config["transformer_layer_config"].update(SLIDING)
+    with pytest.raises(ValueError, match="no sliding_window_non_causal, whose default is true in vLLM and false"):
+        read_head(golden.write(tmp_path, config, weights, file), deep)
+
+
 def test_an_embedding_of_the_mask_token_in_a_file_is_not_ignored(deep, tmp_path):
     golden.write(tmp_path, *golden.make("zlab", deep))
     (tmp_path / "mask_embedding.pt").write_bytes(b"never opened")

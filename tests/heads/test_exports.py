@@ -11,9 +11,11 @@ from transformers import CONFIG_MAPPING
 from foredraft.heads import Target, save_head
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import read_head
+from foredraft.heads.formats import engine_checks as checks
 from foredraft.heads.formats import engines
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.hydra import HydraHead
+from foredraft.heads.latent_attention import LatentAttention
 from foredraft.heads.target_model.logits import LogitScaling
 from foredraft.train import publish
 from tests.support import golden
@@ -219,6 +221,31 @@ def test_corrections_are_not_added_to_logits_that_the_target_scales(deep, monkey
                 engines.export_for(name, ours(kind, deep), deep)
     for kind, name in (("dspark pruned", "vllm"), ("dflash", "vllm"), ("eagle3", "sglang")):
         engines.export_for(name, ours(kind, deep), deep)
+
+
+def test_texts_end_where_vllm_would_change_a_longrope(deep, monkeypatch):
+    """vLLM 0.32 takes the long factors for every position if its longest text is longer than the boundary."""
+    for kind, name in (("eagle3", "vllm"), ("dflash", "speculators")):
+        head = ours(kind, deep)
+        assert "--max-model-len" not in engines.export_for(name, head, deep).use
+        monkeypatch.setattr(
+            head.config, "rope_parameters", {"rope_type": "longrope", "original_max_position_embeddings": 64}
+        )
+        export = engines.export_for(name, head, deep)
+        assert (
+            export.command(head, "T", "H").endswith(" --max-model-len 64") and "unless texts end at 64" in export.note
+        )
+    assert "--max-model-len" not in engines.export_for("sglang", head, deep).use
+
+
+def test_latent_attention_in_vllm_has_no_norm_before_fc(deep):
+    head = ours("eagle3", deep)
+    assert checks.vllm_latent(head, deep) is None
+    head.layer.self_attn = LatentAttention.__new__(LatentAttention)  # all that is looked at
+    assert checks.vllm_latent(head, deep) is None
+    head.input_norm = torch.nn.Identity()
+    with pytest.raises(ValueError, match="latent attention supports neither norm_before_fc nor use_aux_hidden_state"):
+        checks.vllm_latent(head, deep)
 
 
 def test_a_part_of_a_head_that_rotates_is_not_written_where_all_of_it_would(deep, monkeypatch):
