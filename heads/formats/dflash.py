@@ -16,7 +16,7 @@ from foredraft.heads.dflash2 import SCALES, DFlash2Head, scales
 from foredraft.heads.domino import DominoHead
 from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_copy, drop_embeddings
-from foredraft.heads.formats.layer_ids import note_last
+from foredraft.heads.formats.layer_ids import IDS, note_last
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.target_model import Target
 from foredraft.heads.xpress import XPressHead
@@ -70,7 +70,12 @@ class DFlashFormat(Format):
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         block = settings_of(files)
-        ids = layer_ids(files, block["target_layer_ids"], target, counted_from=0)
+        ids, first = layer_ids(files, block["target_layer_ids"], target, counted_from=0), files.config.get(IDS)
+        if first and first != [output + 1 for output in ids]:  # vLLM prefers these
+            raise files.error(
+                f"config.json has {IDS}={first} (ids of hidden_states) and target_layer_ids={ids} (outputs of layers, one "
+                "less), which do not name the same layers"
+            )
         return self.shared_config(files, files.config, block | {"target_layer_ids": ids}, target)
 
     def shared_config(

@@ -14,6 +14,7 @@ from foredraft.heads import Target, load_head
 from foredraft.heads.checkpoint import read_head
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.formats import engines
+from foredraft.heads.formats.layer_ids import IDS
 from foredraft.heads.p_eagle import PEagleHead
 from foredraft.heads.target_model.logits import LogitScaling
 from foredraft.inference import Engine, Request, drafter_for
@@ -206,6 +207,12 @@ def test_a_window_whose_masking_engines_take_by_their_own_defaults_is_refused(de
     config["transformer_layer_config"].update(SLIDING)
     with pytest.raises(ValueError, match="no sliding_window_non_causal, whose default is true in vLLM and false"):
         read_head(golden.write(tmp_path, config, weights, file), deep)
+
+
+def test_layers_named_in_vllms_place_too_are_compared(load):
+    """Check files as nvidia's, which name them in both places: a contradiction is refused (test_refused_files.py)."""
+    head, _ = load("zlab", lambda config: config.update({IDS: [2, 4, 6]}))
+    assert head.layers == [2, 4, 6]
 
 
 def test_an_embedding_of_the_mask_token_in_a_file_is_not_ignored(deep, tmp_path):

@@ -216,6 +216,7 @@ SETTINGS = [
     ("zlab_dflash2", "dflash_config.output_multiplier", 2.0, "output_multiplier=2.0"),
     ("zlab_dflash2", "dflash_config.input_embedding_scale", 8.0, "input_embedding_scale=8.0, and .* has 1.0"),
     ("zlab_dflash2", "dflash_config.final_logit_softcapping", 30.0, "final_logit_softcapping=30.0, and .* has 0.0"),
+    ("zlab deepspec specforge_domino", IDS, [3, 5, 6], r"target_layer_ids=\[1, 3.* do not name the same layers"),
     ("zlab_dflash2", "is_causal", None, "config.json has no dflash_config.causal, which in sliding layers is true"),
     ("deepspec specforge_dspark speculators_dspark", "dspark_draft_topk", 8, "dspark_draft_topk=8"),
     ("deepspec zlab safeailab_eagle3", "rope_is_neox_style", False, "rope_is_neox_style=False"),
