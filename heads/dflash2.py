@@ -20,8 +20,18 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from foredraft.heads.dflash import BlockLayer, DFlashHead
+from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.embedding import embedding_scale
 
+SCALES = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}  # defaults in files
 MASKED_LOGIT = -1e4  # of drafts that are not candidates; finite, so that differences of logits are finite
+
+
+def scales(target: Target) -> dict[str, float | None]:
+    """Return what engines must do to this target's rows and logits, which the head gets scaled and capped, by the names of
+    the settings. A factor is None if no factor does it."""
+    logits = target.scaled
+    return dict(zip(SCALES, (embedding_scale(target), logits.multiplier, logits.cap or 0.0), strict=True))
 
 
 class DynamicConv(nn.Module):
@@ -111,6 +121,13 @@ class DFlash2Head(DFlashHead):
     def masking(self, layer: int) -> tuple[bool, int | None]:
         """Return the masking of DFlash, but sliding layers are bidirectional inside a block, like all others."""
         return bool(self.causal), super().masking(layer)[1]
+
+    @property
+    def own_settings(self) -> dict[str, Any]:
+        # vLLM's default in sliding layers is true.
+        masked = {} if self.window is None else {"causal": bool(self.causal)}
+        unusual = {name: value for name, value in scales(self.target).items() if value not in (SCALES[name], None)}
+        return self.own | masked | unusual
 
     @property
     def vocabulary_parameters(self) -> list[nn.Parameter]:

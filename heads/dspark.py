@@ -75,6 +75,9 @@ class DSparkHead(DFlashHead):
     def own_settings(self) -> dict[str, Any]:
         return self.own | {"confidence_head_with_markov": True}
 
+    def to_config(self) -> dict:
+        return super().to_config() | self.own_settings  # SGLang reads them at the top level, as in DeepSpec's files
+
     def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         previous = self.markov_head.markov_w1(tokens)
         out, memory = self.markov_head(hidden, previous, memory)

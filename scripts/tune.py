@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from foredraft.cli import entry
 from foredraft.heads import Target, load_head
 from foredraft.heads.base import DraftHead, ParallelHead
+from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.formats.engines import SGLANG_TREE, engines
 from foredraft.heads.target_model.packing import pack
 from foredraft.inference.drafters import HeadTree, chain_of, drafter_for
@@ -57,6 +58,8 @@ def main(cfg: DictConfig) -> None:
     for engine, command in commands.items():
         which = "" if engine == VLLM else f", {drafts} drafts, which is best for {first} to {last} requests"
         print(f"\n{engine}{which}:\n{command}")
+    if commands and (note := shorter_blocks(head, drafts)):
+        print(f"\n{note}")
     if not drafts:
         print(
             "\nno number of drafts is faster here than decoding without: train the head for longer, or serve without it"
@@ -74,6 +77,17 @@ def row(tuning: Tuning, requests: int) -> str:
         f"{drafts} drafts {tuning.speedup(requests, drafts):.2f}x" for drafts in tuning.seconds[requests] if drafts
     )
     return f"{requests} requests: {', '.join(speeds)}; best {best or 'without'}"
+
+
+def shorter_blocks(head: DraftHead, drafts: int) -> str:
+    """Return how engines draft fewer tokens than a block has with this head, if not by leaving out the last ones as here."""
+    if not isinstance(head, DFlashHead) or head.causal or drafts == head.depth:
+        return ""
+    size = drafts + (not head.sample_from_anchor)
+    return (
+        f"vLLM and llama.cpp shorten the block to {size} positions, which see each other: their drafts differ from those of "
+        f"whole blocks, which were measured here, unless the head is trained with head.block_size={size}."
+    )
 
 
 def settings(schedule: list[list[int]], drafts: int, path: str, head: DraftHead, target: Target) -> dict[str, str]:

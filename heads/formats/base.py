@@ -13,11 +13,12 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from foredraft.heads import vocab
 from foredraft.heads.base import DraftHead
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.embedding import embedding_scale
 from foredraft.heads.target_model.sharding import full_tensor
 
 EMBEDDINGS = "embed_tokens.weight"  # in all layouts
@@ -180,10 +181,7 @@ def check_settings(files: HeadFiles, settings: dict[str, Any], supported: dict[s
 
 def embeds_rows(target: Target) -> bool:
     """Return whether the target's first layer gets rows of its embedding unchanged. Gemma scales them."""
-    if target.is_collective:  # one process writes the card, and a forward would wait for the others
-        return type(target.model.get_input_embeddings()).forward is nn.Embedding.forward
-    few = torch.arange(min(8, target.vocab_size), device=target.device)
-    return torch.equal(target.embed(few), target.embeddings[few])
+    return embedding_scale(target) == 1
 
 
 def drop_copy(files: HeadFiles, name: str, module: Any, target: Target) -> HeadFiles:

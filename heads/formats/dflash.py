@@ -5,16 +5,18 @@ Layers are numbered by their outputs, from 0. Which position drafts what (heads/
 omit, and with the wrong one every draft is off by one: then the architecture determines it.
 """
 
+import math
 from typing import Any, Self
 
 from torch import Tensor
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.dflash import FULL, SLIDING, DFlashHead
-from foredraft.heads.dflash2 import DFlash2Head
+from foredraft.heads.dflash2 import SCALES, DFlash2Head, scales
 from foredraft.heads.domino import DominoHead
 from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_copy, drop_embeddings
+from foredraft.heads.formats.layer_ids import IDS, note_last
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.target_model import Target
 from foredraft.heads.xpress import XPressHead
@@ -50,6 +52,7 @@ KEPT = (
     *("rms_norm_eps", "max_position_embeddings", "rope_parameters", "bos_token_id", "eos_token_id"),
     *("layer_types", "block_size"),
 )
+MASK_EMBEDDING = "mask_embedding.pt"  # of MiMo, read by vLLM and llama.cpp
 CAUSAL = ("causal", "causal_head", "is_causal")  # names of one setting, in vLLM's, JetSpec's and others' files
 
 
@@ -67,7 +70,12 @@ class DFlashFormat(Format):
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         block = settings_of(files)
-        ids = layer_ids(files, block["target_layer_ids"], target, counted_from=0)
+        ids, first = layer_ids(files, block["target_layer_ids"], target, counted_from=0), files.config.get(IDS)
+        if first and first != [output + 1 for output in ids]:  # vLLM prefers these
+            raise files.error(
+                f"config.json has {IDS}={first} (ids of hidden_states) and target_layer_ids={ids} (outputs of layers, one "
+                "less), which do not name the same layers"
+            )
         return self.shared_config(files, files.config, block | {"target_layer_ids": ids}, target)
 
     def shared_config(
@@ -76,6 +84,10 @@ class DFlashFormat(Format):
         """Return the config for `from_config`. layer: settings of the decoder layers; block: those of the block."""
         check_settings(files, layer, {"attention_bias": False})
         check_settings(files, block, {"attention_mode": "gqa", "attention_value_scale": 1.0})
+        if (files.directory / MASK_EMBEDDING).is_file():
+            raise files.error(
+                f"{MASK_EMBEDDING} next to it replaces the mask token's embedding, which is not supported"
+            )
         settings = layer_settings(files, layer, target, count=layer["num_hidden_layers"])
         anchor_drafts = next((bool(block[name]) for name in LAYOUT if block.get(name) is not None), None)
         files.check_number("mask_token_id", block["mask_token_id"], 0, target.vocab_size - 1)
@@ -170,6 +182,7 @@ class DSparkFormat(DFlashFormat):
 
     def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
         """Return DSpark's settings; the weights determine omitted ones."""
+        check_settings(files, block, {"dspark_draft_topk": None})
         rated = "confidence_head.proj.weight" in files.weights
         if block.get("enable_confidence_head", rated):
             check_settings(files, block, {"confidence_head_with_markov": True})
@@ -185,8 +198,22 @@ class DFlash2Format(DFlashFormat):
     title = "DFlash-2 as z-lab writes it (DFlash2DraftModel)"
     kind = DFlash2Head
 
+    def shared_config(
+        self, files: HeadFiles, layer: dict[str, Any], block: dict[str, Any], target: Target
+    ) -> dict[str, Any]:
+        for name, ours in ({} if files.trained_here else scales(target)).items():
+            theirs = block.get(name, SCALES[name]) or 0.0
+            if ours is None or not math.isclose(theirs, ours, rel_tol=1e-2):
+                raise files.error(f"config.json has {name}={theirs}, and {target.name} has {ours}")
+        config = super().shared_config(files, layer, block, target)
+        if config["dflash_config"]["causal"] is None and SLIDING in config["layer_types"] and not files.trained_here:
+            raise files.error(
+                "config.json has no dflash_config.causal, which in sliding layers is true by default in vLLM and false in "
+                "NeMo AutoModel: add it"
+            )
+        return config
+
     def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
-        check_settings(files, block, {"input_embedding_scale": 1.0, "output_multiplier": 1.0})
         files.check_sizes(block, *self.kind.own_defaults)
         return block
 
@@ -225,4 +252,5 @@ def layer_ids(files: HeadFiles, ids: Any, target: Target, counted_from: int) -> 
         raise files.error(
             f"config.json has layers {ids}, which must ascend within the {target.num_layers} layers of {target.name}"
         )
+    note_last(files, [output + 1 for output in outputs], target.num_layers)
     return outputs

@@ -1,14 +1,21 @@
 """Check what an engine does not load, or would draft with incorrectly. Errors give the reason and the remedy."""
 
+import math
 from typing import Any
 
 from foredraft.heads.dflash2 import DFlash2Head
-from foredraft.heads.eagle3 import FLAGS, Eagle3Head
+from foredraft.heads.eagle3 import FLAGS, SLIDING, Eagle3Head
 from foredraft.heads.formats.base import embeds_rows
 from foredraft.heads.formats.eagle3 import AUX
 from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.embedding import embedding_scale
 from foredraft.heads.target_model.files import weight_map
+from foredraft.heads.target_model.logits import LogitScaling
+
+PLAIN = LogitScaling(None, None, None)
+SIZES = ("attention_factor", "mscale", "mscale_all_dim")  # of a yarn rope: they scale what it rotates
+OWN_YARN = dict.fromkeys(SIZES) | {"beta_fast": 32, "beta_slow": 1, "truncate": True}  # with their usual values
 
 
 def require(fits: bool, sentence: str) -> None:
@@ -28,12 +35,39 @@ def in_place(engine: str, head: Any, target: Target) -> None:
     )
 
 
+def inner_states(engine: str, head: Any, target: Target) -> None:
+    """Check for the last hidden state, which heads here get after the target's last norm, as transformers gives it."""
+    last, fused = target.num_layers, getattr(head, "fc", None) is not None
+    require(
+        last not in head.layers or not fused,
+        f"{engine} returns the last hidden state ({last}) before its norm, and this head reads it after: train it with "
+        "other head.target_layer_ids",
+    )
+
+
+def plain_logits(engine: str, head: Any, target: Target) -> None:
+    """Check for a target that scales or caps the logits to which a head adds its corrections. Other heads do not mind:
+    their best draft stays the best."""
+    require(
+        head.lm_head is not None or target.scaled == PLAIN,
+        f"{engine} adds the head's corrections to outputs of the target's lm_head, and {target.name} scales or caps these "
+        "first: train head=dflash",
+    )
+
+
 def plain_embeddings(engine: str, head: Any, target: Target) -> None:
     """Check for a target whose embedding is more than its rows. EAGLE-3 and P-EAGLE do not mind: a norm follows."""
     require(
         embeds_rows(target),
         f"{engine} gives the head rows of the target's embedding, and {target.name} scales or normalizes them, so drafts "
         "would be wrong: train head=eagle3",
+    )
+
+
+def scaled_embeddings(engine: str, head: Any, target: Target) -> None:
+    require(
+        embedding_scale(target) is not None,
+        f"{engine} can only scale rows of the target's embedding, and {target.name} does more to them: train head=eagle3",
     )
 
 
@@ -59,6 +93,23 @@ def whole_block(engine: str, head: Any, target: Target) -> None:
     )
 
 
+def masking_by_type(engine: str, head: Any, target: Target) -> None:
+    """Check for an engine that reads no `causal`."""
+    fits = all(head.masking(i)[0] == (kind == SLIDING) for i, kind in enumerate(head.layer_types))
+    require(
+        fits,
+        f"{engine} is causal in sliding layers and bidirectional in all others, and this head "
+        f"(head.causal={bool(head.causal)}, head.window={head.window}) is not: use vLLM",
+    )
+
+
+def anchor_first(engine: str, head: Any, target: Target) -> None:
+    require(
+        head.sample_from_anchor,
+        f"{engine} drafts anchor first, and this head in place: train it with head.sample_from_anchor=true, or use vLLM",
+    )
+
+
 def whole_rotation(engine: str, head: Any, target: Target) -> None:
     require(
         "partial_rotary_factor" not in head.config.rope_parameters,
@@ -74,15 +125,30 @@ def one_masking(drafters: str, head: Any, target: Target, remedy: str = "use vLL
     )
 
 
-def sglang_sliding(head: Any, target: Target) -> None:
+def usual_yarn(engine: str, head: Any, target: Target, read: tuple[str, ...]) -> None:
+    """Check for settings of a yarn rope that the engine does not read. read: those that it does, of OWN_YARN."""
+    rope = head.config.rope_parameters
+    own = [name for name, usual in OWN_YARN.items() if name not in read and rope.get(name, usual) not in (usual, None)]
+    if rope["rope_type"] == "yarn" and math.isclose(
+        head.rotary.rope.attention_scaling, 0.1 * math.log(rope["factor"]) + 1, rel_tol=1e-3
+    ):
+        own = [name for name in own if name not in SIZES]
+    words = ", ".join(f"{name}={rope[name]}" for name in own)
     require(
-        head.window is None or head.causal is not False,
-        f"SGLang's block drafting is causal in sliding layers, and this head is not (head.window={head.window}): use vLLM",
+        rope["rope_type"] != "yarn" or not own,
+        f"{engine} does not read {words} of this head's yarn rope: use vLLM, or train it with another head.rope",
     )
 
 
 def no_latent_attention(engine: str, head: Any, target: Target) -> None:
     require(not head.latent, f"{engine} does not support EAGLE-3 heads with multi-head latent attention: use vLLM")
+
+
+def vllm_latent(head: Any, target: Target) -> None:
+    require(
+        not head.latent or (head.fc is not None and head.input_norm is None),
+        f"vLLM's EAGLE-3 with multi-head latent attention supports neither norm_before_fc nor {AUX}=false: use another",
+    )
 
 
 def layer_flags(engine: str, head: Any, target: Target, supported: tuple[str, ...] = ()) -> None:
@@ -149,19 +215,16 @@ def has_checkpoint(head: Any, target: Target) -> None:
 
 def llamacpp_layers(head: Any, target: Target) -> None:
     """Check for a rope, biases or hidden states that its loaders do not support."""
-    rope, last = head.config.rope_parameters, target.num_layers
+    rope = head.config.rope_parameters
     beyond = "llama.cpp's draft models do not support"
     require(rope["rope_type"] != "longrope", f"{beyond} longrope, which this head has: use vLLM")
+    usual_yarn("llama.cpp", head, target, read=())
     require(
         not isinstance(head, Eagle3Head) or "partial_rotary_factor" not in rope,
         "llama.cpp's EAGLE-3 rotates whole heads, and this one's rope rotates a part of them: use vLLM",
     )
     require(not head.config.attention_bias, f"{beyond} biases in attention, which this head has: use vLLM")
-    require(
-        last not in head.layers,
-        f"llama.cpp returns the last hidden state ({last}) before its norm, and this head reads it after: train it with "
-        "other head.layers",
-    )
+    inner_states("llama.cpp", head, target)
 
 
 def llamacpp_eagle3(head: Any, target: Target) -> None:

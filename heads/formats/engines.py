@@ -70,6 +70,8 @@ Its cache of keys and values is in half precision, where ties may be decided dif
 with -fa off -ctk f32 -ctv f32."""
 LLAMACPP_MTP = f"""{LLAMACPP_CHAIN} --no-mtp
 For one file with both: export with format=mtp, convert that directory without --no-mtp, and omit -md."""
+LONGROPE = "vLLM takes longrope's factors for long texts at all positions, unless texts end at {limit} tokens."
+SGLANG_YARN = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
 SGLANG_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -107,6 +109,13 @@ def window_note(engine: str, head: DraftHead, target: Target) -> str:
     )
 
 
+def longrope_limit(rule: "Rule", head: DraftHead) -> int | None:
+    """Return the length of texts from which vLLM, if this is its rule, rotates a longrope otherwise than transformers."""
+    rope = {} if head.config is None else head.config.rope_parameters
+    served = rule.use.startswith("vllm") and rope.get("rope_type") == "longrope"
+    return rope["original_max_position_embeddings"] if served else None
+
+
 class Rule(NamedTuple):
     layout: Callable[..., Format]
     use: str
@@ -119,9 +128,39 @@ EAGLE_CODE = partial(formats.EagleFormat, "LlamaForCausalLM", embeddings=True)
 SGLANG_EAGLE = partial(formats.EagleFormat, bias=True)
 VLLM_VANILLA = partial(checks.vanilla, "vLLM")
 VLLM_ROWS = partial(checks.plain_embeddings, "vLLM")
-XPRESS_CHECKS = partial(checks.full_vocabulary, "vLLM's xPress"), partial(checks.in_place, "vLLM's xPress"), VLLM_ROWS
-SGLANG_BLOCKS = partial(checks.full_vocabulary, "SGLang's block drafting"), checks.sglang_sliding
-SGLANG_EAGLE3 = checks.sglang_layers, partial(checks.layer_flags, "SGLang", supported=SGLANG_FLAGS)
+VLLM_STATES = partial(checks.inner_states, "vLLM")
+VLLM_BLOCKS = VLLM_STATES, VLLM_ROWS  # of all block drafters
+VLLM_DFLASH_CHECKS = partial(checks.in_place, "vLLM's DFlash"), *VLLM_BLOCKS
+VLLM_DFLASH2_CHECKS = (
+    partial(checks.in_place, "vLLM's DFlash-2"),
+    partial(checks.full_vocabulary, "vLLM's DFlash-2"),
+    partial(checks.scaled_embeddings, "vLLM's DFlash-2"),
+    VLLM_STATES,
+)
+VLLM_CORRECTED = partial(checks.plain_logits, "vLLM"), *VLLM_BLOCKS  # of those that correct the target's logits
+XPRESS_CHECKS = (
+    partial(checks.full_vocabulary, "vLLM's xPress"),
+    partial(checks.in_place, "vLLM's xPress"),
+    *VLLM_CORRECTED,
+)
+SGLANG_STATES = partial(checks.inner_states, "SGLang")
+SGLANG_ROPE = partial(checks.usual_yarn, "SGLang", read=SGLANG_YARN)
+SGLANG_BLOCKS = (
+    partial(checks.full_vocabulary, "SGLang's block drafting"),
+    partial(checks.masking_by_type, "SGLang's block drafting"),
+    partial(checks.whole_rotation, "SGLang's block drafting"),
+    SGLANG_STATES,
+    SGLANG_ROPE,
+)
+SGLANG_CORRECTED = *SGLANG_BLOCKS, partial(checks.plain_logits, "SGLang")
+SGLANG_DFLASH = *SGLANG_BLOCKS, partial(checks.in_place, "SGLang's DFlash")
+SGLANG_DSPARK = *SGLANG_CORRECTED, partial(checks.anchor_first, "SGLang's DSpark")
+SGLANG_EAGLE3 = (
+    checks.sglang_layers,
+    partial(checks.layer_flags, "SGLang", supported=SGLANG_FLAGS),
+    SGLANG_STATES,
+    SGLANG_ROPE,
+)
 SPECULATORS_MASKING = partial(
     checks.one_masking, "vLLM reads heads of the speculators package as", remedy="use format=vllm"
 )
@@ -135,38 +174,40 @@ TRANSFORMERS_CHECKS = (
     partial(checks.whole_rotation, "transformers"),
     partial(checks.no_embedding_norm, "transformers"),
 )
+LLAMACPP_LOGITS = partial(checks.plain_logits, "llama.cpp")
 LLAMACPP_MASKING = partial(checks.one_masking, "llama.cpp's draft models are")
-LLAMACPP_DSPARK = checks.llamacpp_layers, partial(checks.vanilla, "llama.cpp"), LLAMACPP_MASKING
-LLAMACPP_BLOCKS = checks.llamacpp_layers, partial(checks.in_place, "llama.cpp's dflash"), LLAMACPP_MASKING
-LLAMACPP_DFLASH2 = checks.llamacpp_layers, partial(checks.in_place, "llama.cpp's dflash2"), checks.llamacpp_selector
+LLAMACPP_BLOCK = checks.llamacpp_layers, partial(checks.scaled_embeddings, "llama.cpp")  # of any kind
+LLAMACPP_DSPARK = *LLAMACPP_BLOCK, partial(checks.vanilla, "llama.cpp"), LLAMACPP_MASKING, LLAMACPP_LOGITS
+LLAMACPP_BLOCKS = *LLAMACPP_BLOCK, partial(checks.in_place, "llama.cpp's dflash"), LLAMACPP_MASKING
+LLAMACPP_DFLASH2 = *LLAMACPP_BLOCK, partial(checks.in_place, "llama.cpp's dflash2"), checks.llamacpp_selector
 
 RULES: dict[str, dict[type[DraftHead], Rule]] = {
     "vLLM": {
-        Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN),
+        Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN, (VLLM_STATES, checks.vllm_latent)),
         EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.no_bias, VLLM_ROWS)),
-        DFlashHead: Rule(formats.DFlashFormat, VLLM, VLLM_CHAIN, (VLLM_ROWS,)),
-        DFlash2Head: Rule(formats.DFlash2Format, VLLM_DFLASH, VLLM_CHAIN, (VLLM_ROWS,)),
+        DFlashHead: Rule(formats.DFlashFormat, VLLM, VLLM_CHAIN, VLLM_DFLASH_CHECKS),
+        DFlash2Head: Rule(formats.DFlash2Format, VLLM_DFLASH, VLLM_CHAIN, VLLM_DFLASH2_CHECKS),
         XPressHead: Rule(formats.XPressFormat, VLLM, XPRESS, XPRESS_CHECKS),
-        DSparkHead: Rule(formats.SpeculatorsDSpark, VLLM, VLLM_CHAIN, (VLLM_VANILLA, VLLM_ROWS)),
-        PEagleHead: Rule(formats.PEagleFormat, VLLM_P_EAGLE, VLLM_CHAIN),
+        DSparkHead: Rule(formats.SpeculatorsDSpark, VLLM, VLLM_CHAIN, (VLLM_VANILLA, *VLLM_CORRECTED)),
+        PEagleHead: Rule(formats.PEagleFormat, VLLM_P_EAGLE, VLLM_CHAIN, (VLLM_STATES,)),
     },
     "SGLang": {
         Eagle3Head: Rule(formats.Eagle3Format, SGLANG, flags_note, SGLANG_EAGLE3),
-        EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (partial(checks.plain_embeddings, "SGLang"),)),
-        DFlashHead: Rule(formats.DFlashFormat, SGLANG_BLOCK, SGLANG_CHAIN, SGLANG_BLOCKS),
-        DSparkHead: Rule(formats.DSparkFormat, SGLANG_BLOCK, SGLANG_CHAIN, SGLANG_BLOCKS),
-        DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_BLOCKS, checks.sglang_prefix)),
+        EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (partial(checks.plain_embeddings, "SGLang"), SGLANG_ROPE)),
+        DFlashHead: Rule(formats.DFlashFormat, SGLANG_BLOCK, SGLANG_CHAIN, SGLANG_DFLASH),
+        DSparkHead: Rule(formats.DSparkFormat, SGLANG_BLOCK, SGLANG_CHAIN, SGLANG_DSPARK),
+        DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_CORRECTED, checks.sglang_prefix)),
     },
     "the speculators package": {
-        Eagle3Head: Rule(formats.SpeculatorsFormat, SPECULATORS, BY_NAME, (SPECULATORS_LAYER,)),
-        DFlashHead: Rule(formats.SpeculatorsDFlash, SPECULATORS, BY_NAME, (SPECULATORS_MASKING, VLLM_ROWS)),
+        Eagle3Head: Rule(formats.SpeculatorsFormat, SPECULATORS, BY_NAME, (SPECULATORS_LAYER, VLLM_STATES)),
+        DFlashHead: Rule(formats.SpeculatorsDFlash, SPECULATORS, BY_NAME, (SPECULATORS_MASKING, *VLLM_DFLASH_CHECKS)),
         DSparkHead: Rule(
-            formats.SpeculatorsDSpark, SPECULATORS, BY_NAME, (SPECULATORS_MASKING, VLLM_VANILLA, VLLM_ROWS)
+            formats.SpeculatorsDSpark, SPECULATORS, BY_NAME, (SPECULATORS_MASKING, VLLM_VANILLA, *VLLM_CORRECTED)
         ),
         XPressHead: Rule(
-            formats.SpeculatorsXPress, SPECULATORS, XPRESS, (SPECULATORS_MASKING, checks.whole_ratio, VLLM_ROWS)
+            formats.SpeculatorsXPress, SPECULATORS, XPRESS, (SPECULATORS_MASKING, checks.whole_ratio, *VLLM_CORRECTED)
         ),
-        PEagleHead: Rule(formats.SpeculatorsPEagle, VLLM_P_EAGLE, P_EAGLE),
+        PEagleHead: Rule(formats.SpeculatorsPEagle, VLLM_P_EAGLE, P_EAGLE, (VLLM_STATES,)),
     },
     "transformers": {
         DFlashHead: Rule(formats.TransformersDFlash, TRANSFORMERS, TRANSFORMERS_CHAIN, TRANSFORMERS_CHECKS),
@@ -241,9 +282,11 @@ def export_for(
     for verify in rule.checks:
         verify(head, target)
     note = rule.note if isinstance(rule.note, str) else rule.note(head, target)
-    note = f"{note.format(target=target.name, kind=head.kind)}\n{window_note(engine, head, target)}".strip()
+    note, limit = note.format(target=target.name, kind=head.kind), longrope_limit(rule, head)
+    more = window_note(engine, head, target), LONGROPE.format(limit=limit) if limit else ""
     arguments = (formats.default_format(head), dtype, target_gguf) if name == "gguf" else ()
-    return Export(rule.layout(*arguments), rule.use, note)
+    use = f"{rule.use} --max-model-len {limit}" if limit else rule.use
+    return Export(rule.layout(*arguments), use, "\n".join(filter(None, (note, *more))))
 
 
 def engines(head: DraftHead, target: Target, name: str, drafts: int | None = None) -> list[dict[str, Any]]:

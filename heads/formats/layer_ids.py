@@ -38,7 +38,17 @@ def resolve_layer_ids(files: HeadFiles, target: Target) -> list[int]:
         ids = infer_layer_ids(files, target, top if top is not None else eagle or [], in_eagle_config=top is None)
     if sorted(set(ids)) != ids or not 0 <= ids[0] <= ids[-1] <= n:
         raise files.error(f"it takes hidden states {ids} (0 is the embedding), which must ascend within 0..{n}")
+    note_last(files, ids, n)
     return ids
+
+
+def note_last(files: HeadFiles, ids: list[int], n: int) -> None:
+    """Note that a head of another program reads the last of n hidden states, which has no norm in engines."""
+    if ids[-1] == n and not files.trained_here:
+        files.notes.append(
+            f"hidden state {n} is read after the target's last norm, as transformers gives it, and engines give it before: "
+            "few drafts may be right"
+        )
 
 
 def read_ids(files: HeadFiles, name: str, value: object) -> list[int] | None:

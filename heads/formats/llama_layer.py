@@ -10,6 +10,7 @@ from foredraft.heads.target_model import Target
 
 # The only values that our decoder layer supports.
 LAYER = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None, "is_neox_style": True}
+LAYER |= {"rope_is_neox_style": True}  # SGLang's name
 LATENT_WEIGHT = "self_attn.kv_a_proj_with_mqa.weight"  # reveals such a layer; config.json may only repeat its target's
 SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from foredraft.heads.base import DraftHead
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.dspark import DSparkHead
-from foredraft.heads.eagle3 import FLAGS, WINDOWED, Eagle3Head
+from foredraft.heads.eagle3 import FLAGS, SLIDING, WINDOWED, Eagle3Head
 from foredraft.heads.formats.base import HeadFiles, check_settings, embeds_rows
 from foredraft.heads.formats.dflash import DFlashFormat, DSparkFormat, layer_ids
 from foredraft.heads.formats.eagle3 import Eagle3Format, has_qk_norms
@@ -98,11 +98,17 @@ class SpeculatorsDFlash(DFlashFormat):
             files.notes.append(
                 f"it was trained on rows of an embedding that {target.name} scales: few drafts may be right"
             )
+        stated = {"sliding_window_non_causal", "causal"} & config.keys() or layer.get("is_causal") is not None
+        if self.kind is DFlashHead and SLIDING in (layer.get("layer_types") or ()) and not stated:
+            raise files.error(
+                "config.json has no sliding_window_non_causal, whose default is true in vLLM and false in speculators: add it"
+            )
         causal = config.get("causal") or (False if config.get("sliding_window_non_causal") else None)
+        causal = causal if layer.get("is_causal") is None else layer["is_causal"]  # as vLLM does
         return self.shared_config(files, layer, config | {"target_layer_ids": ids, "causal": causal}, target)
 
     def usual_layout(self, files: HeadFiles) -> bool:
-        return self.kind is DSparkHead
+        return files.trained_here and self.kind is DSparkHead  # the package's default is false, also for DSpark
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         assert isinstance(head, DFlashHead)
@@ -111,6 +117,8 @@ class SpeculatorsDFlash(DFlashFormat):
         layer = {name: value for name, value in config.items() if name in head.config.to_dict()}
         layer |= {name: block[name] for name in ("layer_types", "sliding_window", "use_sliding_window")}
         layer |= {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+        # vLLM's DSpark reads only this; without it, its sliding layers are causal and all others are not.
+        layer |= {} if head.causal is None else {"is_causal": head.causal}
         return package_config(head.kind, config["architectures"], head, layer, target) | {
             BLOCK_IDS: head.layers,
             "causal": bool(head.causal),

@@ -19,7 +19,7 @@ from foredraft.heads.target_model.cache_directory import file_sha256
 HEAD = "head"  # directory in that of a run, and of each of its checkpoints
 # The files of a head in any layout: a repository contains those of the newest head, and no others.
 HEAD_FILES = (*WEIGHTS, "*.safetensors", "adapter_*", "config.json", "config.yaml", "metrics.json", "report.html")
-TEXTS = ["*.json", "*.md"]
+TEXTS = ["*.json", "*.md", "mask_embedding.pt"]  # the last is refused, and never opened
 REASONS = {
     401: "the token is not valid (401): log in with `hf auth login`, or set HF_TOKEN",
     403: "the token lacks permission (403): use one that may read, or write, that repository",

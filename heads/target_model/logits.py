@@ -35,6 +35,10 @@ class LogitScaling(NamedTuple):
         divisor, factor = settings.get("logits_scaling"), settings.get("logit_scale")
         return cls(divisor or None, factor or None, settings.get("final_logit_softcapping"))
 
+    @property
+    def multiplier(self) -> float:
+        return (self.factor or 1.0) / (self.divisor or 1.0)
+
     def __call__(self, logits: Tensor) -> Tensor:
         """Scale the output of an lm_head."""
         logits = logits if self.divisor is None else logits / self.divisor

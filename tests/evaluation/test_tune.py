@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from foredraft.heads import save_head
 from foredraft.inference.evaluation import tuning
@@ -92,6 +93,28 @@ def test_every_engine_gets_its_own_settings(deep):
 def test_blocks_are_drafted_whole_where_an_engine_has_no_number_for_them(deep):
     commands = tune.settings([[1, 2, 0], [3, 1024, 2]], 2, "mine/head", make_head("dflash", deep), deep)
     assert "SGLang" not in commands and "[[1, 2, 0], [3, 1024, 2]]" in commands["vLLM"]
+
+
+def test_shorter_blocks_are_other_drafts_unless_they_are_causal(deep):
+    """Engines run a block of as many positions as drafts are wanted, and the anchor, through all layers."""
+    head = make_head("dflash", deep)
+    assert tune.shorter_blocks(head, head.depth) == "" == tune.shorter_blocks(make_head("jetspec", deep), 2)
+    assert tune.shorter_blocks(make_head("eagle3", deep), 2) == ""
+    assert "shorten the block to 3 positions" in tune.shorter_blocks(head, 2)
+    inputs = head.inputs(deep.embed(torch.tensor([5])))
+    short, whole = (drafts_of(head, inputs[:, :size]) for size in (3, head.block_size))
+    assert (short - whole[:, :3]).abs().max() > 1e-3
+
+
+def drafts_of(head, block: torch.Tensor) -> torch.Tensor:
+    """Return the last hidden states of a block without text before it, by the rule of vLLM and llama.cpp."""
+    cos, sin = head.rotary(torch.arange(block.shape[1])[None], 64, block.dtype)
+    with torch.no_grad():
+        for layer in head.own_layers:
+            q, k, v, _ = layer.self_attn.project(layer.inputs(block)[0], cos, sin)
+            attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            block = layer.feed_forward(block, layer.self_attn.project_out(attended))
+    return head.norm(block)
 
 
 def test_many_requests_of_long_prompts_are_timed_together(target):

@@ -14,7 +14,9 @@ from foredraft.heads import Target, load_head
 from foredraft.heads.checkpoint import read_head
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.formats import engines
+from foredraft.heads.formats.layer_ids import IDS
 from foredraft.heads.p_eagle import PEagleHead
+from foredraft.heads.target_model.logits import LogitScaling
 from foredraft.inference import Engine, Request, drafter_for
 from foredraft.train import parity_gate
 from tests.support import golden
@@ -34,7 +36,7 @@ GOLDEN: dict[str, tuple] = {
     "specforge_dspark": ("dspark", [2, 4], 3, True, False),
     "specforge_domino": ("domino", [2, 4], 4, True, False),
     "speculators_dflash": ("dflash", [2, 4], 4, False, False),
-    "speculators_dspark": ("dspark", [2, 4], 4, True, False),
+    "speculators_dspark": ("dspark", [2, 4], 4, False, False),
 }
 
 
@@ -117,21 +119,27 @@ def test_a_layout_is_what_the_files_say_or_else_what_their_architecture_is(deep,
 def vllm_causal(config: dict, layer: int) -> bool:
     """Return whether a layer is causal inside a block for vLLM 0.32, whose rule for a config.json of DFlash is written down
     anew."""
-    if "sliding_window_non_causal" in config:  # of the speculators package
-        return not config["sliding_window_non_causal"]
-    said = config["dflash_config"].get("causal")
-    return config["layer_types"][layer] == "sliding_attention" if said is None else said
+    inner = config.get("transformer_layer_config", config)
+    said = inner.get("is_causal")
+    if said is None and config.get("speculators_model_type") == "dflash":
+        said = not config.get("sliding_window_non_causal", True)
+    elif said is None:
+        said = inner.get("dflash_config", {}).get("causal")  # none in DSpark of the speculators package
+    return inner["layer_types"][layer] == "sliding_attention" if said is None else said
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *((kind, "vllm") for kind in ("dflash", "dflash anchor first", "jetspec", "dflash2", "dflash pruned")),
-        *((kind, "speculators") for kind in ("dflash", "jetspec", "dflash pruned")),
+        *((kind, "vllm") for kind in ("dflash", "jetspec", "dflash2", "dflash pruned", "dspark")),
+        *((kind, "speculators") for kind in ("dflash", "jetspec", "dflash pruned", "dspark")),
     ],
 )
-def test_vllm_masks_a_block_as_it_was_trained(deep, tmp_path, kind, name):
-    head = make_head(kind, deep)
+@pytest.mark.parametrize("changes", [{}, {"window": 6}, {"causal": True}])
+def test_vllm_masks_a_block_as_it_was_trained(deep, tmp_path, kind, name, changes):
+    if name == "speculators" and "window" in changes:
+        changes = changes | {"causal": True}  # else its sliding layers, and no others, would be causal: refused
+    head = make_head(kind, deep, **changes | ({"draft_vocab_size": None} if kind == "dflash2" else {}))
     write_export(name, head, deep, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for layer in range(head.cache_layers):
@@ -140,7 +148,7 @@ def test_vllm_masks_a_block_as_it_was_trained(deep, tmp_path, kind, name):
 
 def test_a_window_that_vllm_would_take_for_another_is_refused(deep):
     with pytest.raises(ValueError, match=r"causal in all layers or in none, .* \(head.window=\d+\): use format=vllm"):
-        engines.export_for("speculators", make_head("dflash anchor first", deep), deep)
+        engines.export_for("speculators", make_head("dflash", deep, window=6), deep)
 
 
 SLIDING = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 4, "use_sliding_window": True}
@@ -153,6 +161,8 @@ WINDOWS = [  # layout, what its config says of windows in words of several engin
     ("zlab", SLIDING | {"sliding_window": 9}, {"swa_window_size": 4}, True),
     ("zlab", SLIDING, {"use_swa": False, "swa_window_size": None}, True),
     ("speculators_dflash", SLIDING, {"sliding_window_non_causal": False}, True),
+    ("speculators_dflash", SLIDING | {"is_causal": True}, {"sliding_window_non_causal": True}, True),
+    ("speculators_dspark", SLIDING | {"is_causal": False}, {}, False),
     ("speculators_dflash", SLIDING, {"sliding_window_non_causal": True}, False),
 ]
 
@@ -184,6 +194,48 @@ def test_a_head_that_was_exported_here_has_no_note_on_scaled_embeddings(deep, tm
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "foredraft"}))
     with pytest.warns(UserWarning, match="rows of an embedding that"):
+        read_head(tmp_path, deep)
+
+
+def test_dflash2_is_told_what_a_target_scales_and_caps(deep, tmp_path, monkeypatch):
+    """Compare the selector's scores with vLLM's rule: rows and logits are scaled by settings, and otherwise not at all."""
+    monkeypatch.setattr(Target, "embed", lambda self, tokens: 8 * self.model.get_input_embeddings()(tokens))
+    monkeypatch.setattr(deep, "scaled", LogitScaling(divisor=None, factor=None, cap=2.0))
+    head = make_head("dflash2", deep, draft_vocab_size=None)
+    write_export("vllm", head, deep, tmp_path)
+    block = json.loads((tmp_path / "config.json").read_text())["dflash_config"]
+    tokens, hidden = torch.tensor([[5, head.mask_token_id]]), torch.randn(1, 3, golden.H)
+    rows = deep.embeddings[tokens] * block["input_embedding_scale"]
+    torch.testing.assert_close(head.inputs(deep.embed(tokens[:, 0]))[:, :2], rows)
+    raw = deep.model.get_output_embeddings()(hidden) * block.get("output_multiplier", 1.0)
+    cap = block["final_logit_softcapping"]
+    torch.testing.assert_close(head.base_logits(hidden), cap * torch.tanh(raw / cap))
+    config = read_head(tmp_path, deep).to_config()
+    assert config == head.to_config() and block["input_embedding_scale"] == pytest.approx(8.0)
+    monkeypatch.setattr(deep, "scaled", LogitScaling(divisor=None, factor=None, cap=None))
+    with pytest.raises(ValueError, match=r"final_logit_softcapping=2.0, and .* has 0.0"):
+        read_head(tmp_path, deep)
+
+
+def test_a_window_whose_masking_engines_take_by_their_own_defaults_is_refused(deep, tmp_path):
+    config, weights, file = golden.make("speculators_dflash", deep)
+    del config["sliding_window_non_causal"]
+    read_head(golden.write(tmp_path, config, weights, file), deep)  # all of its layers see everything
+    config["transformer_layer_config"].update(SLIDING)
+    with pytest.raises(ValueError, match="no sliding_window_non_causal, whose default is true in vLLM and false"):
+        read_head(golden.write(tmp_path, config, weights, file), deep)
+
+
+def test_layers_named_in_vllms_place_too_are_compared(load):
+    """Check files as nvidia's, which name them in both places: a contradiction is refused (test_refused_files.py)."""
+    head, _ = load("zlab", lambda config: config.update({IDS: [2, 4, 6]}))
+    assert head.layers == [2, 4, 6]
+
+
+def test_an_embedding_of_the_mask_token_in_a_file_is_not_ignored(deep, tmp_path):
+    golden.write(tmp_path, *golden.make("zlab", deep))
+    (tmp_path / "mask_embedding.pt").write_bytes(b"never opened")
+    with pytest.raises(ValueError, match=r"mask_embedding\.pt next to it replaces the mask token's embedding"):
         read_head(tmp_path, deep)
 
 

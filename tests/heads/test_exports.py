@@ -12,10 +12,13 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from foredraft.heads import Target, save_head
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import read_head
+from foredraft.heads.formats import engine_checks as checks
 from foredraft.heads.formats import engines
 from foredraft.heads.formats.base import embeds_rows
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.hydra import HydraHead
+from foredraft.heads.latent_attention import LatentAttention
+from foredraft.heads.target_model.logits import LogitScaling
 from foredraft.train import publish
 from tests.support import golden
 from tests.support.head_factory import build_head, make_head, same, write_export
@@ -35,11 +38,11 @@ FORMATS = {  # that take a head of this kind
     "hydra_pp": "hydra",
     "dflash": "vllm sglang speculators transformers",
     "dflash pruned": "vllm speculators",
-    "dflash anchor first": "vllm sglang",
-    "jetspec": "vllm sglang speculators",
+    "jetspec": "vllm speculators",
     "dflash2": "vllm",
     "dspark": "vllm sglang speculators",
     "dspark pruned": "speculators",
+    "dspark in place": "vllm speculators",
     "dspark gated": "sglang",
     "dspark rnn": "sglang",
     "domino": "sglang",
@@ -52,6 +55,9 @@ WHOLE = {"draft_vocab_size": None}  # what some engines insist on
 CHANGES = {
     "xpress uneven": {"kind": "xpress", "block_size": 4, "xpress_rank": 6, "xpress_mlp_hidden": 10},
     "medusa": WHOLE,
+    "dflash2": WHOLE,
+    "dflash2 pruned": {"kind": "dflash2", "draft_vocab_size": 200},
+    "dspark in place": {"kind": "dspark", "sample_from_anchor": False},
     "hydra": WHOLE,
     "hydra_pp": WHOLE | {"mlp_layers": 2},
     "eagle3 qk_norm window": {"kind": "eagle3", "qk_norm": True, "window": 11},
@@ -60,6 +66,18 @@ CHANGES = {
         "rope": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
         "kind": "eagle3",
     },
+    "eagle3 attention_factor": {
+        "rope": {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 64,
+            "attention_factor": 1.5,
+            "truncate": False,
+        },
+        "kind": "eagle3",
+    },
+    "eagle3 of the last state": {"kind": "eagle3", "target_layer_ids": [2, 4, 8]},
+    "p_eagle of the last state": {"kind": "p_eagle", "target_layer_ids": [2, 4, 8]},
     "eagle3 of other layers": {"kind": "eagle3", "target_layer_ids": [1, 3, 5]},
     "eagle3 of two layers": {"kind": "eagle3", "target_layer_ids": [1, 5]},
     "eagle3 of the embedding": {"kind": "eagle3", "target_layer_ids": [0, 3, 5]},
@@ -150,6 +168,25 @@ REFUSED = [
     ("jetspec", "transformers", "shows each position its whole block"),
     ("dflash anchor first", "transformers", "drafts in place"),
     ("dflash pruned", "transformers", "does not support a pruned vocabulary"),
+    ("dflash anchor first", "vllm", "vLLM's DFlash drafts in place, and this head anchor first"),
+    ("dflash anchor first", "sglang", "SGLang's DFlash drafts in place, and this head anchor first"),
+    ("dspark in place", "sglang", "SGLang's DSpark drafts anchor first, and this head in place"),
+    (
+        "jetspec",
+        "sglang",
+        r"causal in sliding layers and bidirectional in all others, and this head \(head.causal=True",
+    ),
+    ("dflash2 pruned", "vllm", "vLLM's DFlash-2 does not support a pruned vocabulary"),
+    ("eagle3 of the last state", "vllm", r"vLLM returns the last hidden state \(8\) before its norm"),
+    ("eagle3 of the last state", "speculators", r"vLLM returns the last hidden state \(8\) before its norm"),
+    ("eagle3 of the last state", "sglang", r"SGLang returns the last hidden state \(8\) before its norm"),
+    ("p_eagle of the last state", "vllm", r"vLLM returns the last hidden state \(8\) before its norm"),
+    ("eagle3 attention_factor", "sglang", "SGLang does not read attention_factor=1.5 of this head's yarn rope"),
+    (
+        "eagle3 attention_factor",
+        "gguf",
+        "llama.cpp does not read attention_factor=1.5, truncate=False of this head's yarn",
+    ),
     ("eagle3 of other layers", "eagle", r"takes hidden states \[2, 4, 5\] .* this head takes \[1, 3, 5\]"),
     ("eagle3 of two layers", "sglang", "fuses three layers"),
     ("eagle3 of the embedding", "sglang", "hidden state 0"),
@@ -185,6 +222,52 @@ def test_one_process_of_a_sharded_target_can_write_the_card(deep, monkeypatch):
         shared.model, "get_input_embeddings", lambda: Gemma3TextScaledWordEmbedding(9, 4, 0, embed_scale=2.0)
     )
     assert not embeds_rows(shared)
+
+
+def test_corrections_are_not_added_to_logits_that_the_target_scales(deep, monkeypatch):
+    """Engines add a head's corrections to raw outputs of the lm_head, here they follow the target's scale and cap."""
+    monkeypatch.setattr(deep, "scaled", LogitScaling(divisor=8.0, factor=None, cap=None))
+    for kind, names in (("dspark", "vllm speculators sglang gguf"), ("domino", "sglang"), ("xpress", "vllm")):
+        for name in names.split():
+            with pytest.raises(
+                ValueError, match=r"corrections to outputs of the target's lm_head, .* train head=dflash"
+            ):
+                engines.export_for(name, ours(kind, deep), deep)
+    for kind, name in (("dspark pruned", "vllm"), ("dflash", "vllm"), ("eagle3", "sglang")):
+        engines.export_for(name, ours(kind, deep), deep)
+
+
+def test_texts_end_where_vllm_would_change_a_longrope(deep, monkeypatch):
+    """vLLM 0.32 takes the long factors for every position if its longest text is longer than the boundary."""
+    for kind, name in (("eagle3", "vllm"), ("dflash", "speculators")):
+        head = ours(kind, deep)
+        assert "--max-model-len" not in engines.export_for(name, head, deep).use
+        monkeypatch.setattr(
+            head.config, "rope_parameters", {"rope_type": "longrope", "original_max_position_embeddings": 64}
+        )
+        export = engines.export_for(name, head, deep)
+        assert (
+            export.command(head, "T", "H").endswith(" --max-model-len 64") and "unless texts end at 64" in export.note
+        )
+    assert "--max-model-len" not in engines.export_for("sglang", head, deep).use
+
+
+def test_latent_attention_in_vllm_has_no_norm_before_fc(deep):
+    head = ours("eagle3", deep)
+    assert checks.vllm_latent(head, deep) is None
+    head.layer.self_attn = LatentAttention.__new__(LatentAttention)  # all that is looked at
+    assert checks.vllm_latent(head, deep) is None
+    head.input_norm = torch.nn.Identity()
+    with pytest.raises(ValueError, match="latent attention supports neither norm_before_fc nor use_aux_hidden_state"):
+        checks.vllm_latent(head, deep)
+
+
+def test_a_part_of_a_head_that_rotates_is_not_written_where_all_of_it_would(deep, monkeypatch):
+    head = ours("dflash", deep)
+    monkeypatch.setitem(head.config.rope_parameters, "partial_rotary_factor", 0.5)
+    engines.export_for("vllm", head, deep)
+    with pytest.raises(ValueError, match="SGLang's block drafting rotates whole queries and keys"):
+        engines.export_for("sglang", head, deep)
 
 
 def test_layers_that_zankners_code_would_tie_are_not_written(deep):

@@ -21,6 +21,7 @@ from foredraft.heads.formats.files import read
 from foredraft.heads.formats.gguf import tensors
 from foredraft.heads.formats.gguf.tensors import DTYPES, FILE
 from foredraft.heads.mtp import MTPHead
+from foredraft.heads.target_model.logits import LogitScaling
 from foredraft.scripts import export
 from foredraft.train import gguf_gate, parity_gate
 from tests.support import nightly_but
@@ -110,6 +111,21 @@ def test_llama3_turns_by_factors_in_the_file(embedded, tmp_path):
     with pytest.warns(UserWarning, match="rope_parameters"):
         again = read_head(tmp_path, embedded)
     assert again.config.rope_parameters["rope_type"] == "llama3"
+
+
+def test_a_block_is_told_what_its_target_scales_and_caps(embedded, tmp_path, monkeypatch):
+    """Check targets other than Gemma, too; llama.cpp's DFlash-2 adds scores to logits, all others only compare them."""
+    rows = embedded.model.get_input_embeddings()
+    monkeypatch.setattr(Target, "embed", lambda self, tokens: 8 * rows(tokens))
+    monkeypatch.setattr(embedded, "scaled", LogitScaling(divisor=4.0, factor=None, cap=30.0))
+    head = make_head("dflash2", embedded, selector_top_k=13)
+    write(head, embedded, tmp_path)
+    keys = contents(tmp_path / FILE)["keys"]
+    names = "embedding_scale", "logit_scale", "final_logit_softcapping"
+    assert [keys[f"dflash.{name}"][1] for name in names] == pytest.approx([8.0, 0.25, 30.0])
+    monkeypatch.setattr(Target, "embed", lambda self, tokens: rows(tokens) + 1)
+    with pytest.raises(ValueError, match=r"llama.cpp can only scale rows of the target's embedding, and .* does more"):
+        engines.export_for("gguf", head, embedded)
 
 
 REFUSED = [

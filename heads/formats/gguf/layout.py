@@ -37,6 +37,7 @@ from foredraft.heads.formats.gguf.vocabulary import add_vocabulary
 from foredraft.heads.formats.mtp import MTPFormat
 from foredraft.heads.mtp import MTPHead, shift_norms
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.embedding import embedding_scale
 from foredraft.heads.target_model.files import stored_tensors
 
 Head = Eagle3Head | DFlashHead | MTPHead
@@ -217,8 +218,13 @@ def add_block_settings(writer: Any, head: DFlashHead, target: Target) -> None:
     if isinstance(head, DFlash2Head):
         for name, value in head.own.items():
             writer.add_uint32(f"dflash.{name}", value)
-    if target.config.model_type.startswith("gemma"):  # its embeddings are scaled, but stored unscaled
-        writer.add_embedding_scale(target.hidden_size**0.5)
+        if target.scaled.multiplier != 1:
+            writer.add_logit_scale(target.scaled.multiplier)
+        if target.scaled.cap:
+            writer.add_final_logit_softcapping(target.scaled.cap)
+    scale = embedding_scale(target)
+    if scale not in (None, 1):  # Gemma's embeddings are scaled, but stored unscaled
+        writer.add_embedding_scale(scale)
     writer.add_array("dflash.target_layers", head.layers)
     if head.window is not None:
         writer.add_sliding_window(head.window)
