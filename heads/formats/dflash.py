@@ -201,9 +201,9 @@ class DFlash2Format(DFlashFormat):
     def shared_config(
         self, files: HeadFiles, layer: dict[str, Any], block: dict[str, Any], target: Target
     ) -> dict[str, Any]:
-        for name, ours in ({} if files.trained_here else scales(target)).items():
-            theirs = block.get(name, SCALES[name]) or 0.0
-            if ours is None or not math.isclose(theirs, ours, rel_tol=1e-2):
+        for name, ours in scales(target).items():
+            theirs = block.get(name, ours if files.trained_here else SCALES[name])
+            if not (theirs is None if ours is None else math.isclose(theirs or 0.0, ours, rel_tol=1e-2)):
                 raise files.error(f"config.json has {name}={theirs}, and {target.name} has {ours}")
         config = super().shared_config(files, layer, block, target)
         if config["dflash_config"]["causal"] is None and SLIDING in config["layer_types"] and not files.trained_here:

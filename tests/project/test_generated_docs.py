@@ -16,6 +16,7 @@ SAID = {
     "sglang": ValueError("train it with head.bias=false"),
     "gguf": ValueError("no"),
     "speculators": ValueError("no"),
+    "transformers": ValueError("no"),
 }
 
 
@@ -35,7 +36,7 @@ def test_a_generated_part_can_be_made(name: str, arguments: str) -> None:
 
 def test_what_exporters_say_is_shown() -> None:
     row = docs_heads.support().splitlines()[-1]
-    assert row == "| [eagle3](eagle3.md) | yes | yes | yes | [with conditions](eagle3.md#export) | – | – |"
+    assert row == "| [eagle3](eagle3.md) | yes | yes | yes | [with conditions](eagle3.md#export) | – | – | – |"
     page = docs_heads.engines("eagle3")
     assert "| `format=vllm` | `vllm serve ORG/NAME` | a note |" in page and "- `format=gguf`: no." in page
 
