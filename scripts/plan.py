@@ -16,7 +16,7 @@ from foredraft.heads.target_model.loading import resolve_dtype
 from foredraft.heads.target_model.resolve_path import gguf_of, resolve_path
 from foredraft.heads.target_model.sharding import COLLECTIVE
 from foredraft.train.checks import check_context_parallel
-from foredraft.train.runtime.memory_plan import BITS, memory_per_gpu, strategy_of, study
+from foredraft.train.runtime.memory_plan import memory_per_gpu, stored_quantization, strategy_of, study
 
 
 def read_config(target: str, gguf_file: str | None = None) -> Any:
@@ -40,13 +40,15 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     """Return gib: {line: (GiB per GPU, how)}; total; tokens_per_second and hours; disk (bytes of aux hidden states)."""
     if "head" not in cfg:
         raise ValueError("head=auto is a search, which only train/run.py does: name a head")
-    if cfg.target.quantization and cfg.target.quantization not in BITS:
-        raise ValueError(f"target.quantization={cfg.target.quantization} is not one of {', '.join(BITS)}")
+    if cfg.target.quantization not in (None, "4bit", "8bit"):
+        raise ValueError(f"target.quantization={cfg.target.quantization} is not one of 4bit, 8bit")
     if cfg.target.sharding not in (None, *COLLECTIVE):
         raise ValueError(f"target.sharding={cfg.target.sharding}: a plan knows {', '.join(COLLECTIVE)}, or null")
     if cfg.head._target_.startswith("foredraft.heads.draft_model."):
         raise ValueError("head=draft_model is a separate model, and a plan counts heads: plan one of those")
     config = read_config(cfg.target.path, cfg.target.get("gguf_file"))
+    quantization = cfg.target.quantization or stored_quantization(config)
+    cfg = cast(DictConfig, OmegaConf.merge(cfg, {"target": {"quantization": quantization}}))
     dtype = torch.bfloat16 if cfg.target.dtype == "auto" else resolve_dtype(cfg.target.dtype)
     head, body, target = study(cfg, config, dtype)
     found = memory_per_gpu(cfg, head, body, target)
@@ -71,7 +73,9 @@ def fitting(cfg: DictConfig) -> tuple[str, float] | None:
     rows = cfg.trainer.per_device_train_batch_size * cfg.trainer.gradient_accumulation_steps
     changes = [f"trainer.per_device_train_batch_size=1 trainer.gradient_accumulation_steps={rows}", "strategy=fsdp"]
     changes += ["head.draft_vocab_size=32000"] if cfg.head.get("draft_vocab_size", 0) is None else []
-    changes += ["target.sharding=fsdp", "target.quantization=8bit", "target.quantization=4bit"]
+    changes += ["target.sharding=fsdp"]
+    if stored_quantization(read_config(cfg.target.path, cfg.target.get("gguf_file"))) is None:
+        changes += ["target.quantization=8bit", "target.quantization=4bit"]
     shares = strategy_of(cfg) in ("ddp", "fsdp") and cfg.target.sharding != "tensor"
     changes += [f"context_parallel={count}" for count in (2, 4, 8) if shares and cfg.gpus % count == 0]
     changes += [f"max_length={cfg.max_length // 2}", f"max_length={cfg.max_length // 4}", "hidden_states=server"]

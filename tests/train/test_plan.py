@@ -172,6 +172,31 @@ def test_a_head_that_drafts_in_blocks_is_planned(tiny_path: Path, kind: str):
     assert found["gib"]["activations"][0] > 0 and found["head_parameters"] > 0
 
 
+@pytest.mark.parametrize(
+    "stored, bits",
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
+        ({"quant_method": "awq", "bits": 4}, 4.5),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 8),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5),
+        ({"quant_method": "unknown"}, 16),
+    ],
+)
+def test_a_quantized_checkpoint_is_planned_as_it_is_stored(stored: dict, bits: float, tiny_path: Path, tmp_path: Path):
+    """Without this, FP8 checkpoints would need twice their memory. Another quantization on top is not a remedy."""
+    settings = json.loads((tiny_path / "config.json").read_text())
+    found = []
+    for name, more in (("whole", {}), ("stored", {"quantization_config": stored})):
+        (file := tmp_path / f"{name}.json").write_text(json.dumps(settings | more))
+        cfg = composed("plan", f"target.path={file}", *SIZE, "head.draft_vocab_size=128")
+        found.append(memory_plan.study(cfg, plan.read_config(str(file)), torch.bfloat16)[1].ends)
+        found.append(plan.plan(cfg)["gib"]["target weights"][0] * memory_plan.GIB)
+        change = plan.fitting(OmegaConf.merge(cfg, {"gpu_gib": plan.plan(cfg)["total"] - 1e-9}))
+        assert change is None or name == "whole" or bits == 16 or "quantization" not in change[0]
+    ends, whole, _, held = found
+    assert (held - ends) / (whole - ends) == pytest.approx(bits / 16)
+
+
 @pytest.mark.parametrize("kind", ["deepseek_v3", "gemma4_text"])
 def test_a_token_uses_few_of_many_experts(small: DictConfig, tmp_path: Path, kind: str):
     """Check every name in configs: a token's work does not grow with the number of experts."""

@@ -27,6 +27,7 @@ GIB = 2**30
 NODE = 8  # GPUs of a node, over which a target is spread
 RESERVE = 1.5  # GiB per GPU for the driver's context, NCCL's buffers and the allocator's gaps
 BITS = {"4bit": 4.5, "8bit": 8.0, "mxfp4": 4.25}  # bits per weight, including its scales
+STORED = {"mxfp4": "mxfp4", "fp8": "8bit", "fbgemm_fp8": "8bit"}  # by the quant_method of configs that count no bits
 SHARDS = {  # of a head's weights, gradients and optimizer state: which lie in pieces, one per process?
     "single": (False, False, False),
     "ddp": (False, False, False),
@@ -73,6 +74,19 @@ class Body(NamedTuple):
     working: float  # bytes, while it runs over a batch
     flops: float  # per batch
     parameters: int
+
+
+def stored_quantization(config: PretrainedConfig) -> str | None:
+    """Return the key of `BITS` for a checkpoint that is quantized itself; None for one that is not, or not in this way. A
+    GPU without the kernels holds these weights dequantized, which needs more."""
+    about = config.to_dict().get("quantization_config") or {}
+    if about.get("quant_method") in STORED:
+        return STORED[about["quant_method"]]
+    groups = about.get("config_groups") or {}  # compressed-tensors
+    counted = [about.get("bits"), *((group.get("weights") or {}).get("num_bits") for group in groups.values())]
+    counted += [bits for bits in (4, 8) if about.get(f"load_in_{bits}bit")]
+    most = max((bits for bits in counted if isinstance(bits, int)), default=16)
+    return "4bit" if most <= 4 else "8bit" if most <= 8 else None
 
 
 def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tuple[Head, Body, Target]:
