@@ -44,6 +44,7 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"lengths={list(cfg.lengths)} is for prompts=held_out and prompts=long, not {cfg.prompts}")
     if cfg.limit < 0:
         raise ValueError(f"limit={cfg.limit} must be at least 1, or 0 for all prompts")
+    prompt_sets.check_name(cfg.prompts)
     output = Path(cfg.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     with hold(output, "output_dir"):

@@ -21,6 +21,7 @@ from foredraft.inference.drafters import HeadTree, chain_of, drafter_for
 from foredraft.inference.evaluation.measure import run
 from foredraft.inference.evaluation.tuning import Tuning, reached_depths, seconds_by_drafts
 from foredraft.scripts.evaluate import find_prompts
+from foredraft.train.data import prompt_sets
 from foredraft.train.runtime.environment import facts_of_measurement
 
 VLLM, VLLM_KEY = "vLLM", "num_speculative_tokens"
@@ -33,6 +34,7 @@ def main(cfg: DictConfig) -> None:
             raise ValueError(f"{name}={list(cfg[name])}: give ascending numbers from 1 on")
     if cfg.steps < 1 or cfg.temperature < 0:
         raise ValueError(f"steps={cfg.steps} must be at least 1, and temperature={cfg.temperature} at least 0")
+    prompt_sets.check_name(cfg.prompts)
     Path(cfg.output).parent.mkdir(parents=True, exist_ok=True)  # before anything is measured
     target: Target = instantiate(cfg.target)
     head = load_head(cfg.drafter.path, target)

@@ -131,6 +131,7 @@ def test_questions_about_long_texts_have_the_lengths_that_are_asked_for(run, tar
         ("[30, 200]: 30 tokens do not hold a text and a question", "lengths=[30,200]"),
         ("prompts=long is for evaluate, with lengths such as", "lengths=[]"),
         ("for prompts=held_out and prompts=long, not gsm8k", "lengths=[9]", "prompts=gsm8k"),
+        ("prompts=gsm9k is neither a file", "lengths=[]", "prompts=gsm9k", "target.path=not_loaded"),
     ):
         assert message in run(*given, "prompts=long", *more, f"output_dir=out{len(message)}").err
 

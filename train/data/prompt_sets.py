@@ -49,15 +49,20 @@ class Prompt(NamedTuple):
     cut: int = 0  # tokens of its beginning that were cut off, for the context to hold the rest and the answer
 
 
+def check_name(name: str) -> None:
+    """Raise ValueError for prompts that are not known, before a target is loaded."""
+    known = [*OF_DATA, "spec_bench", *SETS]
+    if name not in known and not Path(name).is_file():
+        raise ValueError(f"prompts={name} is neither a file nor one of {', '.join(known)}")
+
+
 def questions(name: str, limit: int | None) -> list[Question]:
     """Read the questions of a set or a file; at most `limit`, spread evenly. Raise ValueError for an unknown name or row."""
-    if name not in SETS and name != "spec_bench" and not Path(name).is_file():
-        if name in OF_DATA:
-            raise ValueError(
-                f"prompts={name} is made of `data`, which evaluate and tune read: give a file, spec_bench or mt_bench"
-            )
-        known = ", ".join([*OF_DATA, "spec_bench", *SETS])
-        raise ValueError(f"prompts={name} is neither a file nor one of {known}")
+    check_name(name)
+    if name in OF_DATA:
+        raise ValueError(
+            f"prompts={name} is made of `data`, which evaluate and tune read: give a file, spec_bench or mt_bench"
+        )
     read_rows = list(rows(name))
     present = [row for row in read_rows if PLACEHOLDER not in str(row.value)]
     found = [question(row, Path(name).stem) for row in present]
