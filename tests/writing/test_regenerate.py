@@ -201,6 +201,18 @@ def test_an_answer_with_half_a_character_costs_its_row_only(tmp_path: Path):
     assert "half a character" in half["error"] and "error" not in good
 
 
+def test_questions_about_images_are_left_out_and_counted(tmp_path: Path):
+    """The target would answer without having seen them."""
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}]
+    shown = [{"messages": [{"role": "user", "content": parts}]}]
+    shown.append({"messages": [{"role": "user", "content": "<image> What is it?"}], "images": ["a.png"]})
+    rows = [*shown, {"messages": [{"role": "user", "content": "What is 1 + 1?"}]}]
+    file, dropped = tmp_path / "rows.jsonl", dict[str, int]()
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [one.turns[0]["content"] for one in questions(Source(str(file)), dropped)] == ["What is 1 + 1?"]
+    assert dropped == {"images, which the target would answer without seeing them": 2}
+
+
 def test_raw_texts_are_asked_about_where_there_are_tasks(tmp_path: Path):
     rows = [{"text": "first"}, {"prompt": "a question"}, {"text": "second"}, {"text": "third"}]
     file, dropped = tmp_path / "rows.jsonl", dict[str, int]()

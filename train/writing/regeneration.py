@@ -22,7 +22,7 @@ from foredraft.heads.target_model import Target
 from foredraft.inference.request import Request
 from foredraft.inference.sampling import SamplingParams
 from foredraft.train.data.chat_template import ChatFormat
-from foredraft.train.data.columns import declared, template_options
+from foredraft.train.data.columns import declared, has_images, template_options
 from foredraft.train.data.layouts import Message, SkippedRow
 from foredraft.train.data.layouts import turns as as_turns
 from foredraft.train.data.sources import Source
@@ -67,6 +67,8 @@ def questions(source: Source, dropped: dict[str, int], tasks: Sequence[str] = ()
     for row in source.rows():
         try:
             messages = source.conversation(row)
+            if isinstance(row.value, dict) and has_images(row.value, source.messages):
+                raise SkippedRow("images, which the target would answer without seeing them")
             said = ask_about(messages, number, tasks) if isinstance(messages, str) else messages
             before = itertools.takewhile(lambda message: message["role"] != "tool", said)
             turns = [message for message in before if message["role"] != "assistant"]
