@@ -28,6 +28,7 @@ class FollowedHead:
         self.worker.heads[self.engine] = self.prefix + name
 
     async def follow(self) -> None:
+        said = ""  # of what went wrong, which a broken disk would repeat at every poll
         while True:
             await asyncio.sleep(POLL)
             try:
@@ -35,7 +36,9 @@ class FollowedHead:
                 if name not in ("", self.name):  # an empty file is still being written
                     await self.serve(name)
             except OSError as error:  # such as a full disk
-                log.warning("%s cannot be read or corrected: %s", self.file, error)
+                if said != str(error):
+                    log.warning("%s cannot be read or corrected: %s", self.file, error)
+                said = str(error)
 
     async def serve(self, name: str) -> None:
         """Serve with this head. If it cannot be loaded, correct the file."""

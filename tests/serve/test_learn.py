@@ -1,6 +1,7 @@
 """`foredraft learn` and `serve learn=true`: what is kept of the traffic, when another head serves, and that answers notice
 nothing."""
 
+import asyncio
 import json
 import shutil
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ import torch
 
 from foredraft.heads import Target, save_head
 from foredraft.inference.drafters import load_drafter
+from foredraft.inference.drafters.base import NoDrafter
+from foredraft.inference.serve import followed_head
+from foredraft.inference.serve.followed_head import FollowedHead
 from foredraft.train import learn
 from foredraft.train.judge import decode, rows_of, train_overrides
 from foredraft.train.learn import Learner, acceptance, acceptance_difference, run_process, start_process, texts_of, wait
@@ -402,6 +407,23 @@ def test_a_log_with_a_limit_starts_again(tiny_path: Path, folder: Path):
 def test_what_cannot_learn_is_said_in_a_sentence(tiny_path: Path, folder: Path, arguments, sentence):
     done = script("scripts/serve.py", f"target={tiny_path}", "learn=true", *arguments, cwd=folder)
     assert done.code == 2 and sentence in done.err and not (folder / "learned" / "current").exists()
+
+
+def test_what_a_server_cannot_read_is_said_once(tmp_path: Path, monkeypatch, caplog):
+    """Look every millisecond, three times at an unreadable file, then at another fault."""
+    worker: Any = SimpleNamespace(engines=["engine"], heads={})
+    (file := tmp_path / "current").write_text("head-1")
+    head = FollowedHead(worker, 0, file, lambda path: NoDrafter())
+    faults = iter([OSError("damaged")] * 3 + [OSError("full"), asyncio.CancelledError()])
+
+    def read_text(path: Path, **_: Any) -> str:
+        raise next(faults)
+
+    monkeypatch.setattr(followed_head, "POLL", 0.001)
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(head.follow())
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == ["damaged", "full"]
 
 
 def test_one_program_at_a_time_learns_in_a_directory(folder: Path, tiny_path: Path):
