@@ -40,8 +40,8 @@ NEEDS_TARGET = (
 )
 
 
-def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Main], Callable[[], None]]:
-    """Make `main(cfg)` the command line program of `<config_dir>/<config_name>.yaml`."""
+def entry(config_name: str) -> Callable[[Main], Callable[[], None]]:
+    """Make `main(cfg)` the command line program of conf/<config_name>.yaml."""
 
     def decorate(main: Main) -> Callable[[], None]:
         @functools.wraps(main)
@@ -49,10 +49,10 @@ def entry(config_name: str, config_dir: Path = CONF) -> Callable[[Main], Callabl
             reach_this_machine()
             args = parse()
             program = args.config_name or config_name
-            with sentences(), opened(config_dir, args.config_dir):
+            with sentences(), opened(args.config_dir):
                 if args.help:
                     about = docstring(Path(inspect.getfile(main)))
-                    print(describe(about, program, args.words, config_dir, args.config_dir))
+                    print(describe(about, program, args.words, args.config_dir))
                     return
                 jobs = checked_jobs(program, overrides_of(program, args.words), args.multirun)
                 if args.cfg:
@@ -109,7 +109,7 @@ def show_help(command: str, file: Path) -> None:
         print(f"usage: foredraft {command}\n\n{about}")
         return
     with sentences():
-        text = describe(about, program, args.words, CONF, args.config_dir)
+        text = describe(about, program, args.words, args.config_dir)
         print(re.sub("^usage: .*", "usage: foredraft demo", text) if command == "demo" else text)
 
 

@@ -46,12 +46,12 @@ OmegaConf.register_new_resolver("by_preset", by_preset, replace=True)
 
 
 @contextlib.contextmanager
-def opened(folder: str | Path = CONF, more: str | None = None) -> Iterator[Any]:
-    """Let Hydra find yaml in `folder`, then in the bench's and in `more`, as long as this lasts. Gives its loader."""
+def opened(more: str | None = None) -> Iterator[Any]:
+    """Let Hydra find yaml in conf/, then in the bench's and in `more`, as long as this lasts. Gives its loader."""
     if more is not None:
-        check_additions(Path(folder), Path(more))
+        check_additions(Path(more))
     hydra.version.setbase(None)
-    path = create_config_search_path(str(folder))
+    path = create_config_search_path(str(CONF))
     for other in (BENCH_CONF, more):
         if other is not None and os.path.isdir(other):
             path.append("foredraft", f"file://{os.path.abspath(other)}", anchor=SearchPathQuery("main", None))
@@ -63,13 +63,13 @@ def opened(folder: str | Path = CONF, more: str | None = None) -> Iterator[Any]:
         GlobalHydra.instance().hydra, HydraConfig.instance().cfg = before
 
 
-def check_additions(folder: Path, more: Path) -> None:
-    """Raise ValueError if the user's directory is missing, or has a file that the one of the same name in `folder` hides."""
+def check_additions(more: Path) -> None:
+    """Raise ValueError if the user's directory is missing, or has a file that the one of the same name in conf/ hides."""
     if not more.is_dir():
         raise ValueError(f"--config-dir={more} is not a directory")
     for path in (*sorted(more.glob("*.yaml")), *sorted(more.glob("*/*.yaml"))):
         name = path.relative_to(more)
-        if (folder / name).is_file():
+        if (CONF / name).is_file():
             raise ValueError(
                 f"--config-dir={more} has {name}, which foredraft has too and would read instead: rename it"
             )

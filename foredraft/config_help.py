@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from foredraft.config import flat, opened
-from foredraft.words import CONF, overrides_of
+from foredraft.words import overrides_of
 
 COLUMN, OPTION = 44, 24  # where meanings of keys start, and width of an option
 HIDDEN = {"_target_", "_partial_", "_convert_"}
@@ -40,9 +40,9 @@ class Explained(NamedTuple):
     header: list[str]  # comment lines that the program's yaml starts with
 
 
-def explain(program: str, words: list[str], folder: Path = CONF, more: str | None = None) -> Explained:
+def explain(program: str, words: list[str], more: str | None = None) -> Explained:
     """Read a program's config and the comments of its files."""
-    with opened(folder, more) as loader:
+    with opened(more) as loader:
         overrides = overrides_of(program, words)
         cfg = loader.load_configuration(program, overrides, RunMode.RUN)
         parts = loader.compute_defaults_list(program, overrides, RunMode.RUN).defaults
@@ -71,12 +71,12 @@ def explain(program: str, words: list[str], folder: Path = CONF, more: str | Non
     return Explained(cfg, meanings, choices, options, header(text(program)))
 
 
-def describe(about: str, program: str, words: list[str], folder: Path = CONF, more: str | None = None) -> str:
+def describe(about: str, program: str, words: list[str], more: str | None = None) -> str:
     """Return the help of a program with the choices and values that were typed: its usage, the keys that a user needs, or
     all of them if `all` was typed, and one line for every option of every group. about: the docstring of the program."""
     everything = "all" in words
     words = [word for word in words if word != "all"]
-    cfg, meanings, choices, options, above = explain(program, words, folder, more)
+    cfg, meanings, choices, options, above = explain(program, words, more)
     first, _, rest = about.partition("\n")
     text = f"{first.partition(':  ')[0].rstrip('.:')}."
     values = leaves(cfg)

@@ -99,6 +99,7 @@ RENAMED: dict[str, str | tuple[str, ...]] = {
 }
 
 OF_MEDUSA2 = "it was a setting of head=medusa2, which was removed"
+PUSH = "foredraft push sends a finished head, with a license and after a dry run"
 # Keys and choices that are gone -> why, and the remedy.
 REMOVED = {
     "drafter.confidence": "it belonged to drafter.tree=adaptive. Use drafter.tree=auto, which measures what pays",
@@ -113,6 +114,8 @@ REMOVED = {
     "loss=coupled": "it gained nothing over loss=kl_div. Use that",
     "head=uno": "it cost two forwards of the target per step. Use head=dflash",
     "optimizer.head_multiplier": OF_MEDUSA2,
+    "push_private": PUSH,
+    "push_to_hub": PUSH,
     "recipe=gemma4_31b_eagle3": "use recipe=gemma4_26b_eagle3 target=google/gemma-4-31B-it",
     "recipe=glm52_eagle3": "use recipe=glm5_eagle3 target=zai-org/GLM-5.2",
     "recipe=qwen3_8b_eagle31": "use recipe=qwen3_8b_eagle3 head=eagle3_1",

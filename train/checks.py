@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from foredraft.heads import hub
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.formats.native import subclasses
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.images import reads_images
 from foredraft.train import losses, parity_gate
-from foredraft.train.data import long_prompts, prompt_sets
+from foredraft.train.data import prompt_sets
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts
 from foredraft.train.data.documents import Document
 from foredraft.train.runtime import distributed
@@ -34,8 +33,6 @@ def check_config(cfg: DictConfig) -> None:
     for name in ("final_num_prompts", "timed_prompts", "prompt_tokens", "max_new_tokens"):
         if cfg.eval[name] < 1:
             raise ValueError(f"eval.{name}={cfg.eval[name]} must be at least 1")
-    if cfg.push_to_hub is not None:
-        hub.check_name(cfg.push_to_hub)
     if cfg.lora_r is not None and cfg.init_from is None:
         raise ValueError(f"lora_r={cfg.lora_r} adapts a head that was trained before: give it as init_from")
     rank = cfg.lora_r or cfg.get("head", {}).get("lora_r")  # head=auto has no head of the run
@@ -93,13 +90,6 @@ def check_target(cfg: DictConfig, target: Target) -> None:
             f"target.sharding={target.sharding} lets all processes write together, and they come to the end of a text one by "
             "one: fresh_text=true needs target.sharding=null"
         )
-    whole = cfg.hidden_states.get("load_full_target", True)
-    if cfg.push_to_hub is not None and (target.is_collective or not whole):
-        keys = f"target.sharding={target.sharding}" if target.is_collective else "hidden_states.load_full_target=false"
-        raise ValueError(
-            f"push_to_hub={cfg.push_to_hub}: a head is pushed with what was measured, by one process with all of the target, "
-            f"and this run has {keys}: push the finished head with scripts/push.py"
-        )
 
 
 def check_data(cfg: DictConfig, target: Target, data: Corpus) -> None:
@@ -124,12 +114,6 @@ def check_data(cfg: DictConfig, target: Target, data: Corpus) -> None:
         raise ValueError(
             f"self_generated_tokens={cfg.self_generated_tokens}: the target writes after text alone: give 0"
         )
-    if settings.lengths:
-        if target.context is not None and max(settings.lengths) + settings.max_new_tokens > target.context:
-            raise ValueError(
-                f"eval.lengths={list(settings.lengths)}: the target reads {target.context}, its answer included"
-            )
-        long_prompts.texts_of(target.text_tokenizer, data, settings.num_prompts, settings.lengths)
     tested = []
     if has_prompts(data.test):
         tested = prompt_sets.held_out(target.text_tokenizer, data, settings.final_num_prompts, tokens)

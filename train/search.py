@@ -65,7 +65,7 @@ def search(cfg: DictConfig) -> None:
                 print(f"round {number} of {len(sizes)}: {name}", flush=True)
                 trial = copy.deepcopy(run)
                 trial.eval.steps, trial.eval.check_float32 = 0, False
-                trial.eval.final_num_prompts, trial.push_to_hub = trial.eval.timed_prompts, None
+                trial.eval.final_num_prompts = trial.eval.timed_prompts
                 folder = directory / f"round-{number}" / name
                 try:
                     speeds[name] = speed(trial, share, folder, target, chosen_on, directory)

@@ -54,7 +54,7 @@ NOT_HERE = {  # arguments of Trainer that would change nothing here, and what do
         ("auto_find_batch_size", "set trainer.per_device_train_batch_size (foredraft plan counts what fits)"),
         ("use_liger_kernel liger_kernel_config neftune_noise_alpha", "it is for a model with embeddings: omit it"),
         ("data_seed", "set data_seed, without trainer."),
-        ("push_to_hub", "set push_to_hub=ORG/NAME, without trainer."),
+        ("push_to_hub", "foredraft push sends a finished head"),
         ("resume_from_checkpoint", "the same command resumes a run"),
     )
     for name in names.split()

@@ -13,8 +13,7 @@ from foredraft.heads import load_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
 from tests.support.head_factory import edit, same
-from tests.support.hub_server import TOKEN
-from tests.support.processes import SMALL, Ended, succeeded
+from tests.support.processes import Ended, succeeded
 
 
 @pytest.fixture
@@ -100,14 +99,3 @@ def test_push_as_it_is_typed(script, trained, server, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong-but-secret")
     ended = script(*given)
     assert ended.code == 2 and "hf auth login" in ended.err and "secret" not in ended.out + ended.err
-
-
-@pytest.mark.nightly
-def test_a_training_pushes_what_it_ends_with(tiny_path: Path, folder: Path, tmp_path: Path, here, server):
-    given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "head=medusa", "eval.check_float32=false"]
-    given += ["trainer.max_steps=2", "eval.steps=0", "push_to_hub=org/mine", "push_private=false"]
-    ended = succeeded(here(*given))
-    assert "parity gate passed" in ended.out and TOKEN not in ended.out + ended.err
-    sent = server.repos["org/mine"]
-    weights = (tmp_path / "outputs/medusa/head/model.safetensors").read_bytes()
-    assert not sent.private and sent.files["model.safetensors"] == weights and "report.html" in sent.files

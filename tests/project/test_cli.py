@@ -18,7 +18,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from foredraft import __main__ as foredraft
-from foredraft import renamed_keys
+from foredraft import config, renamed_keys
 from foredraft.cli import NEEDS_TARGET, entry, reach_this_machine
 from foredraft.config import flat, nearest
 from foredraft.config_help import TABLES, comments, describe, described, header, listed
@@ -59,11 +59,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         (tmp_path / "conf" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "conf" / name).write_text(text)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
 
     def run(*arguments: str, body: Callable[[DictConfig], None] = lambda cfg: None) -> tuple[int, list[DictConfig]]:
         seen = []
 
-        @entry("tiny", config_dir=tmp_path / "conf")
+        @entry("tiny")
         def main(cfg: DictConfig) -> None:
             OmegaConf.resolve(cfg)
             seen.append(cfg)

@@ -94,8 +94,6 @@ def test_a_run_on_stored_states_needs_no_layers(
     assert "states are of another run (data_hash is " in said
     said = complaint(here(*given, *runs["again"], "self_generated_tokens=64", "output_dir=more"))
     assert said.startswith("only the ends of the target are loaded, and this needs its layers")
-    said = complaint(here(*given, *runs["again"], "push_to_hub=me/head", "output_dir=more"))
-    assert said.startswith("push_to_hub=me/head: a head is pushed with what was measured")
 
 
 def test_what_is_spread_over_devices_is_the_layers(here, tiny_path: Path, folder: Path):

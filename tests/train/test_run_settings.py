@@ -60,7 +60,7 @@ def test_a_resumed_run_may_change_what_is_measured_and_nothing_that_is_trained()
         trainer.weight_decay trainer.max_grad_norm trainer.bf16 self_generated_tokens
     """)
     assert [name for name in trained if run_state.free(name)] == []
-    assert all(map(run_state.free, ("eval.steps", "trainer.max_minutes", "trainer.report_to", "push_to_hub")))
+    assert all(map(run_state.free, ("eval.steps", "trainer.max_minutes", "trainer.report_to", "keep_checkpoints")))
 
 
 def test_a_step_has_the_rows_of_all_processes(monkeypatch):

@@ -62,7 +62,7 @@ def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Pa
         ("gradient_checkpointing", True, "lower trainer.per_device_train_batch_size"),
         ("auto_find_batch_size", True, "set trainer.per_device_train_batch_size"),
         ("use_liger_kernel", True, "it is for a model with embeddings"),
-        ("push_to_hub", True, "set push_to_hub=ORG/NAME, without trainer."),
+        ("push_to_hub", True, "foredraft push sends a finished head"),
     ],
 )
 def test_an_argument_that_would_be_ignored_is_refused(tmp_path: Path, name: str, value: object, remedy: str):

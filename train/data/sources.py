@@ -165,7 +165,7 @@ def shards(file: Path) -> list[Shard]:
         if file.suffix == ".parquet":
             raise ValueError(f"{file} is not a Parquet file: its first bytes are {begins[:4]!r}, not b'PAR1'")
         if file.suffix == ".arrow":
-            return [partial(arrow, file)]
+            return [partial(arrow, file, None, 0)]
         if begins.startswith(b"\x1f\x8b"):
             return [partial(compressed, file)]
         if begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
@@ -231,28 +231,19 @@ def parquet_shards(file: Path) -> list[Shard]:
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{file} is not a readable Parquet file: {' '.join(str(error).split())[:300]}") from error
     rows = [facts.row_group(group).num_rows for group in range(facts.num_row_groups)]
-    return [partial(parquet, file, group, sum(rows[:group])) for group in range(len(rows))]
+    return [partial(arrow, file, group, sum(rows[:group])) for group in range(len(rows))]
 
 
-def parquet(file: Path, group: int, first: int) -> Iterator[Row]:
-    """Read a group of rows, of which `first` come before."""
+def arrow(file: Path, group: int | None, first: int) -> Iterator[Row]:
+    """Read a group of rows of a Parquet file, of which `first` rows come before, or all of a file that `datasets` saved."""
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(file) as opened:
-            parts = opened.iter_batches(row_groups=[group], batch_size=256)
-            yield from table((row for part in parts for row in part.to_pylist()), first)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from error
-
-
-def arrow(file: Path) -> Iterator[Row]:
-    """Read a file that `datasets` saved."""
-    import pyarrow
-
-    try:
-        with pyarrow.memory_map(str(file)) as opened, pyarrow.ipc.open_stream(opened) as parts:
-            yield from table((row for part in parts for row in part.to_pylist()), 0)
+        if group is None:
+            parts: Any = pyarrow.ipc.open_stream(pyarrow.memory_map(str(file)))
+        else:
+            parts = pyarrow.parquet.ParquetFile(file).iter_batches(row_groups=[group], batch_size=256)
+        yield from table((row for part in parts for row in part.to_pylist()), first)
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from error
 

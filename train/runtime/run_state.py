@@ -19,7 +19,7 @@ SPREAD |= {f"trainer.{name}" for name in ("per_device_train_batch_size", "gradie
 SPREAD |= {"written_tokens"}  # a resumed run reads the text that it has
 SAME_RUN = SPREAD | {"output_dir"}
 # What may change when a stopped run is resumed: what is logged, measured and kept, and for how long it trains.
-FREE = {"eval", "push_to_hub", "push_private", "keep_checkpoints", "data.num_proc", "hidden_states.verify"}
+FREE = {"eval", "keep_checkpoints", "data.num_proc"}
 FREE |= {f"trainer.{name}" for name in ("report_to", "logging_steps", "save_steps", "save_total_limit")}
 FREE |= {"trainer.profile", "trainer.max_steps", "trainer.max_minutes", "trainer.num_train_epochs"}
 FREE |= {"trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor"}
