@@ -54,7 +54,9 @@ class SamplingParams:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0")
         for token, value in self.logit_bias:
             if not value < float("inf"):
-                raise ValueError(f"logit_bias={{{token}: {value}}} must be a finite number, or -inf, which bans the token")
+                raise ValueError(
+                    f"logit_bias={{{token}: {value}}} must be a finite number, or -inf, which bans the token"
+                )
 
     @property
     def filters(self) -> bool:

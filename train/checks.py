@@ -15,7 +15,7 @@ from foredraft.heads.formats.native import subclasses
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.images import reads_images
 from foredraft.train import losses, parity_gate
-from foredraft.train.data import prompt_sets
+from foredraft.train.data import long_prompts, prompt_sets
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts
 from foredraft.train.data.documents import Document
 from foredraft.train.runtime import distributed
@@ -114,6 +114,12 @@ def check_data(cfg: DictConfig, target: Target, data: Corpus) -> None:
         raise ValueError(
             f"self_generated_tokens={cfg.self_generated_tokens}: the target writes after text alone: give 0"
         )
+    if settings.lengths:
+        if target.context is not None and max(settings.lengths) + settings.max_new_tokens > target.context:
+            raise ValueError(
+                f"eval.lengths={list(settings.lengths)}: the target reads {target.context}, its answer included"
+            )
+        long_prompts.texts_of(target.text_tokenizer, data, settings.num_prompts, settings.lengths)
     tested = []
     if has_prompts(data.test):
         tested = prompt_sets.held_out(target.text_tokenizer, data, settings.final_num_prompts, tokens)

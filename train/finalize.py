@@ -19,11 +19,11 @@ from foredraft.heads.base import DraftHead, ParallelHead
 from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub.card import aligned, measured, model_card
 from foredraft.heads.target_model import Target
-from foredraft.inference.drafters import AutoTree, load_drafter
+from foredraft.inference.drafters import AutoTree, Drafter, load_drafter
 from foredraft.inference.drafters.policy import HeadTree
 from foredraft.inference.evaluation import results as benchmark_results
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text
-from foredraft.inference.evaluation.measure import NOT_CHECKED, check_identical
+from foredraft.inference.evaluation.measure import NOT_CHECKED, check_identical, run
 from foredraft.inference.evaluation.report import Report, write_report
 from foredraft.inference.evaluation.results import (
     ALL,
@@ -35,10 +35,10 @@ from foredraft.inference.evaluation.results import (
     acceptance,
     accepted_shares,
 )
-from foredraft.inference.generation import generate
+from foredraft.inference.generation import generate, tokens_per_forward
 from foredraft.train import held_out, publish
 from foredraft.train.checks import save_checked
-from foredraft.train.data import data_card, prompt_sets
+from foredraft.train.data import data_card, long_prompts, prompt_sets
 from foredraft.train.data.corpus import Corpus, Held, has_chats, has_prompts
 from foredraft.train.data.packing import Packed
 from foredraft.train.module import DistillationModel
@@ -192,6 +192,8 @@ def measure(
     if settings.check_float32:
         tokens = [row.tokens for row in rows]
         metrics |= check_identical(target, load, tokens, settings.max_new_tokens, has_chats(data.test))
+    if settings.lengths:
+        metrics["acceptance_length_by_context"] = by_context(target, fixed, data, settings)
     if data.test_sets:  # of a mix, loops included
         drafted = Table(benchmark.lines.lines, benchmark.texts, TEMPERATURES[0]).batched[FIXED].values()
         metrics["acceptance_length_by_set"] = lengths = dict[str, float | None]()
@@ -199,6 +201,18 @@ def measure(
             tau = acceptance([line for line in drafted if texts[line["text"]].category == name])
             lengths[name] = None if tau is None else round(tau, 4)
     return metrics, results, list(benchmark_results.samples(benchmark))
+
+
+def by_context(target: Target, drafter: Drafter, data: Corpus, settings: Any) -> dict[str, float]:
+    """Return the acceptance length after texts of each of the lengths."""
+    texts = long_prompts.texts_of(target.text_tokenizer, data, settings.num_prompts, settings.lengths)
+    prompts = long_prompts.continued(target.text_tokenizer, texts, settings.lengths)
+    figures = {}
+    for name in dict.fromkeys(prompt.category for prompt in prompts):
+        rows = [prompt.tokens for prompt in prompts if prompt.category == name]
+        generations = run(target, drafter, rows, settings.max_new_tokens, f"decoding after {name}")
+        figures[name] = round(tokens_per_forward(generations), 4)
+    return figures
 
 
 def measured_prompts(target: Target, rows: list[list[int]], settings: Any, minutes: float) -> tuple[int, int]:

@@ -109,14 +109,16 @@ def lists(metrics: dict) -> Rows:
         # A depth without a number keeps its place, so that later ones name the right depth.
         return ["-" if finite(share) is None else percent(share) for share in metrics.get(key) or ()]
 
-    lengths = {name: finite(value) for name, value in (metrics.get("acceptance_length_by_set") or {}).items()}
+    def lengths(key: str) -> list[str]:
+        values = ((name, finite(value)) for name, value in (metrics.get(key) or {}).items())
+        return [f"{name} {value:.2f}" for name, value in values if value is not None]
+
     parts = {name: finite(seconds) for name, seconds in (metrics.get("step_seconds") or {}).items()}
     lists_by_label = {
         "held-out agreement, by depth": shares("held_out_agreement"),
         "accepted share, by depth": shares("accepted_per_depth"),
-        "acceptance length, by data set": [
-            f"{name} {value:.2f}" for name, value in lengths.items() if value is not None
-        ],
+        "acceptance length, by data set": lengths("acceptance_length_by_set"),
+        "acceptance length, by context": lengths("acceptance_length_by_context"),
         "time of a decoding step": [f"{name} {duration(part)}" for name, part in parts.items() if part is not None],
     }
     return [(label, ", ".join(values)) for label, values in lists_by_label.items() if values]

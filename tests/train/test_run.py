@@ -31,6 +31,7 @@ from foredraft.train.writing.written_rows import RowFile
 from tests.support.processes import (
     HELD,
     SMALL,
+    SMALL_EAGLE3,
     Ended,
     complaint,
     end,
@@ -285,6 +286,18 @@ def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPa
         stop.restore()
     assert stop.stopped
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_run_can_end_with_acceptance_by_context(here, tiny_path: Path, folder: Path, tmp_path: Path):
+    given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "trainer.max_steps=1"]
+    fast = ["eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]
+    ended = succeeded(here(*given, *fast, "eval.lengths=[16,48]"))
+    found = json.loads((tmp_path / "out/metrics.json").read_text())["acceptance_length_by_context"]
+    assert list(found) == ["16 tokens", "48 tokens"] and all(1 <= value <= 9 for value in found.values())
+    line = "acceptance length, by context"
+    assert line in ended.out and line in (tmp_path / "out/head/README.md").read_text()
+    for length, said in ((240, "of at least 240 tokens"), (254, "the target reads 256, its answer included")):
+        assert said in complaint(here(*given, f"eval.lengths=[{length}]", "output_dir=other"))
 
 
 # Self-generated text
