@@ -48,5 +48,7 @@ def log_results(trainer: Trainer, config: str, metrics: dict[str, Any]) -> None:
     trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, figures | {"config": config})
     if "wandb" in trainer.args.report_to:
         import wandb
+        import yaml
 
+        wandb.config.update({"foredraft": yaml.safe_load(config)}, allow_val_change=True)  # its runs are compared by that
         wandb.finish()  # else another run of this process (-m, head=auto) would write into this one
