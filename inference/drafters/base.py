@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from foredraft.heads.caches.kv_cache import to_device
 from foredraft.inference.sampling import Sampling
-from foredraft.inference.tree import TokenTree, chain, from_parents
+from foredraft.inference.tree import TokenTree, from_parents
 
 if TYPE_CHECKING:
     from foredraft.inference.drafters.cached_tree import CachedTree
@@ -209,17 +209,6 @@ def bonus_only(accepted: Accepted) -> TokenTree:
     tokens = bonus_tokens(accepted)
     zeros = tokens.new_zeros(tokens.shape)
     return TokenTree(tokens, zeros, tokens.new_ones(*tokens.shape, 1).bool(), zeros)
-
-
-def chains(accepted: Accepted, drafts: list[list[int]]) -> TokenTree:
-    """Return one branch per sequence: `drafts` after its bonus token, which may differ in length."""
-    longest = max(map(len, drafts))
-    if longest == 0:
-        return bonus_only(accepted)
-    rows = [
-        [text[-1], *draft, *[-1] * (longest - len(draft))] for text, draft in zip(accepted.text, drafts, strict=True)
-    ]
-    return chain(to_device(rows, accepted.tokens.device))
 
 
 def trees(accepted: Accepted, drafts: list[list[tuple[int, int]]], depth: int) -> TokenTree:
