@@ -39,17 +39,20 @@ class Drafter(ABC):
     depth: int  # maximum number of levels of its next tree
     nodes: int  # maximum number of nodes of all its trees, including the bonus token
     branches: bool = True  # whether its trees may be more than chains
+    sampling: Sampling  # the settings of the batch
     parts: "Sequence[Drafter]" = ()  # the drafters that it consists of
     remembers_others: bool = False  # whether its drafts may contain text of other requests, which must not be shown
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         """Start a new generation and forget the last one. capacity: maximum tokens of a sequence, including drafts."""
+        self.sampling = sampling
         for part in self.parts:
             part.begin(batch, capacity, sampling)
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
         """Replace the batch by the sequences of these slots; None is a new one, whose prompt its `cached_drafters` have
         prefilled up to the newest token. Drafters without state per sequence can ignore this."""
+        self.sampling = sampling
         for part in self.parts:
             part.select_sequences(slots, capacity, sampling)
 
