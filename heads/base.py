@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from foredraft.heads import llama_config, vocab
+from foredraft.heads.attention.masks import text_mask
 from foredraft.heads.attention.row_parts import RowParts
 from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.layers import ScaledLinear
@@ -69,9 +70,7 @@ class PackedBatch(NamedTuple):
     def mask(self) -> Tensor:
         """Return the attention mask (batch, length, length) bool: each token sees itself and earlier tokens of its
         document."""
-        length = self.tokens.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool, device=self.tokens.device).tril()
-        return (self.documents[:, :, None] == self.documents[:, None, :]) & causal
+        return text_mask(self.document_starts())[:, 0]
 
     def document_starts(self) -> Tensor:
         """Return (batch, length) int64, the first column of each token's document. This is `mask` in memory linear in
@@ -122,7 +121,7 @@ class DraftHead(nn.Module, ABC):
 
     kind: str
     cache_layers: int = 0  # decoder layers whose keys and values of the text are cached
-    format: ClassVar[str] = "foredraft's own"  # file format, for messages
+    format: ClassVar[str] = "foredraft's own"  # title of its files if nobody publishes their layout
     disk_prefixes: ClassVar[dict[str, str]] = {}  # prefixes of weight names here -> on disk, if they differ
     layers: list[int]  # ids of the aux hidden states, numbered as in heads/target_model/model.py
     depth: int  # deepest draft that it was trained for

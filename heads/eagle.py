@@ -114,7 +114,6 @@ class EagleHead(HiddenStateHead):
     and SGLang: fc, layers.0.*. The embedding and the lm_head belong to the target and are not saved."""
 
     kind = "eagle"
-    format = "EAGLE-1 as SafeAILab and SGLang read it (LlamaForCausalLMEagle)"
     disk_prefixes: ClassVar[dict[str, str]] = {"layer.": "layers.0."}
 
     def __init__(self, config: dict[str, Any]):

@@ -65,7 +65,6 @@ class Eagle3Head(LayerHead):
     SafeAILab, vLLM and SGLang: fc, midlayer.*, norm, lm_head, d2t, t2d."""
 
     kind = "eagle3"
-    format = "EAGLE-3 as SafeAILab, vLLM and SGLang read it (LlamaForCausalLMEagle3)"
     disk_prefixes: ClassVar[dict[str, str]] = {"layer.": "midlayer."}
     layer: MidLayer
 

@@ -79,7 +79,6 @@ class HydraHead(RecurrentHead):
     accident and saves them once each; here they are separate layers."""
 
     kind, depth_key = "hydra", "num_heads"
-    format = "Hydra as zankner/Hydra names its weights, in safetensors"
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()

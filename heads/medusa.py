@@ -19,7 +19,6 @@ class MedusaHead(ParallelHead):
     {i}.{j}.linear.*, {i}.{blocks}.weight."""
 
     kind, depth_key = "medusa", "num_heads"
-    format = "Medusa-1 as FasterDecoding names its weights, in safetensors"
 
     def __init__(self, config: dict[str, Any]):
         super().__init__()

@@ -34,7 +34,6 @@ class PEagleHead(BlockHead):
     mask_hidden, fc, layers.{i}.*, norm, lm_head, d2t, t2d."""
 
     kind, depth_key = "p_eagle", "num_depths"
-    format = "P-EAGLE as vLLM reads it (LlamaForCausalLMEagle3 with mask_hidden)"
     disk_prefixes: ClassVar[dict[str, str]] = {"blocks.": "layers."}
     config: LlamaConfig
 

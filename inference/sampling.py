@@ -67,7 +67,7 @@ class SamplingParams:
 class Sampling(NamedTuple):
     """Hold the settings of a batch as tensors, (batch, 1, 1) each; None if no sequence uses a setting.
 
-    A captured step accepts any values, because they are tensors. Its graphs depend only on `key`.
+    A captured step accepts any values, because they are tensors. Its graphs depend only on `largest_k`, the last field.
     """
 
     temperature: Tensor | None  # float32; 0 for greedy sequences, None if all are greedy
@@ -111,19 +111,6 @@ class Sampling(NamedTuple):
             bias,
             min(vocab, max(SMALL_K, power_of_two(largest_k))),
         )
-
-    @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor | None], key: int) -> "Sampling":
-        """Rebuild the settings from the inputs of a captured function."""
-        return cls(*tensors, key)  # type: ignore[call-arg,arg-type]
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return self[:8]
-
-    @property
-    def key(self) -> int:
-        return self.largest_k
 
     def process(self, logits: Tensor, counts: Tensor | None, seen: Tensor | None) -> Tensor:
         """Apply penalties and biases to logits (batch, n, vocab). counts: int64 of the same shape, occurrences of each token

@@ -95,9 +95,9 @@ class TargetSampler:
         # How many tokens top-p considers: on a host as many as each node needs, because nothing waits for a device.
         on_host = logits.device.type == "cpu" and not graphs.active
         for candidates in (None,) if on_host else (TOP_P_CANDIDATES, self.vocab):
-            how = self.sampling.key, candidates, depth
+            how = self.sampling.largest_k, candidates, depth
             choose = partial(choose_and_verify, add_noise, *how)
-            verification, valid = graphs(("verify", *how), choose, logits, *state, *tree, *self.sampling.tensors)
+            verification, valid = graphs(("verify", *how), choose, logits, *state, *tree, *self.sampling[:-1])
             outcome = to_host(verification, valid if failed is None else valid.masked_fill(failed, Validity.INVALID))
             if Validity.TOO_FEW not in outcome.valid:
                 break
@@ -125,7 +125,7 @@ def host_copy(tree: TokenTree) -> HostCopy:
 
 def choose_and_verify(
     add_noise: Callable[[Tensor], None] | None,
-    key: int,
+    largest_k: int,
     candidates: int | None,
     depth: int,
     logits: Tensor,
@@ -135,7 +135,7 @@ def choose_and_verify(
     for single nodes and without `gumbel`. candidates: as in `Sampling.warp`."""
     gumbel, seen, counts, allowed, starts, first, ends, *parts = state
     tree: Any = TokenTree(*parts[:4])  # type: ignore[arg-type]
-    sampling = Sampling.from_tensors(parts[4:], key)
+    sampling = Sampling(*parts[4:], largest_k)  # type: ignore[call-arg,arg-type]
     if starts is not None and first is not None and ends is not None:
         too_early = starts + tree.depths < first
         logits = logits.masked_fill(too_early[..., None] & ends, float("-inf"))

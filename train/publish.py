@@ -87,7 +87,7 @@ def head_metadata(head: DraftHead, target: Target) -> dict[str, Any]:
         "layers": head.layers,
         "draft_vocab_size": None if head.draft_ids is None else len(head.draft_ids),
         "license": None,
-        "format": head.format,
+        "format": formats.default_format(head).title,
         "module": None if type(head).__module__.startswith("foredraft.") else type(head).__module__,
         # Other engines read the model as transformers saves it, not the GGUF file.
         "engines": engines(head, target, "TARGET" if target.gguf else target.name),

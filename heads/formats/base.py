@@ -69,7 +69,7 @@ class HeadFiles(NamedTuple):
 class Format(ABC):
     """Convert heads to one layout and back. An instance also knows which variant of a layout the files use."""
 
-    title: ClassVar[str]  # for messages
+    title: str  # for messages
     kind: type[DraftHead]
     is_default: ClassVar[bool] = False  # does training save heads of this kind in it?
     # Names of the weight files; .pt only if an engine requires it.

@@ -18,6 +18,7 @@ from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engine_checks as checks
 from foredraft.heads.formats.base import Format
+from foredraft.heads.formats.engine_checks import Check
 from foredraft.heads.formats.gguf.layout import GGUFFormat, NextnFormat
 from foredraft.heads.formats.gguf.tensors import DTYPES
 from foredraft.heads.formats.hydra import check_tied
@@ -100,8 +101,12 @@ def mtp_note(head: DraftHead, target: Target) -> str:
 
 def window_note(engine: str, head: DraftHead, target: Target) -> str:
     """Return what an engine that reads no window of EAGLE-3 heads does in longer texts."""
-    reads = engine in ("vLLM", "the speculators package")  # vLLM loads both
-    if reads or not isinstance(head, Eagle3Head) or head.window is None or head.window >= (target.context or 10**9):
+    if (
+        engine == "vLLM"
+        or not isinstance(head, Eagle3Head)
+        or head.window is None
+        or head.window >= (target.context or 10**9)
+    ):
         return ""
     return (
         f"{engine} does not support head.window={head.window}: in longer texts the head sees all, and fewer drafts are "
@@ -120,115 +125,111 @@ class Rule(NamedTuple):
     layout: Callable[..., Format]
     use: str
     note: str | Callable[[DraftHead, Target], str] = ""  # {target} and {kind} are filled in
-    checks: tuple[Callable[[Any, Target], None], ...] = ()
+    checks: tuple[Check, ...] = ()
 
 
 EAGLE_HEAD = partial(formats.EagleFormat, "EagleLlamaForCausalLM")
 EAGLE_CODE = partial(formats.EagleFormat, "LlamaForCausalLM", embeddings=True)
 SGLANG_EAGLE = partial(formats.EagleFormat, bias=True)
-VLLM_VANILLA = partial(checks.vanilla, "vLLM")
-VLLM_ROWS = partial(checks.plain_embeddings, "vLLM")
-VLLM_STATES = partial(checks.inner_states, "vLLM")
-VLLM_BLOCKS = VLLM_STATES, VLLM_ROWS  # of all block drafters
-VLLM_DFLASH_CHECKS = partial(checks.in_place, "vLLM's DFlash"), *VLLM_BLOCKS
-VLLM_DFLASH2_CHECKS = (
-    partial(checks.in_place, "vLLM's DFlash-2"),
-    partial(checks.full_vocabulary, "vLLM's DFlash-2"),
-    partial(checks.scaled_embeddings, "vLLM's DFlash-2"),
-    VLLM_STATES,
-)
-VLLM_CORRECTED = partial(checks.plain_logits, "vLLM"), *VLLM_BLOCKS  # of those that correct the target's logits
-XPRESS_CHECKS = (
-    partial(checks.full_vocabulary, "vLLM's xPress"),
-    partial(checks.in_place, "vLLM's xPress"),
-    *VLLM_CORRECTED,
-)
-SGLANG_STATES = partial(checks.inner_states, "SGLang")
-SGLANG_ROPE = partial(checks.usual_yarn, "SGLang", read=SGLANG_YARN)
+# Checks of several rules. Heads that correct the target's logits have those of PLAIN_LOGITS, too.
+VLLM_BLOCKS = checks.INNER_STATES, checks.PLAIN_EMBEDDINGS
+VLLM_DFLASH_CHECKS = checks.IN_PLACE, *VLLM_BLOCKS
+VLLM_DFLASH2 = checks.IN_PLACE, checks.FULL_VOCABULARY, checks.SCALED_EMBEDDINGS, checks.INNER_STATES
+VLLM_CORRECTED = checks.PLAIN_LOGITS, *VLLM_BLOCKS
+SGLANG_ROPE = partial(checks.usual_yarn, read=SGLANG_YARN)
 SGLANG_BLOCKS = (
-    partial(checks.full_vocabulary, "SGLang's block drafting"),
-    partial(checks.masking_by_type, "SGLang's block drafting"),
-    partial(checks.whole_rotation, "SGLang's block drafting"),
-    SGLANG_STATES,
+    checks.FULL_VOCABULARY,
+    checks.MASKING_BY_TYPE,
+    checks.WHOLE_ROTATION,
+    checks.INNER_STATES,
     SGLANG_ROPE,
 )
-SGLANG_CORRECTED = *SGLANG_BLOCKS, partial(checks.plain_logits, "SGLang")
-SGLANG_DFLASH = *SGLANG_BLOCKS, partial(checks.in_place, "SGLang's DFlash")
-SGLANG_DSPARK = *SGLANG_CORRECTED, partial(checks.anchor_first, "SGLang's DSpark")
+SGLANG_CORRECTED = *SGLANG_BLOCKS, checks.PLAIN_LOGITS
 SGLANG_EAGLE3 = (
-    checks.sglang_layers,
-    partial(checks.layer_flags, "SGLang", supported=SGLANG_FLAGS),
-    SGLANG_STATES,
+    *checks.SGLANG_LAYERS,
+    partial(checks.layer_flags, supported=SGLANG_FLAGS),
+    checks.INNER_STATES,
     SGLANG_ROPE,
 )
-SPECULATORS_MASKING = partial(
-    checks.one_masking, "vLLM reads heads of the speculators package as", remedy="use format=vllm"
-)
-SPECULATORS_LAYER = partial(checks.no_latent_attention, "the speculators package")
-EAGLE3_CODE = checks.eagle_layers, partial(checks.layer_flags, "SafeAILab's code"), checks.eagle_rope
-HYDRA_CHECKS = partial(checks.full_vocabulary, "zankner's code"), lambda head, target: check_tied(head)
 TRANSFORMERS_CHECKS = (
-    partial(checks.full_vocabulary, "transformers"),
-    partial(checks.in_place, "transformers"),
-    partial(checks.whole_block, "transformers"),
-    partial(checks.whole_rotation, "transformers"),
-    partial(checks.no_embedding_norm, "transformers"),
+    checks.FULL_VOCABULARY,
+    checks.IN_PLACE,
+    checks.WHOLE_BLOCK,
+    checks.WHOLE_ROTATION,
+    checks.NO_EMBEDDING_NORM,
 )
-LLAMACPP_LOGITS = partial(checks.plain_logits, "llama.cpp")
-LLAMACPP_MASKING = partial(checks.one_masking, "llama.cpp's draft models are")
-LLAMACPP_BLOCK = checks.llamacpp_layers, partial(checks.scaled_embeddings, "llama.cpp")  # of any kind
-LLAMACPP_DSPARK = *LLAMACPP_BLOCK, partial(checks.vanilla, "llama.cpp"), LLAMACPP_MASKING, LLAMACPP_LOGITS
-LLAMACPP_BLOCKS = *LLAMACPP_BLOCK, partial(checks.in_place, "llama.cpp's dflash"), LLAMACPP_MASKING
-LLAMACPP_DFLASH2 = *LLAMACPP_BLOCK, partial(checks.in_place, "llama.cpp's dflash2"), checks.llamacpp_selector
+LLAMACPP_LAYERS = checks.LLAMACPP_ROPE, checks.usual_yarn, checks.LLAMACPP_BIASES, checks.INNER_STATES
+LLAMACPP_EAGLE3 = (
+    *LLAMACPP_LAYERS,
+    checks.WHOLE_ROTATION,
+    checks.THREE_LAYERS,
+    partial(checks.layer_flags, supported=("norm_before_residual", "norm_before_fc")),
+)
+LLAMACPP_BLOCK = *LLAMACPP_LAYERS, checks.SCALED_EMBEDDINGS  # of any kind
+LLAMACPP_DFLASH_CHECKS = *LLAMACPP_BLOCK, checks.IN_PLACE, checks.ONE_MASKING
+LLAMACPP_DFLASH2 = *LLAMACPP_BLOCK, checks.IN_PLACE, checks.llamacpp_selector
+LLAMACPP_DSPARK = *LLAMACPP_BLOCK, checks.VANILLA, checks.ONE_MASKING, checks.PLAIN_LOGITS
 
 RULES: dict[str, dict[type[DraftHead], Rule]] = {
     "vLLM": {
-        Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN, (VLLM_STATES, checks.vllm_latent)),
-        EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.no_bias, VLLM_ROWS)),
+        Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN, (checks.INNER_STATES, checks.VLLM_LATENT)),
+        EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.VLLM_BIAS, checks.PLAIN_EMBEDDINGS)),
         DFlashHead: Rule(formats.DFlashFormat, VLLM, VLLM_CHAIN, VLLM_DFLASH_CHECKS),
-        DFlash2Head: Rule(formats.DFlash2Format, VLLM_DFLASH, VLLM_CHAIN, VLLM_DFLASH2_CHECKS),
-        XPressHead: Rule(formats.XPressFormat, VLLM, XPRESS, XPRESS_CHECKS),
-        DSparkHead: Rule(formats.SpeculatorsDSpark, VLLM, VLLM_CHAIN, (VLLM_VANILLA, *VLLM_CORRECTED)),
-        PEagleHead: Rule(formats.PEagleFormat, VLLM_P_EAGLE, VLLM_CHAIN, (VLLM_STATES,)),
+        DFlash2Head: Rule(formats.DFlash2Format, VLLM_DFLASH, VLLM_CHAIN, VLLM_DFLASH2),
+        XPressHead: Rule(
+            formats.XPressFormat, VLLM, XPRESS, (checks.FULL_VOCABULARY, checks.IN_PLACE, *VLLM_CORRECTED)
+        ),
+        DSparkHead: Rule(formats.SpeculatorsDSpark, VLLM, VLLM_CHAIN, (checks.VANILLA, *VLLM_CORRECTED)),
+        PEagleHead: Rule(formats.PEagleFormat, VLLM_P_EAGLE, VLLM_CHAIN, (checks.INNER_STATES,)),
     },
     "SGLang": {
         Eagle3Head: Rule(formats.Eagle3Format, SGLANG, flags_note, SGLANG_EAGLE3),
-        EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (partial(checks.plain_embeddings, "SGLang"), SGLANG_ROPE)),
-        DFlashHead: Rule(formats.DFlashFormat, SGLANG_BLOCK, SGLANG_CHAIN, SGLANG_DFLASH),
-        DSparkHead: Rule(formats.DSparkFormat, SGLANG_BLOCK, SGLANG_CHAIN, SGLANG_DSPARK),
-        DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_CORRECTED, checks.sglang_prefix)),
+        EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (checks.PLAIN_EMBEDDINGS, SGLANG_ROPE)),
+        DFlashHead: Rule(formats.DFlashFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_BLOCKS, checks.IN_PLACE)),
+        DSparkHead: Rule(formats.DSparkFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_CORRECTED, checks.ANCHOR_FIRST)),
+        DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_CORRECTED, checks.SGLANG_PREFIX)),
     },
     "the speculators package": {
-        Eagle3Head: Rule(formats.SpeculatorsFormat, SPECULATORS, BY_NAME, (SPECULATORS_LAYER, VLLM_STATES)),
-        DFlashHead: Rule(formats.SpeculatorsDFlash, SPECULATORS, BY_NAME, (SPECULATORS_MASKING, *VLLM_DFLASH_CHECKS)),
+        Eagle3Head: Rule(
+            formats.SpeculatorsFormat, SPECULATORS, BY_NAME, (checks.SPECULATORS_LATENT, checks.INNER_STATES)
+        ),
+        DFlashHead: Rule(
+            formats.SpeculatorsDFlash, SPECULATORS, BY_NAME, (checks.SPECULATORS_MASKING, *VLLM_DFLASH_CHECKS)
+        ),
         DSparkHead: Rule(
-            formats.SpeculatorsDSpark, SPECULATORS, BY_NAME, (SPECULATORS_MASKING, VLLM_VANILLA, *VLLM_CORRECTED)
+            formats.SpeculatorsDSpark,
+            SPECULATORS,
+            BY_NAME,
+            (checks.SPECULATORS_MASKING, checks.VANILLA, *VLLM_CORRECTED),
         ),
         XPressHead: Rule(
-            formats.SpeculatorsXPress, SPECULATORS, XPRESS, (SPECULATORS_MASKING, checks.whole_ratio, *VLLM_CORRECTED)
+            formats.SpeculatorsXPress,
+            SPECULATORS,
+            XPRESS,
+            (checks.SPECULATORS_MASKING, checks.SPECULATORS_RATIO, *VLLM_CORRECTED),
         ),
-        PEagleHead: Rule(formats.SpeculatorsPEagle, VLLM_P_EAGLE, P_EAGLE, (VLLM_STATES,)),
+        PEagleHead: Rule(formats.SpeculatorsPEagle, VLLM_P_EAGLE, P_EAGLE, (checks.INNER_STATES,)),
     },
     "transformers": {
         DFlashHead: Rule(formats.TransformersDFlash, TRANSFORMERS, TRANSFORMERS_CHAIN, TRANSFORMERS_CHECKS),
     },
     "SafeAILab's code": {
-        Eagle3Head: Rule(formats.Eagle3Format, EA_MODEL, "", EAGLE3_CODE),
-        EagleHead: Rule(EAGLE_CODE, EA_MODEL, "", (partial(checks.plain_embeddings, "SafeAILab's code"),)),
+        Eagle3Head: Rule(
+            formats.Eagle3Format, EA_MODEL, "", (checks.eagle_layers, checks.layer_flags, checks.EAGLE_ROPE)
+        ),
+        EagleHead: Rule(EAGLE_CODE, EA_MODEL, "", (checks.PLAIN_EMBEDDINGS,)),
     },
-    "FasterDecoding's code": {
-        MedusaHead: Rule(formats.MedusaFormat, TGI, MEDUSA, (partial(checks.full_vocabulary, "FasterDecoding's code"),))
-    },
+    "FasterDecoding's code": {MedusaHead: Rule(formats.MedusaFormat, TGI, MEDUSA, (checks.FULL_VOCABULARY,))},
     "zankner's code": {
-        HydraHead: Rule(formats.HydraFormat, HYDRA_CODE, HYDRA, HYDRA_CHECKS),
+        HydraHead: Rule(formats.HydraFormat, HYDRA_CODE, HYDRA, (checks.FULL_VOCABULARY, check_tied)),
     },
-    "a target's own file": {MTPHead: Rule(formats.MTPFormat, VLLM_MTP, mtp_note, (checks.has_checkpoint,))},
+    "a target's own file": {MTPHead: Rule(formats.MTPFormat, VLLM_MTP, mtp_note, (checks.HAS_CHECKPOINT,))},
     "llama.cpp": {
-        Eagle3Head: Rule(GGUFFormat, LLAMACPP, LLAMACPP_START, (checks.llamacpp_layers, checks.llamacpp_eagle3)),
-        DFlashHead: Rule(GGUFFormat, LLAMACPP, LLAMACPP_START, LLAMACPP_BLOCKS),
+        Eagle3Head: Rule(GGUFFormat, LLAMACPP, LLAMACPP_START, LLAMACPP_EAGLE3),
+        DFlashHead: Rule(GGUFFormat, LLAMACPP, LLAMACPP_START, LLAMACPP_DFLASH_CHECKS),
         DFlash2Head: Rule(GGUFFormat, LLAMACPP_DFLASH, LLAMACPP_START, LLAMACPP_DFLASH2),
         DSparkHead: Rule(GGUFFormat, LLAMACPP, LLAMACPP_START, LLAMACPP_DSPARK),
-        MTPHead: Rule(NextnFormat, LLAMACPP, LLAMACPP_MTP, (checks.has_checkpoint, checks.llamacpp_mtp)),
+        MTPHead: Rule(NextnFormat, LLAMACPP, LLAMACPP_MTP, (checks.HAS_CHECKPOINT, checks.llamacpp_mtp)),
     },
 }
 
@@ -244,6 +245,7 @@ FORMATS = {  # each with the description that --help shows, and who reads it
     "mtp": ("The target's own files with this MTP layer in place of theirs.", "a target's own file"),
     "gguf": ("GGUF, which llama.cpp loads; dtype= and target_gguf= are for this format.", "llama.cpp"),
 }
+LOADERS = {"the speculators package": "vLLM"}  # the engine that loads a package's files
 # Engines, and the formats that they read: a card names the first that supports the head.
 ENGINES = {
     "vLLM": ("vllm", "speculators", "mtp"),
@@ -279,11 +281,12 @@ def export_for(
             raise ValueError(f"{engine} does not read {head.kind} heads in format={name}: use format={read[0]}")
         others = ": it loads EAGLE-3, DFlash, JetSpec, DFlash-2, DSpark and MTP" if name == "gguf" else ""
         raise ValueError(f"{engine} does not support {head.kind} heads{others}")
+    loader = LOADERS.get(engine, engine)
     for verify in rule.checks:
-        verify(head, target)
+        verify(loader, head, target)
     note = rule.note if isinstance(rule.note, str) else rule.note(head, target)
     note, limit = note.format(target=target.name, kind=head.kind), longrope_limit(rule, head)
-    more = window_note(engine, head, target), LONGROPE.format(limit=limit) if limit else ""
+    more = window_note(loader, head, target), LONGROPE.format(limit=limit) if limit else ""
     arguments = (formats.default_format(head), dtype, target_gguf) if name == "gguf" else ()
     use = f"{rule.use} --max-model-len {limit}" if limit else rule.use
     return Export(rule.layout(*arguments), use, "\n".join(filter(None, (note, *more))))

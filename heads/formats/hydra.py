@@ -51,8 +51,8 @@ class HydraFormat(Format):
         return {"base_model_name_or_path": target.name} | head.to_config()
 
 
-def check_tied(head: HydraHead) -> None:
-    """Raise ValueError if zankner's code would load other weights than these: it repeats one block."""
+def check_tied(engine: str, head: Any, target: Target) -> None:
+    """Raise ValueError if the engine, zankner's code, would load other weights than these: it repeats one block."""
     if not head.cache_layers:
         return
     for number, stack in enumerate(head.hydra_mlp):
@@ -60,6 +60,6 @@ def check_tied(head: HydraHead) -> None:
         blocks = [module.state_dict() for module in list(stack)[3::2]]
         if any(not torch.equal(tensor, block[name]) for block in blocks[1:] for name, tensor in blocks[0].items()):
             raise ValueError(
-                f"zankner's code has one block in place of layers 3, 5, 7 of hydra_mlp.{number}, and this head has "
+                f"{engine} has one block in place of layers 3, 5, 7 of hydra_mlp.{number}, and this head has "
                 "trained each: it would draft with the last of them; train with head.mlp_layers=2 for that code"
             )

@@ -12,10 +12,10 @@ from foredraft.heads.target_model import Target
 
 
 class NativeFormat(Format):
-    title = "foredraft's own"
+    title = DraftHead.format
 
     def __init__(self, kind: type[DraftHead]):
-        self.kind = kind
+        self.kind, self.title = kind, kind.format
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:

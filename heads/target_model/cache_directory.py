@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,15 @@ def remember(kind: str, about: dict[str, Any], measured: Any) -> None:
         os.replace(part.name, file)
     except OSError:
         pass  # a cache that cannot be written: the next run measures again
+
+
+def measured_once(kind: str, about: dict[str, Any], measure: Callable[[], Any]) -> Any:
+    """Return what was measured before about the same facts, otherwise the result of `measure`, which is remembered."""
+    found = measured_before(kind, about)
+    if found is None:
+        found = measure()
+        remember(kind, about, found)
+    return found
 
 
 def file_sha256(path: Path) -> str:

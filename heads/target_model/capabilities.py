@@ -2,7 +2,7 @@
 of models do not tell."""
 
 import inspect
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +16,7 @@ from foredraft.heads.attention import masked as attention
 from foredraft.heads.caches import cuda_graphs
 from foredraft.heads.caches.device import device_name
 from foredraft.heads.caches.stacked_cache import StackedCache, stacks
-from foredraft.heads.target_model.cache_directory import measured_before, remember
+from foredraft.heads.target_model.cache_directory import measured_once
 from foredraft.heads.target_model.key_widths import short_widths
 
 if TYPE_CHECKING:
@@ -160,11 +160,7 @@ class Capabilities:
             "shapes": sorted({f"{tuple(each.shape)} {each.dtype}" for each in model.parameters()}),
             "attention": [model.config._attn_implementation, self.keeps_bits, self.target.masks.window],
         }
-        is_invariant = measured_before("bits", about)
-        if is_invariant is None:
-            is_invariant = is_batch_invariant(self.target)
-            remember("bits", about, is_invariant)
-        return bool(is_invariant)
+        return bool(measured_once("bits", about, partial(is_batch_invariant, self.target)))
 
 
 def check_supported(model: PreTrainedModel) -> None:

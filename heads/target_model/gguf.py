@@ -7,13 +7,13 @@ end tokens, and tensors without a place in the model.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
-from foredraft.heads.target_model.cache_directory import cache_directory, file_sha256
+from foredraft.heads.target_model.cache_directory import cache_directory, file_sha256, measured_once
 from foredraft.heads.target_model.gguf_tokenizer import build_tokenizer, end_tokens
 
 MAGIC = b"GGUF"
@@ -72,14 +72,8 @@ def digest_of(file: Path) -> str:
     """Return the start of the SHA-256 of its bytes. It is cached while size and modification time stay the same: hashing
     gigabytes takes seconds."""
     status = file.stat()
-    state = f"{file.resolve()} {status.st_size} {status.st_mtime_ns}"
-    note = cache_directory() / "gguf" / "digests" / hashlib.sha256(state.encode()).hexdigest()[:16]
-    if note.is_file() and (cached := note.read_text().strip()):
-        return cached
-    digest = file_sha256(file)[:16]
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(digest)
-    return digest
+    about = {"file": str(file.resolve()), "bytes": status.st_size, "modified": status.st_mtime_ns}
+    return str(measured_once("digests", about, partial(file_sha256, file)))[:16]
 
 
 def read_metadata(file: Path) -> tuple[dict[str, Any], Any]:

@@ -11,7 +11,7 @@ from foredraft.heads.attention import masked
 from foredraft.heads.attention.masks import additive_mask
 from foredraft.heads.caches.device import device_name
 from foredraft.heads.caches.kv_cache import KEY_BLOCK
-from foredraft.heads.target_model.cache_directory import measured_before, remember
+from foredraft.heads.target_model.cache_directory import measured_once
 
 CANDIDATES = range(32, KEY_BLOCK, 32)  # on a Zen 4, those from 224 to 352 do not give the bits of 512
 DIMS, ROWS = (32, 64, 128, 256), (4, 12, 32, 200)  # sizes of heads, and numbers of queries, that are measured
@@ -30,13 +30,14 @@ def measured_widths(dtype: torch.dtype, softcap: float | None) -> list[int]:
     """Return `short_widths` as measured now or before."""
     about = {"device": device_name(torch.device("cpu")), "torch": torch.__version__, "dtype": str(dtype)}
     about |= {"softcap": str(softcap), "candidates": str(CANDIDATES)}
-    found: list[int] | None = measured_before("widths", about)
-    if found is None:
-        found = list(CANDIDATES)
+
+    def measure() -> list[int]:
+        widths = list(CANDIDATES)
         for dim, rows in product(DIMS, ROWS):
-            found = widths_like_block(found, dim, rows, dtype, softcap)
-        remember("widths", about, found)
-    return found
+            widths = widths_like_block(widths, dim, rows, dtype, softcap)
+        return widths
+
+    return list(measured_once("widths", about, measure))
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from foredraft.heads.caches.kv_cache import to_device
 from foredraft.inference.sampling import Sampling
-from foredraft.inference.tree import TokenTree, chain, from_parents
+from foredraft.inference.tree import TokenTree, from_parents
 
 if TYPE_CHECKING:
     from foredraft.inference.drafters.cached_tree import CachedTree
@@ -39,17 +39,20 @@ class Drafter(ABC):
     depth: int  # maximum number of levels of its next tree
     nodes: int  # maximum number of nodes of all its trees, including the bonus token
     branches: bool = True  # whether its trees may be more than chains
+    sampling: Sampling  # the settings of the batch
     parts: "Sequence[Drafter]" = ()  # the drafters that it consists of
     remembers_others: bool = False  # whether its drafts may contain text of other requests, which must not be shown
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         """Start a new generation and forget the last one. capacity: maximum tokens of a sequence, including drafts."""
+        self.sampling = sampling
         for part in self.parts:
             part.begin(batch, capacity, sampling)
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
         """Replace the batch by the sequences of these slots; None is a new one, whose prompt its `cached_drafters` have
         prefilled up to the newest token. Drafters without state per sequence can ignore this."""
+        self.sampling = sampling
         for part in self.parts:
             part.select_sequences(slots, capacity, sampling)
 
@@ -209,17 +212,6 @@ def bonus_only(accepted: Accepted) -> TokenTree:
     tokens = bonus_tokens(accepted)
     zeros = tokens.new_zeros(tokens.shape)
     return TokenTree(tokens, zeros, tokens.new_ones(*tokens.shape, 1).bool(), zeros)
-
-
-def chains(accepted: Accepted, drafts: list[list[int]]) -> TokenTree:
-    """Return one branch per sequence: `drafts` after its bonus token, which may differ in length."""
-    longest = max(map(len, drafts))
-    if longest == 0:
-        return bonus_only(accepted)
-    rows = [
-        [text[-1], *draft, *[-1] * (longest - len(draft))] for text, draft in zip(accepted.text, drafts, strict=True)
-    ]
-    return chain(to_device(rows, accepted.tokens.device))
 
 
 def trees(accepted: Accepted, drafts: list[list[tuple[int, int]]], depth: int) -> TokenTree:

@@ -84,7 +84,7 @@ class CachedTree(Drafter):
         return ids if self.draft_ids is None else self.draft_ids[ids]
 
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.sampling = sampling
+        super().begin(batch, capacity, sampling)
         room = self.cache_entries(capacity)
         cache = self.cache
         if cache is None or not cache.graphs.active or cache.num_slots < batch or cache.capacity < room:
@@ -92,9 +92,6 @@ class CachedTree(Drafter):
             self.cache = cache = KVCache(self.cache_layers, batch, room, self.target.device, capture)
         cache.clear()
         cache.use(range(batch))
-
-    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.sampling = sampling
 
     @property
     def cached_drafters(self) -> "list[CachedTree]":

@@ -16,7 +16,7 @@ from foredraft.heads.caches.cuda_graphs import CudaGraphs
 from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Accepted, Drafter, bonus_tokens, newest
 from foredraft.inference.drafters.cached_tree import check_width
-from foredraft.inference.sampling import Sampling, temper
+from foredraft.inference.sampling import temper
 from foredraft.inference.tree import TokenTree, from_parents
 
 # Defaults until a head's accuracies are measured: roughly those of published heads.
@@ -90,12 +90,6 @@ class StaticTree(Drafter):
             torch.tensor(flat, device=device),
             TokenTree(*(tensor.to(device) for tensor in tree)),
         )
-
-    def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
-        self.sampling = sampling
-
-    def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
-        self.sampling = sampling
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tokens, aux_hidden_states = bonus_tokens(accepted), accepted.aux_hidden_states[:, 0]

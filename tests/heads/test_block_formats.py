@@ -180,7 +180,7 @@ def test_windows_are_causal_where_vllm_says_so(deep, tmp_path, name, layer, bloc
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     assert [vllm_causal(written, number) for number in range(3)] == [causal] * 3
     if head.causal is False:
-        with pytest.raises(ValueError, match=r"SGLang's block drafting is causal in sliding layers .* head.window=4"):
+        with pytest.raises(ValueError, match=r"SGLang is causal in sliding layers .* head.window=4"):
             engines.export_for("sglang", head, deep)
 
 

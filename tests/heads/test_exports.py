@@ -162,21 +162,21 @@ REFUSED = [
     ("eagle3 yarn", "eagle", "supports the default rope, and this head has yarn"),
     ("dspark gated", "vllm", "only with head.markov_head_type=vanilla"),
     ("dspark rnn", "speculators", "only with head.markov_head_type=vanilla"),
-    ("dspark pruned", "sglang", "SGLang's block drafting does not support a pruned vocabulary"),
-    ("xpress pruned, anchor first", "vllm", "vLLM's xPress does not support a pruned vocabulary"),
+    ("dspark pruned", "sglang", "SGLang does not support a pruned vocabulary of dspark heads"),
+    ("xpress pruned, anchor first", "vllm", "vLLM does not support a pruned vocabulary of xpress heads"),
     ("xpress uneven", "speculators", "head.xpress_mlp_hidden=10 to be a multiple of head.xpress_rank=6"),
     ("jetspec", "transformers", "shows each position its whole block"),
-    ("dflash anchor first", "transformers", "drafts in place"),
+    ("dflash anchor first", "transformers", "drafts dflash in place"),
     ("dflash pruned", "transformers", "does not support a pruned vocabulary"),
-    ("dflash anchor first", "vllm", "vLLM's DFlash drafts in place, and this head anchor first"),
-    ("dflash anchor first", "sglang", "SGLang's DFlash drafts in place, and this head anchor first"),
-    ("dspark in place", "sglang", "SGLang's DSpark drafts anchor first, and this head in place"),
+    ("dflash anchor first", "vllm", "vLLM drafts dflash in place, and this head anchor first"),
+    ("dflash anchor first", "sglang", "SGLang drafts dflash in place, and this head anchor first"),
+    ("dspark in place", "sglang", "SGLang drafts dspark anchor first, and this head in place"),
     (
         "jetspec",
         "sglang",
         r"causal in sliding layers and bidirectional in all others, and this head \(head.causal=True",
     ),
-    ("dflash2 pruned", "vllm", "vLLM's DFlash-2 does not support a pruned vocabulary"),
+    ("dflash2 pruned", "vllm", "vLLM does not support a pruned vocabulary of dflash2 heads"),
     ("eagle3 of the last state", "vllm", r"vLLM returns the last hidden state \(8\) before its norm"),
     ("eagle3 of the last state", "speculators", r"vLLM returns the last hidden state \(8\) before its norm"),
     ("eagle3 of the last state", "sglang", r"SGLang returns the last hidden state \(8\) before its norm"),
@@ -254,19 +254,19 @@ def test_texts_end_where_vllm_would_change_a_longrope(deep, monkeypatch):
 
 def test_latent_attention_in_vllm_has_no_norm_before_fc(deep):
     head = ours("eagle3", deep)
-    assert checks.vllm_latent(head, deep) is None
+    checks.VLLM_LATENT("vLLM", head, deep)
     head.layer.self_attn = LatentAttention.__new__(LatentAttention)  # all that is looked at
-    assert checks.vllm_latent(head, deep) is None
+    checks.VLLM_LATENT("vLLM", head, deep)
     head.input_norm = torch.nn.Identity()
     with pytest.raises(ValueError, match="latent attention supports neither norm_before_fc nor use_aux_hidden_state"):
-        checks.vllm_latent(head, deep)
+        checks.VLLM_LATENT("vLLM", head, deep)
 
 
 def test_a_part_of_a_head_that_rotates_is_not_written_where_all_of_it_would(deep, monkeypatch):
     head = ours("dflash", deep)
     monkeypatch.setitem(head.config.rope_parameters, "partial_rotary_factor", 0.5)
     engines.export_for("vllm", head, deep)
-    with pytest.raises(ValueError, match="SGLang's block drafting rotates whole queries and keys"):
+    with pytest.raises(ValueError, match="SGLang rotates whole queries and keys"):
         engines.export_for("sglang", head, deep)
 
 

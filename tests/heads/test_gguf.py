@@ -134,7 +134,7 @@ REFUSED = [
     ("eagle3_1", {}, "llama.cpp does not support fc_norm, norm_output"),
     ("eagle3", {"target_layer_ids": [2, 5]}, r"fuses three layers, and this head reads hidden states \[2, 5\]"),
     ("eagle3", {"target_layer_ids": [2, 5, 16]}, r"the last hidden state \(16\) before its norm"),
-    ("dflash anchor first", {}, "drafts in place, and this head anchor first"),
+    ("dflash anchor first", {}, "drafts dflash in place, and this head anchor first"),
     ("dflash", {"window": 6}, r"only in its sliding layers \(head.window=6\)"),
     ("dflash2", {"selector_top_k": 16, "draft_vocab_size": None}, "at least 272, .* with head.selector_top_k=13"),
     ("dspark gated", {}, "supports DSpark heads only with head.markov_head_type=vanilla"),

@@ -254,7 +254,7 @@ def test_what_cannot_be_read_as_it_was_meant_is_refused_in_a_sentence(case, file
 def test_where_it_cannot_be_kept_is_said_with_the_remedy(file, monkeypatch, capsys):
     folder = file.parent / "cache" / "gguf"
     killed = folder / f"{gguf.digest_of(file)}-float32-{gguf.VERSION}.part"
-    killed.mkdir()
+    killed.mkdir(parents=True)
     monkeypatch.setattr(gguf.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(ValueError, match="it needs 0 MB, more than the disk has free") as error:
         Target.from_pretrained(file, dtype="float32")
@@ -270,7 +270,7 @@ def test_where_it_cannot_be_kept_is_said_with_the_remedy(file, monkeypatch, caps
         patch.setattr(gguf, "describe", full)
         Target.from_pretrained(file, dtype="float32")
     assert explain(error.value, "elsewhere") == 2 and "elsewhere" not in capsys.readouterr().err
-    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["digests"]  # and nothing half-written
+    assert not [path for path in folder.iterdir() if path.is_dir()]  # nothing half-written
     assert Target.from_pretrained(file, dtype="float32").gguf["file"] == "tiny.gguf"
 
 
