@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from foredraft.heads.base import draft_loss_mask
 from foredraft.inference.evaluation.progress import track
 from foredraft.inference.generation import Generation
-from foredraft.train.data.conversations import HeldOut
-from foredraft.train.data.corpus import Corpus, Held, tokenize
+from foredraft.train.data.corpus import Corpus, Held, HeldOut, tokenize
 from foredraft.train.data.documents import Documents
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states.online import batch_of

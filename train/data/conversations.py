@@ -9,35 +9,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.target_model.images import ImageReader
-from foredraft.train.data.corpus import Corpus
-from foredraft.train.data.documents import Document, Documents
+from foredraft.train.data.corpus import Corpus, HeldOut
+from foredraft.train.data.documents import Documents
 from foredraft.train.data.encoding import Encoder, encode
 from foredraft.train.data.sources import Source
-
-
-class HeldOut(Sequence[str | Document]):
-    """List some documents, raw text as text, read from disk when they are needed."""
-
-    def __init__(self, documents: Documents, raws: Any):
-        self.documents, self.raws = documents, raws
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def __getitem__(self, number: int) -> str | Document:  # type: ignore[override]  # no slices
-        return self.raws[number].as_py() or self.documents[number]
-
-    def prompt_sizes(self) -> dict[int, int]:
-        """Return `corpus.prompt_sizes` without a list of tokens: there may be millions of conversations."""
-        import pyarrow.compute
-
-        left_out = self.documents.with_images() | (pyarrow.compute.binary_length(self.raws).to_numpy() > 0)
-        sizes = self.documents.sizes
-        flags = ((n, self.documents.token_slice(n, 0, int(sizes[n]))[1]) for n in np.flatnonzero(~left_out).tolist())
-        return {number: int((learned != 0).argmax()) for number, learned in flags}
-
-    def select(self, numbers: np.ndarray) -> "HeldOut":
-        return HeldOut(self.documents.select(numbers), self.raws.take(numbers))
 
 
 def corpus(

@@ -17,8 +17,36 @@ from transformers import PreTrainedTokenizerBase
 from foredraft.train.data import stdlib
 from foredraft.train.data.documents import Document, Documents
 
-Held = Sequence[str | Document]  # held-out raw texts, and conversations
 TEXTS = 64  # that are tokenized together
+
+
+class HeldOut(Sequence[str | Document]):
+    """List some documents, raw text as text, read from disk when they are needed."""
+
+    def __init__(self, documents: Documents, raws: Any):
+        self.documents, self.raws = documents, raws
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, number: int) -> str | Document:  # type: ignore[override]  # no slices
+        return self.raws[number].as_py() or self.documents[number]
+
+    def prompt_sizes(self) -> dict[int, int]:
+        """Return by number how many tokens each conversation without images has before its first answer. No list of tokens
+        is made: there may be millions of conversations."""
+        import pyarrow.compute
+
+        left_out = self.documents.with_images() | (pyarrow.compute.binary_length(self.raws).to_numpy() > 0)
+        sizes = self.documents.sizes
+        flags = ((n, self.documents.token_slice(n, 0, int(sizes[n]))[1]) for n in np.flatnonzero(~left_out).tolist())
+        return {number: int((learned != 0).argmax()) for number, learned in flags}
+
+    def select(self, numbers: np.ndarray) -> "HeldOut":
+        return HeldOut(self.documents.select(numbers), self.raws.take(numbers))
+
+
+Held = Sequence[str] | HeldOut  # raw texts, or what was held out of conversations
 
 
 class Corpus(NamedTuple):
@@ -105,18 +133,17 @@ def with_start(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[in
     return tokens if tokens[: len(start)] == start else [*start, *tokens]
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str | Document]) -> Documents:
+def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Documents:
     """Turn raw texts into documents, with the tokens that a text starts and ends with, all in the loss but the bos token. A
-    text that is rendered already has some of these itself. Empty texts are left out; documents stay unchanged."""
+    text that is rendered already has some of these itself. Empty texts are left out."""
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     parts, left = [], iter(texts)
     while some := list(islice(left, TEXTS)):
-        raw = [rendered(tokenizer, text) for text in some if isinstance(text, str)]
-        found = tokenizer(raw, add_special_tokens=False, verbose=False)["input_ids"] if raw else []
+        raw = [rendered(tokenizer, text) for text in some]
+        found = tokenizer(raw, add_special_tokens=False, verbose=False)["input_ids"]
         rows = [with_start(tokenizer, ids) for ids in found if ids]
         rows = [row if eos in (None, row[-1]) else [*row, eos] for row in rows]
-        whole = [Document(row, [row[0] != bos] + [True] * (len(row) - 1)) for row in rows]
-        parts.append(Documents.of(whole + [d for d in some if isinstance(d, Document)]))
+        parts.append(Documents.of([Document(row, [row[0] != bos] + [True] * (len(row) - 1)) for row in rows]))
     return Documents.joined(parts)
 
 
@@ -146,24 +173,13 @@ def has_prompts(held: Held) -> bool:
     return any(isinstance(document, str) or not document.images for document in held)
 
 
-def prompt_sizes(held: Held) -> dict[int, int]:
-    """Return by number how many tokens each conversation without images has before its first answer."""
-    if (sizes := getattr(held, "prompt_sizes", None)) is not None:  # of conversations that are read from disk
-        return sizes()
-    return {
-        number: document.loss_mask.index(True)
-        for number, document in enumerate(held)
-        if isinstance(document, Document) and not document.images
-    }
-
-
 def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: int) -> list[list[int]]:
     """Return `count` prompts, spread evenly: `length` tokens of raw texts, or all of a conversation before its first answer.
 
     A conversation is not cut (its prompt would lose its question or its form); one of more than 8 * `length` tokens is
     skipped. Raises ValueError if there is no prompt.
     """
-    chats = prompt_sizes(held)
+    chats = held.prompt_sizes() if isinstance(held, HeldOut) else {}
     if chats:
         fitting = [number for number, size in chats.items() if 0 < size <= 8 * length]
         if not fitting:

@@ -8,8 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from foredraft.heads.target_model import Target
-from foredraft.train.data.conversations import HeldOut
-from foredraft.train.data.corpus import Corpus, Held, highest_id, tokenize
+from foredraft.train.data.corpus import Corpus, Held, HeldOut, highest_id, tokenize
 from foredraft.train.data.documents import Documents
 
 WRITES = "foredraft.train.writing.magpie.corpus"  # lets the target write what is not there yet
