@@ -50,5 +50,7 @@ def log_results(trainer: Trainer, config: str, metrics: dict[str, Any]) -> None:
         import wandb
         import yaml
 
-        wandb.config.update({"foredraft": yaml.safe_load(config)}, allow_val_change=True)  # its runs are compared by that
+        wandb.config.update(
+            {"foredraft": yaml.safe_load(config)}, allow_val_change=True
+        )  # its runs are compared by that
         wandb.finish()  # else another run of this process (-m, head=auto) would write into this one
