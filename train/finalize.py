@@ -98,7 +98,7 @@ def finalize(
             "held-out answers",
             flush=True,
         )
-    loggers.log_results(trainer, config, metrics)
+    loggers.log_results(trainer.args.report_to, directory, config, metrics)
     if not cfg.keep_checkpoints:
         shutil.rmtree(directory / CHECKPOINTS)
 

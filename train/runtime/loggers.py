@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
-
 
 def check(report_to: Sequence[str]) -> None:
     """Raise ValueError if a logger is not installed."""
@@ -42,15 +40,25 @@ def has_wandb_key() -> bool:
     return bool(os.environ.get("WANDB_API_KEY") or get_netrc_auth(address))
 
 
-def log_results(trainer: Trainer, config: str, metrics: dict[str, Any]) -> None:
-    """Log, after the last measurement, the final figures and the resolved config, as yaml, by all loggers of a run."""
-    figures = {f"final/{name}": value for name, value in metrics.items() if isinstance(value, int | float)}
-    trainer.callback_handler.on_log(trainer.args, trainer.state, trainer.control, figures | {"config": config})
-    if "wandb" in trainer.args.report_to:
+def log_results(report_to: list[str], directory: Path, config: str, metrics: dict[str, Any]) -> None:
+    """Log, after the last measurement, the resolved config, the final figures and the report. config: as yaml."""
+    figures = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+    if "wandb" in report_to:
         import wandb
         import yaml
 
-        wandb.config.update(
-            {"foredraft": yaml.safe_load(config)}, allow_val_change=True
-        )  # its runs are compared by that
-        wandb.finish()  # else another run of this process (-m, head=auto) would write into this one
+        assert wandb.run is not None  # transformers' callback began it
+        wandb.config.update({"foredraft": yaml.safe_load(config)}, allow_val_change=True)
+        wandb.summary.update(figures)
+        artifact = wandb.Artifact(f"report-{wandb.run.id}", type="report")
+        for name in ("report.html", "metrics.json", "history.json"):
+            artifact.add_file(str(directory / name))
+        wandb.log_artifact(artifact)
+        wandb.finish()
+    if "tensorboard" in report_to:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(directory / "tensorboard")) as writer:
+            writer.add_text("config", f"```yaml\n{config}\n```")
+            for name, value in figures.items():
+                writer.add_scalar(f"final/{name}", value)
