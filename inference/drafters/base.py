@@ -214,6 +214,12 @@ def bonus_only(accepted: Accepted) -> TokenTree:
     return TokenTree(tokens, zeros, tokens.new_ones(*tokens.shape, 1).bool(), zeros)
 
 
+def chains(accepted: Accepted, drafts: list[list[int]]) -> TokenTree:
+    """Return one branch per sequence: `drafts` after its bonus token, which may differ in length."""
+    branches = [[(token, above) for above, token in enumerate(draft)] for draft in drafts]
+    return trees(accepted, branches, max(map(len, drafts)))
+
+
 def trees(accepted: Accepted, drafts: list[list[tuple[int, int]]], depth: int) -> TokenTree:
     """Return one tree per sequence from its (token, parent) pairs below node 0, the bonus token; parents come first."""
     longest = max(map(len, drafts))

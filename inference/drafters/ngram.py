@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from foredraft.inference.drafters.base import Accepted, Drafter, trees
+from foredraft.inference.drafters.base import Accepted, Drafter, chains
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree
 
@@ -32,7 +32,7 @@ class NgramDrafter(Drafter):
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         drafts = [self.look_up(slot, text) for slot, text in enumerate(accepted.text)]
         self.expected = [float(len(draft)) for draft in drafts]
-        return trees(accepted, [[(token, above) for above, token in enumerate(draft)] for draft in drafts], self.depth)
+        return chains(accepted, drafts)
 
     def look_up(self, slot: int, text: list[int]) -> list[int]:
         followers = self.followers[slot]

@@ -27,12 +27,12 @@ from foredraft.inference.drafters import (
     drafter_for,
     tree_of,
 )
-from foredraft.inference.drafters.base import Accepted, PendingAccepted, bonus_only, trees
+from foredraft.inference.drafters.base import Accepted, PendingAccepted, bonus_only, chains, trees
 from foredraft.inference.drafters.measurements import Costs
 from foredraft.inference.drafters.union import merge
 from foredraft.inference.sampling import Sampling, SamplingParams
 from tests.support import nightly_but
-from tests.support.drafters import SETTINGS, OneBranch, chains, drafters
+from tests.support.drafters import SETTINGS, OneBranch, drafters
 from tests.support.head_factory import make_head
 from tests.support.small_targets import eagle, prompt, random_model
 

@@ -10,7 +10,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.inference import drafters as kinds
 from foredraft.inference.drafters import AutoTree, DraftModel, DynamicTree, NgramDrafter, StaticTree, Union
-from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, trees
+from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, chains
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import from_parents
 from tests.support.small_targets import random_model
@@ -38,13 +38,6 @@ class Random(Drafter):
         tokens = torch.randint(0, 40, (len(bonus), 8), generator=self.generator)
         parents = torch.tensor([[0, 0, 0, 1, 1, 3, 3, 5, 5]] * len(bonus))
         return from_parents(torch.cat([bonus, tokens], 1), parents, 4)
-
-
-def chains(accepted: Accepted, drafts: list[list[int]]):
-    """Return one branch per sequence."""
-    return trees(
-        accepted, [[(token, above) for above, token in enumerate(draft)] for draft in drafts], max(map(len, drafts))
-    )
 
 
 class OneBranch(Drafter):
