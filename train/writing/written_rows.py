@@ -92,13 +92,13 @@ class RowFile:
 
 
 def check_about(path: Path, about: dict[str, Any], key: str) -> None:
-    """Raise ValueError if the rows in the file have another writer. Note the writer of the first ones, or of a file
-    without a note. about, key: as in RowFile."""
+    """Raise ValueError if the rows in the file have another writer. Note the writer of the first ones. about, key: as in
+    RowFile."""
     note = path.with_name(f"{path.name.removesuffix('.jsonl')}.about.json")
-    if not path.stat().st_size or not note.is_file():
+    if not path.stat().st_size:
         note.write_text(json.dumps(about, indent=1) + "\n")
         return
-    before = json.loads(note.read_text())
+    before = json.loads(note.read_text()) if note.is_file() else {}
     ours, theirs = about.get("target"), before.get("target")
     if ours and theirs and ours["embedding_digest"] != theirs["embedding_digest"]:
         raise ValueError(f"{path} was written by {theirs['name']}, not by {ours['name']}: give another file")
