@@ -31,7 +31,6 @@ from foredraft.inference.text import Detokenizer, answer_context, continuation, 
 from foredraft.train.data.layouts import SkippedRow
 from foredraft.train.data.sources import Row, read
 from foredraft.train.runtime.locks import hold, write_atomically
-from foredraft.train.writing.written_rows import check_about
 
 Answer = dict[str, Any]  # a line of the output: `prompt`, and `text` or `error`
 
@@ -172,8 +171,7 @@ def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
         return
     output = Path(cfg.output)
     lock = hold(output, "output")
-    settings = {name: cfg[name] for name in ("chat", "max_new_tokens", "temperature", "top_p", "seed")}
-    check_about(output, {"target": fingerprint(writer.target), "settings": settings}, "output")
+    check_same_settings(output, writer)
     done = answered(output, rows)
     if failed := [number for number, line in done.items() if "error" in line]:
         for some, answers in batches(failed):
@@ -186,6 +184,20 @@ def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
             opened.write(lines(answers))
             opened.flush()
     lock.close()
+
+
+def check_same_settings(output: Path, writer: Writer) -> None:
+    """Note what decides the answers, next to them. Raises ValueError if those in the file had other settings."""
+    note = output.with_name(f"{output.name.removesuffix('.jsonl')}.about.json")
+    name, digest = (fingerprint(writer.target)[key] for key in ("name", "embedding_digest"))
+    now = {"target": str(Path(name).resolve()) if Path(name).exists() else name, "embedding_digest": digest}
+    now |= {name: writer.cfg[name] for name in ("chat", "max_new_tokens", "temperature", "top_p", "seed")}
+    before = json.loads(note.read_text()) if note.is_file() and output.stat().st_size else now
+    if different := [f"{name} {before.get(name)}" for name in now if before.get(name) != now[name]]:
+        raise ValueError(
+            f"output={output} was written with other settings ({', '.join(different)}): give the same, or another output"
+        )
+    note.write_text(json.dumps(now, indent=1) + "\n")
 
 
 def answered(output: Path, rows: Sequence[Row]) -> dict[int, Answer]:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from foredraft.inference import generate
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.scripts import generate as program_of_files
 from foredraft.train.data.sources import Row
-from foredraft.train.writing.written_rows import check_about
 from tests.support import ROOT
 from tests.support.processes import Ended, end, start, succeeded
 
+SETTINGS = ("chat", "max_new_tokens", "temperature", "top_p", "seed")
 PROMPTS = ["def add(self", "class Pair:\n", "return", "other.value + é", "self"]
 
 
@@ -49,9 +50,13 @@ def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: P
     assert longer.code == 2 and "was written with other settings (max_new_tokens 9): give the same" in longer.err
     for name in ("t.5", "t.10"):  # which differ in what Path takes for their endings
         (tmp_path / name).touch()
-        check_about(tmp_path / name, {"settings": {"seed": name}}, "output")
+        program_of_files.check_same_settings(
+            tmp_path / name, SimpleNamespace(target=target, cfg=dict.fromkeys(SETTINGS, name))
+        )
         (tmp_path / name).write_text(lines[0])
-    check_about(tmp_path / "t.5", {"settings": {"seed": "t.5"}}, "output")
+    program_of_files.check_same_settings(
+        tmp_path / "t.5", SimpleNamespace(target=target, cfg=dict.fromkeys(SETTINGS, "t.5"))
+    )
     output.write_text(lines[1])
     other = program("generate", *given, "output=out.jsonl", cwd=tmp_path)
     assert other.code == 2 and "output=out.jsonl, line 1 is not an answer to prompt 1" in other.err

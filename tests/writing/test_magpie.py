@@ -321,9 +321,7 @@ def test_a_server_writes_what_this_process_would(chat_path, chat, own, tmp_path)
         for tokens in (200, 700):
             magpie.write(chat, form, SETTINGS, file, tokens, 4, endpoint=f"{server.url}/v1")
     with RowFile(file, {"target": fingerprint(chat)}) as rows:
-        assert rows.tokens >= 700
-        about = json.loads(file.with_name("rows.about.json").read_text())
-        assert about["endpoint"] == f"{server.url}/v1"
+        assert rows.tokens >= 700 and rows.about["endpoint"] == f"{server.url}/v1"
         found = {number: row for _, row in rows.read() if (number := row["number"]) in here}
     likes = {number for both in (here, found) for number, row in both.items() if "earlier" in row.get("dropped", "")}
     assert len(found) > 4 and all(here[number] == row for number, row in found.items() if number not in likes)
