@@ -170,7 +170,7 @@ class Engine:
         output = self.forward(tree)
         verification, outcome = self.verify(tree, output.logits, gumbel)
         hidden = self.drafter.remembers_others
-        traces = trace_sequences(self.slots.sequences, tree, outcome, output.logits, hidden)
+        traces = trace_sequences(self.slots.sequences, tree, verification, output.logits, hidden)
         outputs = self.commit(tree, verification, outcome, output.aux_hidden_states)
         # A step that captured a graph is not representative.
         seconds = time.perf_counter() - started if captured == CudaGraphs.num_captured else None

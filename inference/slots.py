@@ -209,8 +209,8 @@ class Slots:
         tree = bonus_only(Accepted(tokens, last.aux_hidden_states, [1] * len(texts), texts))
         not_captured = CudaGraphs(self.target.device, enabled=False)
         sampler, starts = TargetSampler(sequences, self.target), self.open_cache().seq_lens
-        _, outcome = sampler.verify(last.logits, tree, None, 0, starts, not_captured)
-        traces = trace_sequences(sequences, tree, outcome, last.logits)
+        verification, outcome = sampler.verify(last.logits, tree, None, 0, starts, not_captured)
+        traces = trace_sequences(sequences, tree, verification, last.logits)
         outputs, joining, numbers = [], [], []
         for number, (slot, sequence) in enumerate(zip(prompts.slots, sequences, strict=True)):
             if sequence.finish_reason is not None:  # canceled during the prefill

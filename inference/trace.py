@@ -4,13 +4,15 @@ Probabilities are the target's, before temperature, penalties and biases. Withou
 """
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from foredraft.inference.request import Request, SequenceState
 from foredraft.inference.tree import TokenTree
-from foredraft.inference.verify import Outcome
+from foredraft.inference.verify import Verification
 
 
 class Trace(NamedTuple):
@@ -26,32 +28,70 @@ class Trace(NamedTuple):
 
 
 def trace_sequences(
-    sequences: Sequence[SequenceState], tree: TokenTree, outcome: Outcome, logits: Tensor, hide_rejected: bool = False
+    sequences: Sequence[SequenceState],
+    tree: TokenTree,
+    verification: Verification,
+    logits: Tensor,
+    hide_rejected: bool = False,
 ) -> dict[Request, Trace]:
     """Return the traces of the requests that ask for one. logits: (batch, nodes, vocab), unprocessed. hide_rejected: omit
     rejected drafts, because they may contain text of other requests."""
-    traces = {}
-    for slot, sequence in enumerate(sequences):
-        top, count = sequence.request.trace, outcome.counts[slot]
-        if not sequence.finish_reason and top is not None:
-            tokens, parents = tree.tokens[slot], tree.parents[slot]
-            path, new = outcome.paths[slot][:count], outcome.tokens[slot][:count]
-            logprobs = logits[slot].float().log_softmax(-1)
-            chances = logprobs[parents, tokens.clamp(min=0)].exp().tolist()
-            best = logprobs[path].topk(top)
-            drafted = [node for node, token in enumerate(tokens.tolist()) if node == 0 or token >= 0]
-            shown = sorted(path) if hide_rejected else drafted
-            position = {node: index for index, node in enumerate(shown)}
-            traces[sequence.request] = Trace(
-                tokens[shown].tolist(),
-                [position[node] for node in parents[shown].tolist()],
-                [1.0, *(chances[node] for node in shown[1:])],
-                [position[node] for node in path],
-                logprobs[path, new].tolist(),
-                [
-                    list(zip(*pair, strict=True))
-                    for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-                ],
-                len(drafted) - len(shown),
-            )
-    return traces
+    requested = [
+        (slot, sequence.request, sequence.request.trace)
+        for slot, sequence in enumerate(sequences)
+        if not sequence.finish_reason and sequence.request.trace is not None
+    ]
+    if not requested:
+        return {}
+    parts = [part for slot, _, top in requested for part in trace_tensors(slot, top, tree, verification, logits)]
+    numbers = torch.cat([part.flatten() for part in parts]).cpu()  # waits for the device once
+    pieces = zip(numbers.split([part.numel() for part in parts]), parts, strict=True)
+    lists = iter([piece.view(part.shape).tolist() for piece, part in pieces])
+    return {request: trace(hide_rejected, *islice(lists, len(parts) // len(requested))) for _, request, _ in requested}
+
+
+def trace_tensors(
+    slot: int, top: int, tree: TokenTree, verification: Verification, logits: Tensor
+) -> tuple[Tensor, ...]:
+    """Return the inputs of `trace`, (n,) or (n, top) in float64, which represents every token exactly."""
+    logprobs = logits[slot].float().log_softmax(-1)
+    tokens, parents, path = tree.tokens[slot], tree.parents[slot], verification.path[slot]
+    best = logprobs[path].topk(top)
+    parts = (
+        tokens,
+        parents,
+        logprobs[parents, tokens.clamp(min=0)].exp(),
+        verification.counts[slot : slot + 1],
+        path,
+        logprobs[path, verification.tokens[slot]],
+        best.indices,
+        best.values,
+    )
+    return tuple(part.double() for part in parts)
+
+
+def trace(
+    hide_rejected: bool,
+    tokens: list[float],
+    parents: list[float],
+    probabilities: list[float],
+    counts: list[float],
+    path: list[float],
+    logprobs: list[float],
+    ids: list[list[float]],
+    values: list[list[float]],
+) -> Trace:
+    length = int(counts[0])
+    accepted = {int(node) for node in path[:length]}
+    drafted = {node for node, token in enumerate(tokens) if node == 0 or token >= 0}
+    real = sorted(accepted if hide_rejected else drafted)
+    position = {node: index for index, node in enumerate(real)}
+    return Trace(
+        [int(tokens[node]) for node in real],
+        [position[int(parents[node])] for node in real],
+        [1.0, *(probabilities[node] for node in real[1:])],
+        [position[int(node)] for node in path[:length]],
+        logprobs[:length],
+        [list(zip(map(int, row), best, strict=True)) for row, best in zip(ids[:length], values[:length], strict=True)],
+        len(drafted) - len(real),
+    )
