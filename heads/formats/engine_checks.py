@@ -97,7 +97,7 @@ MASKING_BY_TYPE = Requirement(
 )
 WHOLE_ROTATION = Requirement(
     lambda head, target: "partial_rotary_factor" not in head.config.rope_parameters,
-    "{engine} rotates whole queries and keys of {head.kind} heads, and this head's only partly: use vLLM",
+    "{engine} rotates whole queries and keys of {head.kind} heads, and this head's only partly",
 )
 NO_LATENT_ATTENTION = Requirement(
     lambda head, target: not head.latent,

@@ -28,17 +28,18 @@ class FollowedHead:
         self.worker.heads[self.engine] = self.prefix + name
 
     async def follow(self) -> None:
-        said = ""  # of what went wrong, which a broken disk would repeat at every poll
+        logged = ""  # the last error, which a broken disk repeats at every poll
         while True:
             await asyncio.sleep(POLL)
             try:
                 name = self.file.read_text(errors="replace").strip() if self.file.exists() else ""
                 if name not in ("", self.name):  # an empty file is still being written
                     await self.serve(name)
+                logged = ""
             except OSError as error:  # such as a full disk
-                if said != str(error):
+                if logged != str(error):
                     log.warning("%s cannot be read or corrected: %s", self.file, error)
-                said = str(error)
+                logged = str(error)
 
     async def serve(self, name: str) -> None:
         """Serve with this head. If it cannot be loaded, correct the file."""

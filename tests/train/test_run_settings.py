@@ -53,6 +53,13 @@ def test_a_resumed_run_has_only_the_rest_of_its_minutes(monkeypatch):
     assert fitted == [60] == [state.max_steps]
 
 
+def test_a_run_that_an_earlier_version_started_is_resumed():
+    """Its config has keys that are gone, with their defaults of that time."""
+    old = {"seed": 0, "push_to_hub": None, "push_private": True, "hidden_states": {"verify": True}}
+    assert run_state.differences(old, {"seed": 0, "hidden_states": {}}) == []
+    assert run_state.differences(old, {"seed": 1, "hidden_states": {}}) == ["seed is 0 there, 1 here"]
+
+
 def test_a_resumed_run_may_change_what_is_measured_and_nothing_that_is_trained():
     trained = typed("""
         head.ttt_steps loss loss_args objective.depth_decay target.path target.dtype data.path data.val_split seed data_seed

@@ -206,11 +206,12 @@ def test_questions_about_images_are_left_out_and_counted(tmp_path: Path):
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What is it?"}]
     shown = [{"messages": [{"role": "user", "content": parts}]}]
     shown.append({"messages": [{"role": "user", "content": "<image> What is it?"}], "images": ["a.png"]})
+    shown.append({"question": "What is it?", "answer": "A cat.", "image": "a.png"})
     rows = [*shown, {"messages": [{"role": "user", "content": "What is 1 + 1?"}]}]
     file, dropped = tmp_path / "rows.jsonl", dict[str, int]()
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [one.turns[0]["content"] for one in questions(Source(str(file)), dropped)] == ["What is 1 + 1?"]
-    assert dropped == {"images, which the target would answer without seeing them": 2}
+    assert dropped == {"images, which the target would answer without seeing them": 3}
 
 
 def test_raw_texts_are_asked_about_where_there_are_tasks(tmp_path: Path):
