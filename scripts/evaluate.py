@@ -44,7 +44,7 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"lengths={list(cfg.lengths)} is for prompts=held_out and prompts=long, not {cfg.prompts}")
     if cfg.limit < 0:
         raise ValueError(f"limit={cfg.limit} must be at least 1, or 0 for all prompts")
-    prompt_sets.check_name(cfg.prompts)
+    prompt_sets.check_name(cfg.prompts, cfg.lengths)
     output = Path(cfg.output_dir)
     output.mkdir(parents=True, exist_ok=True)
     with hold(output, "output_dir"):
@@ -140,8 +140,6 @@ def find_prompts(cfg: DictConfig, target: Target, lengths: Sequence[int] = ()) -
         if lengths:
             make = long_prompts.asked if cfg.prompts == "long" else long_prompts.continued
             return make(tokenizer, long_prompts.texts_of(tokenizer, data, count, lengths), lengths)
-        if cfg.prompts == "long":
-            raise ValueError("prompts=long is for evaluate, with lengths such as lengths=[512,2048,8192]")
         return prompt_sets.held_out(tokenizer, data, count, cfg.prompt_tokens)
 
     def answer(ids: list[int]) -> list[int]:

@@ -47,7 +47,12 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     if cfg.head._target_.startswith("foredraft.heads.draft_model."):
         raise ValueError("head=draft_model is a separate model, and a plan counts heads: plan one of those")
     config = read_config(cfg.target.path, cfg.target.get("gguf_file"))
-    quantization = cfg.target.quantization or stored_quantization(config)
+    quantization, stored = cfg.target.quantization, getattr(config, "quantization_config", None)
+    if quantization and stored:
+        raise ValueError(
+            f"target.quantization={quantization}: {cfg.target.path} is quantized already and counted as stored: leave it out"
+        )
+    quantization = quantization or stored_quantization(config)
     cfg = cast(DictConfig, OmegaConf.merge(cfg, {"target": {"quantization": quantization}}))
     dtype = torch.bfloat16 if cfg.target.dtype == "auto" else resolve_dtype(cfg.target.dtype)
     head, body, target = study(cfg, config, dtype)

@@ -129,7 +129,7 @@ def test_questions_about_long_texts_have_the_lengths_that_are_asked_for(run, tar
         assert question.split('"')[0] in shown
     for message, *more in (
         ("[30, 200]: 30 tokens do not hold a text and a question", "lengths=[30,200]"),
-        ("prompts=long is for evaluate, with lengths such as", "lengths=[]"),
+        ("prompts=long is for evaluate, with lengths such as", "lengths=[]", "target.path=not_loaded"),
         ("for prompts=held_out and prompts=long, not gsm8k", "lengths=[9]", "prompts=gsm8k"),
         ("prompts=gsm9k is neither a file", "lengths=[]", "prompts=gsm9k", "target.path=not_loaded"),
     ):

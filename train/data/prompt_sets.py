@@ -6,7 +6,7 @@ it on the Hub). Later turns follow the target's own greedy answers.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,11 +49,13 @@ class Prompt(NamedTuple):
     cut: int = 0  # tokens of its beginning that were cut off, for the context to hold the rest and the answer
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError for prompts that are not known, before a target is loaded."""
+def check_name(name: str, lengths: Sequence[int] = ()) -> None:
+    """Raise ValueError for prompts that are not known, before a target is loaded. lengths: as in conf/evaluate.yaml."""
     known = [*OF_DATA, "spec_bench", *SETS]
     if name not in known and not Path(name).is_file():
         raise ValueError(f"prompts={name} is neither a file nor one of {', '.join(known)}")
+    if name == "long" and not lengths:
+        raise ValueError("prompts=long is for evaluate, with lengths such as lengths=[512,2048,8192]")
 
 
 def questions(name: str, limit: int | None) -> list[Question]:
