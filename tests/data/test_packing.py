@@ -58,6 +58,7 @@ def test_truncated_documents_stay_whole_or_are_cut_at_the_row_and_counted():
     assert sorted(kept) == sorted(document.tokens[:16] for document in texts)
     assert first.card["tokens_cut_off"] == 14 + 24 and first.card["documents_longer_than_a_row"] == 2
     assert len(first) == 4  # 16, 16, 12 + 4, 7 + 5
+    assert first.card["padding_share"] == 4 / 64
 
 
 def test_best_fit_fills_rows():

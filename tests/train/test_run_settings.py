@@ -115,8 +115,12 @@ def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypa
     checkpoint = out / "checkpoints" / "checkpoint-5"
     checkpoint.mkdir(parents=True)
     (checkpoint / checkpoints.STATE).touch()
+    (half := checkpoint.parent / checkpoints.UNFINISHED / "checkpoint-9").mkdir(
+        parents=True
+    )  # a kill came before its name
     assert opened("seed=3", "trainer.max_steps=7") == opened("seed=3", "trainer.max_steps=8") == str(checkpoint)
     assert "resuming with other settings: trainer.max_steps is 7 there, 8 here" in capsys.readouterr().out
+    assert not half.exists()
     spread = "trainer.per_device_train_batch_size=2", "trainer.gradient_accumulation_steps=3"
     with pytest.raises(
         ValueError,
