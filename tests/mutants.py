@@ -109,4 +109,6 @@ EQUIVALENT = {
     "heads/caches/stacked_cache.py stacks: bool(kinds & RECURRENT) -> bool(kinds | RECURRENT)": (
         "a measurement finds that the others cannot be stacked"
     ),
+    "train/module.py rows_at_a_time: CHUNK if device_type == 'cpu' else GPU_CHUNK -> "
+    "CHUNK if device_type != 'cpu' else GPU_CHUNK": FASTER,
 }

@@ -65,7 +65,6 @@ class DistillationModel(nn.Module):
         # (depth,) drafts in the loss of the whole step, over all its batches and processes, which HeadTrainer counts; None
         # where one batch is the whole step.
         self.num_items: Tensor | None = None
-        head.attach(target)
         check_logits(target)
 
     def forward(
