@@ -170,6 +170,17 @@ def as_transformers(target: Target, messages: list[dict]) -> dict[str, torch.Ten
     return target.images.processor(text=[text], return_tensors="pt", **given)
 
 
+def states_of_layers(target: Target, inputs: dict[str, torch.Tensor], layers: list[int]) -> list[torch.Tensor]:
+    """Return the hidden states (length, hidden) that the layers after `layers` read, as engines give them to heads."""
+    read: dict[int, torch.Tensor] = {}
+    decoder = target.model.get_decoder().layers
+    hooks = [decoder[k].register_forward_pre_hook(lambda _, args, k=k: read.__setitem__(k, args[0][0])) for k in layers]
+    target.model(**inputs, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return [read[k] for k in layers]
+
+
 @torch.no_grad()
 def test_documents_of_a_packed_batch_are_what_transformers_makes_of_each(target: Target, read: Corpus):
     packed = Packed(read.train, 224, seed=0)
@@ -190,7 +201,8 @@ def test_documents_of_a_packed_batch_are_what_transformers_makes_of_each(target:
             if batch["tokens"][row, here].tolist() != ids.tolist():
                 continue
             seen += 1
-            own = torch.cat([out.hidden_states[layer] for layer in layers], -1)[0]
+            assert batch["positions"][row, here].tolist() == list(range(len(ids)))  # of heads, in all engines
+            own = torch.cat(states_of_layers(target, inputs, layers), -1)
             torch.testing.assert_close(states[row, here], own, atol=2e-4, rtol=1e-3)
             torch.testing.assert_close(last[row, here], out.hidden_states[-1][0], atol=2e-4, rtol=1e-3)
             written = target.text_tokenizer.decode(ids[batch["loss_mask"][row, here]])
