@@ -146,6 +146,17 @@ def test_a_head_of_others_is_exported_and_loads_again_with_its_own_rope(tmp_path
     assert same(again, head)
 
 
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("width", [4, 8])
+def test_the_width_that_is_rotated_replaces_a_copied_share(tmp_path, place, width):
+    """Check that `rope_dim` counts: engines prefer it to the target's partial_rotary_factor next to it."""
+    rope = {"rope_type": "default", "rope_dim": width, "partial_rotary_factor": 0.25, "rope_theta": 5000.0}
+    config = shrink_head(NAMED) | {"head_dim": 8, "partial_rotary_factor": 0.25, "rope_theta": 5000.0, place: rope}
+    head, _ = load(golden.write(tmp_path, config, eagle3(config, "midlayer")), tiny_target(8))
+    cos, _ = head.rotary(torch.arange(3)[None], 3, torch.float32)
+    assert cos.shape[-1] == width and head.config.rope_parameters["rope_theta"] == 5000
+
+
 def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_path):
     config, target = shrink_head(MLA), tiny_target(8)
     head, _ = load(golden.write(tmp_path / "theirs", config, eagle3(config, "midlayer")), target)
@@ -164,7 +175,12 @@ def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_
 
 
 @pytest.mark.parametrize(
-    "change, message", [({"v_head_dim": 99}, "wider than its keys"), ({"kv_lora_rank": "x"}, "not a size")]
+    "change, message",
+    [
+        ({"v_head_dim": 99}, "wider than its keys"),
+        ({"kv_lora_rank": "x"}, "not a size"),
+        ({"rope_interleave": False}, "rope_interleave=False; only True"),
+    ],
 )
 def test_latent_attention_that_no_layer_has_is_refused(tmp_path, change, message):
     config = shrink_head(MLA)
