@@ -71,6 +71,8 @@ Its cache of keys and values is in half precision, where ties may be decided dif
 with -fa off -ctk f32 -ctv f32."""
 LLAMACPP_MTP = f"""{LLAMACPP_CHAIN} --no-mtp
 For one file with both: export with format=mtp, convert that directory without --no-mtp, and omit -md."""
+IMAGES = """{engine} gives this head the features of images as embeddings, and heads here learn from those of their \
+placeholders: after images, fewer drafts may be accepted."""
 LONGROPE = "vLLM takes longrope's factors for long texts at all positions, unless texts end at {limit} tokens."
 SGLANG_YARN = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
 SGLANG_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
@@ -112,6 +114,12 @@ def window_note(engine: str, head: DraftHead, target: Target) -> str:
         f"{engine} does not support head.window={head.window}: in longer texts the head sees all, and fewer drafts are "
         "accepted than in vLLM."
     )
+
+
+def images_note(engine: str, head: DraftHead, target: Target) -> str:
+    """Return what an engine that embeds images for heads does otherwise than training."""
+    embeds = (engine, type(head)) in (("vLLM", MTPHead), ("SGLang", Eagle3Head))
+    return IMAGES.format(engine=engine) if embeds and target.images is not None else ""
 
 
 def longrope_limit(rule: "Rule", head: DraftHead) -> int | None:
@@ -245,7 +253,7 @@ FORMATS = {  # each with the description that --help shows, and who reads it
     "mtp": ("The target's own files with this MTP layer in place of theirs.", "a target's own file"),
     "gguf": ("GGUF, which llama.cpp loads; dtype= and target_gguf= are for this format.", "llama.cpp"),
 }
-LOADERS = {"the speculators package": "vLLM"}  # the engine that loads a package's files
+LOADERS = {"the speculators package": "vLLM", "a target's own file": "vLLM"}  # the engine that loads a package's files
 # Engines, and the formats that they read: a card names the first that supports the head.
 ENGINES = {
     "vLLM": ("vllm", "speculators", "mtp"),
@@ -286,10 +294,11 @@ def export_for(
         verify(loader, head, target)
     note = rule.note if isinstance(rule.note, str) else rule.note(head, target)
     note, limit = note.format(target=target.name, kind=head.kind), longrope_limit(rule, head)
-    more = window_note(loader, head, target), LONGROPE.format(limit=limit) if limit else ""
+    notes = [note, window_note(loader, head, target), images_note(loader, head, target)]
+    notes += [LONGROPE.format(limit=limit)] if limit else []
     arguments = (formats.default_format(head), dtype, target_gguf) if name == "gguf" else ()
     use = f"{rule.use} --max-model-len {limit}" if limit else rule.use
-    return Export(rule.layout(*arguments), use, "\n".join(filter(None, (note, *more))))
+    return Export(rule.layout(*arguments), use, "\n".join(filter(None, notes)))
 
 
 def engines(head: DraftHead, target: Target, name: str, drafts: int | None = None) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 
 from foredraft.heads.base import PackedBatch
+from foredraft.heads.formats import engines
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.images import open_image
 from foredraft.train.data.conversations import corpus
@@ -23,6 +24,7 @@ from foredraft.train.hidden_states import online
 from tests.support import nightly_but
 from tests.support.architectures import SIZES
 from tests.support.chats import tokenizer
+from tests.support.head_factory import make_head
 from tests.support.processes import SMALL_EAGLE3, Ended, complaint, losses, succeeded
 
 TEXT: dict[str, Any] = SIZES | {"head_dim": 8, "vocab_size": 320}
@@ -208,6 +210,17 @@ def test_documents_of_a_packed_batch_are_what_transformers_makes_of_each(target:
             written = target.text_tokenizer.decode(ids[batch["loss_mask"][row, here]])
             assert written == "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
     assert seen == len(read.train)
+
+
+def test_exports_say_which_engines_embed_images_for_heads(target: Target, tiny_path: Path):
+    """Check SGLang's EAGLE-3 and vLLM's MTP: both get the features of images, where vLLM's EAGLE-3 gets placeholders."""
+    other = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    said = "after images, fewer drafts may be accepted"
+    for served, sees in ((target, True), (other, False)):
+        eagle, layer = make_head("eagle3", served), make_head("mtp", served)
+        assert (said in engines.export_for("mtp", layer, served).note) == sees
+        assert (said in engines.images_note("SGLang", eagle, served)) == sees
+        assert said not in engines.export_for("vllm", eagle, served).note
 
 
 @pytest.mark.parametrize(
