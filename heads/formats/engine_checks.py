@@ -61,6 +61,15 @@ PLAIN_LOGITS = Requirement(
     "{engine} adds the head's corrections to outputs of the target's lm_head, and {target.name} scales or caps these first: "
     "train head=dflash",
 )
+# Engines multiply by the target's lm_head for a head without one of its own, and add its bias only for the target.
+PLAIN_LM_HEAD = Requirement(
+    lambda head, target: (
+        getattr(head, "lm_head", None) is not None
+        or getattr(target.model.get_output_embeddings(), "bias", None) is None
+    ),
+    "{engine} leaves out the bias of {target.name}'s lm_head in drafts of {head.kind} heads, which learned with it: train "
+    "head=eagle3",
+)
 # A target whose embedding is more than its rows. EAGLE-3 and P-EAGLE do not mind: a norm follows.
 PLAIN_EMBEDDINGS = Requirement(
     lambda head, target: embeds_rows(target),

@@ -140,9 +140,16 @@ EAGLE_HEAD = partial(formats.EagleFormat, "EagleLlamaForCausalLM")
 EAGLE_CODE = partial(formats.EagleFormat, "LlamaForCausalLM", embeddings=True)
 SGLANG_EAGLE = partial(formats.EagleFormat, bias=True)
 # Checks of several rules. Heads that correct the target's logits have those of PLAIN_LOGITS, too.
-VLLM_BLOCKS = checks.INNER_STATES, checks.PLAIN_EMBEDDINGS
+EAGLE_CHECKS = checks.PLAIN_EMBEDDINGS, checks.PLAIN_LM_HEAD
+VLLM_BLOCKS = checks.INNER_STATES, *EAGLE_CHECKS
 VLLM_DFLASH_CHECKS = checks.IN_PLACE, *VLLM_BLOCKS
-VLLM_DFLASH2 = checks.IN_PLACE, checks.FULL_VOCABULARY, checks.SCALED_EMBEDDINGS, checks.INNER_STATES
+VLLM_DFLASH2 = (
+    checks.IN_PLACE,
+    checks.FULL_VOCABULARY,
+    checks.SCALED_EMBEDDINGS,
+    checks.INNER_STATES,
+    checks.PLAIN_LM_HEAD,
+)
 VLLM_CORRECTED = checks.PLAIN_LOGITS, *VLLM_BLOCKS
 SGLANG_ROPE = partial(checks.usual_yarn, read=SGLANG_YARN)
 SGLANG_BLOCKS = (
@@ -150,6 +157,7 @@ SGLANG_BLOCKS = (
     checks.MASKING_BY_TYPE,
     checks.WHOLE_ROTATION,
     checks.INNER_STATES,
+    checks.PLAIN_LM_HEAD,
     SGLANG_ROPE,
 )
 SGLANG_CORRECTED = *SGLANG_BLOCKS, checks.PLAIN_LOGITS
@@ -173,7 +181,7 @@ LLAMACPP_EAGLE3 = (
     checks.THREE_LAYERS,
     partial(checks.layer_flags, supported=("norm_before_residual", "norm_before_fc")),
 )
-LLAMACPP_BLOCK = *LLAMACPP_LAYERS, checks.SCALED_EMBEDDINGS  # of any kind
+LLAMACPP_BLOCK = *LLAMACPP_LAYERS, checks.SCALED_EMBEDDINGS, checks.PLAIN_LM_HEAD  # of any kind
 LLAMACPP_DFLASH_CHECKS = *LLAMACPP_BLOCK, checks.IN_PLACE, checks.ONE_MASKING
 LLAMACPP_DFLASH2 = *LLAMACPP_BLOCK, checks.IN_PLACE, checks.llamacpp_selector
 LLAMACPP_DSPARK = *LLAMACPP_BLOCK, checks.VANILLA, checks.ONE_MASKING, checks.PLAIN_LOGITS
@@ -181,7 +189,7 @@ LLAMACPP_DSPARK = *LLAMACPP_BLOCK, checks.VANILLA, checks.ONE_MASKING, checks.PL
 RULES: dict[str, dict[type[DraftHead], Rule]] = {
     "vLLM": {
         Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN, (checks.INNER_STATES, checks.VLLM_LATENT)),
-        EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.VLLM_BIAS, checks.PLAIN_EMBEDDINGS)),
+        EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.VLLM_BIAS, *EAGLE_CHECKS)),
         DFlashHead: Rule(formats.DFlashFormat, VLLM, VLLM_CHAIN, VLLM_DFLASH_CHECKS),
         DFlash2Head: Rule(formats.DFlash2Format, VLLM_DFLASH, VLLM_CHAIN, VLLM_DFLASH2),
         XPressHead: Rule(
@@ -192,7 +200,7 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
     },
     "SGLang": {
         Eagle3Head: Rule(formats.Eagle3Format, SGLANG, flags_note, SGLANG_EAGLE3),
-        EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (checks.PLAIN_EMBEDDINGS, SGLANG_ROPE)),
+        EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (*EAGLE_CHECKS, SGLANG_ROPE)),
         DFlashHead: Rule(formats.DFlashFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_BLOCKS, checks.IN_PLACE)),
         DSparkHead: Rule(formats.DSparkFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_CORRECTED, checks.ANCHOR_FIRST)),
         DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_CORRECTED, checks.SGLANG_PREFIX)),

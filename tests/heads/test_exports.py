@@ -237,6 +237,18 @@ def test_corrections_are_not_added_to_logits_that_the_target_scales(deep, monkey
         engines.export_for(name, ours(kind, deep), deep)
 
 
+def test_drafts_of_engines_lack_the_bias_of_an_lm_head(deep, monkeypatch):
+    """Engines multiply by the rows of the target's lm_head, and add its bias only to the target's own logits."""
+    lm_head = torch.nn.Linear(deep.hidden_size, deep.vocab_size)
+    monkeypatch.setattr(deep.model, "get_output_embeddings", lambda: lm_head)
+    refused = ("hass vllm", "eagle sglang", "dflash vllm", "dspark speculators", "dspark gguf", "domino sglang")
+    for kind, name in (words.split() for words in refused):
+        with pytest.raises(ValueError, match=r"leaves out the bias of .*'s lm_head .* train head=eagle3"):
+            engines.export_for(name, ours(kind, deep), deep)
+    for kind, name in (("dflash pruned", "vllm"), ("dflash", "transformers"), ("eagle3", "sglang")):
+        engines.export_for(name, ours(kind, deep), deep)
+
+
 def test_texts_end_where_vllm_would_change_a_longrope(deep, monkeypatch):
     """vLLM 0.32 takes the long factors for every position if its longest text is longer than the boundary."""
     for kind, name in (("eagle3", "vllm"), ("dflash", "speculators")):
