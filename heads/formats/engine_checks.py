@@ -173,6 +173,19 @@ LLAMACPP_BIASES = Requirement(
 )
 
 
+def normed_state(*kinds: str) -> Requirement:
+    """Require another target than these model types, whose last hidden state the engine returns before its norm, of a head
+    that reads only this state."""
+    return Requirement(
+        lambda head, target: head.layers != [target.num_layers] or target.config.model_type not in kinds,
+        "{engine} returns the last hidden state of {target.name} before its norm, and this head reads it after: use "
+        "another engine, or foredraft serve",
+    )
+
+
+VLLM_STATE, SGLANG_STATE = normed_state("mimo", "step3p5"), normed_state("step3p5")
+
+
 def usual_yarn(engine: str, head: Any, target: Target, read: tuple[str, ...] = ()) -> None:
     """Check for settings of a yarn rope that the engine does not read. read: those that it does, of OWN_YARN."""
     rope = head.config.rope_parameters

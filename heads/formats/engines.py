@@ -141,6 +141,7 @@ EAGLE_CODE = partial(formats.EagleFormat, "LlamaForCausalLM", embeddings=True)
 SGLANG_EAGLE = partial(formats.EagleFormat, bias=True)
 # Checks of several rules. Heads that correct the target's logits have those of PLAIN_LOGITS, too.
 EAGLE_CHECKS = checks.PLAIN_EMBEDDINGS, checks.PLAIN_LM_HEAD
+VLLM_EAGLE3 = checks.INNER_STATES, checks.VLLM_LATENT, checks.VLLM_STATE
 VLLM_BLOCKS = checks.INNER_STATES, *EAGLE_CHECKS
 VLLM_DFLASH_CHECKS = checks.IN_PLACE, *VLLM_BLOCKS
 VLLM_DFLASH2 = (
@@ -188,8 +189,8 @@ LLAMACPP_DSPARK = *LLAMACPP_BLOCK, checks.VANILLA, checks.ONE_MASKING, checks.PL
 
 RULES: dict[str, dict[type[DraftHead], Rule]] = {
     "vLLM": {
-        Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN, (checks.INNER_STATES, checks.VLLM_LATENT)),
-        EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.VLLM_BIAS, *EAGLE_CHECKS)),
+        Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN, VLLM_EAGLE3),
+        EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.VLLM_BIAS, checks.VLLM_STATE, *EAGLE_CHECKS)),
         DFlashHead: Rule(formats.DFlashFormat, VLLM, VLLM_CHAIN, VLLM_DFLASH_CHECKS),
         DFlash2Head: Rule(formats.DFlash2Format, VLLM_DFLASH, VLLM_CHAIN, VLLM_DFLASH2),
         XPressHead: Rule(
@@ -200,7 +201,7 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
     },
     "SGLang": {
         Eagle3Head: Rule(formats.Eagle3Format, SGLANG, flags_note, SGLANG_EAGLE3),
-        EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (*EAGLE_CHECKS, SGLANG_ROPE)),
+        EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (*EAGLE_CHECKS, checks.SGLANG_STATE, SGLANG_ROPE)),
         DFlashHead: Rule(formats.DFlashFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_BLOCKS, checks.IN_PLACE)),
         DSparkHead: Rule(formats.DSparkFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_CORRECTED, checks.ANCHOR_FIRST)),
         DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_CORRECTED, checks.SGLANG_PREFIX)),

@@ -237,6 +237,20 @@ def test_corrections_are_not_added_to_logits_that_the_target_scales(deep, monkey
         engines.export_for(name, ours(kind, deep), deep)
 
 
+def test_targets_whose_last_state_has_no_norm_in_an_engine_are_named(deep, monkeypatch):
+    """Check heads that read only this state: EAGLE-1, and EAGLE-3 without aux hidden states."""
+    alone = ours("eagle3", deep)
+    alone.fc, alone.layers = None, [deep.num_layers]
+    for kind, names in (("step3p5", "vllm sglang"), ("mimo", "vllm")):
+        monkeypatch.setattr(deep.config, "model_type", kind)
+        for name in names.split():
+            for head in [ours("hass", deep), *([alone] if name == "vllm" else [])]:
+                with pytest.raises(ValueError, match=r"last hidden state of .* before its norm, .* use another engine"):
+                    engines.export_for(name, head, deep)
+            engines.export_for(name, ours("dflash", deep), deep)
+    engines.export_for("sglang", ours("hass", deep), deep)
+
+
 def test_drafts_of_engines_lack_the_bias_of_an_lm_head(deep, monkeypatch):
     """Engines multiply by the rows of the target's lm_head, and add its bias only to the target's own logits."""
     lm_head = torch.nn.Linear(deep.hidden_size, deep.vocab_size)
