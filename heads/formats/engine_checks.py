@@ -151,7 +151,8 @@ SGLANG_LAYERS = (
     ),
     Requirement(
         lambda head, target: as_sglang_reads(for_sglang(head.layers, target), target) == head.layers,
-        "SGLang reads layer ids that start with 1 as one less, and this head takes hidden states {head.layers}: use vLLM",
+        "SGLang reads layer ids that start with 1 as one less for {target.name}, and this head takes hidden states "
+        "{head.layers}: use vLLM",
     ),
 )
 SGLANG_PREFIX = Requirement(

@@ -81,7 +81,6 @@ CHANGES = {
     "eagle3 of other layers": {"kind": "eagle3", "target_layer_ids": [1, 3, 5]},
     "eagle3 of two layers": {"kind": "eagle3", "target_layer_ids": [1, 5]},
     "eagle3 of the embedding": {"kind": "eagle3", "target_layer_ids": [0, 3, 5]},
-    "eagle3 from layer 1 on": {"kind": "eagle3", "target_layer_ids": [1, 4, 6]},
     "medusa pruned": {"kind": "medusa", "draft_vocab_size": 250},
 }
 ROUND = [(kind, name) for kind, formats in FORMATS.items() for name in formats.split()]
@@ -190,7 +189,6 @@ REFUSED = [
     ("eagle3 of other layers", "eagle", r"takes hidden states \[2, 4, 5\] .* this head takes \[1, 3, 5\]"),
     ("eagle3 of two layers", "sglang", "fuses three layers"),
     ("eagle3 of the embedding", "sglang", "hidden state 0"),
-    ("eagle3 from layer 1 on", "sglang", "SGLang reads layer ids that start with 1"),
 ]
 
 
