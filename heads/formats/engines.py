@@ -158,6 +158,7 @@ SGLANG_BLOCKS = (
     checks.MASKING_BY_TYPE,
     checks.WHOLE_ROTATION,
     checks.INNER_STATES,
+    checks.NO_EMBEDDING_NORM,
     checks.PLAIN_LM_HEAD,
     SGLANG_ROPE,
 )

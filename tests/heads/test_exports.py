@@ -206,8 +206,9 @@ def test_a_target_that_scales_its_embedding_gets_no_head_that_engines_feed_with_
     for kind, name in (("eagle3", "vllm"), ("dflash", "transformers"), ("p_eagle", "vllm")):
         engines.export_for(name, ours(kind, deep), deep)
     monkeypatch.setattr(deep.model.get_input_embeddings(), "embed_norm", torch.nn.Identity(), raising=False)
-    with pytest.raises(ValueError, match="transformers leaves out the norm of"):
-        engines.export_for("transformers", ours("dflash", deep), deep)
+    for kind, name in (("dflash", "transformers"), ("dflash", "SGLang"), ("domino", "SGLang")):
+        with pytest.raises(ValueError, match=f"{name} leaves out the norm of"):
+            engines.export_for(name.lower(), ours(kind, deep), deep)
 
 
 def test_one_process_of_a_sharded_target_can_write_the_card(deep, monkeypatch):
