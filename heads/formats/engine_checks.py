@@ -61,7 +61,7 @@ PLAIN_LOGITS = Requirement(
     "{engine} adds the head's corrections to outputs of the target's lm_head, and {target.name} scales or caps these first: "
     "train head=dflash",
 )
-# Engines multiply by the target's lm_head for a head without one of its own, and add its bias only for the target.
+# Engines multiply by the target's lm_head for a head that has none, and add its bias only for the target.
 PLAIN_LM_HEAD = Requirement(
     lambda head, target: (
         getattr(head, "lm_head", None) is not None
