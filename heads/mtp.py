@@ -66,7 +66,8 @@ class MTPHead(HiddenStateHead):
         attention = NormedAttention(self.config, width, normed=config["qk_norm"], gated=config["attn_output_gate"])
         self.layer = DecoderLayer(self.config, attention)
         self.norm = RMSNorm(width, eps)
-        self.rotary, self.takes_unnormed = Rotary(self.config), config.get("takes_unnormed", False)
+        self.rotary, self.window = Rotary(self.config), config.get("mtp_window")
+        self.takes_unnormed = config.get("takes_unnormed", False)
 
     @classmethod
     def for_target(cls, target: Target, ttt_steps: int = 3) -> "MTPHead":
@@ -79,6 +80,7 @@ class MTPHead(HiddenStateHead):
             "attn_output_gate": rows == 2 * layer["num_attention_heads"] * layer["head_dim"],
             "qk_norm": "layers.0.self_attn.q_norm.weight" in shipped,
             "takes_unnormed": has_weights(target, MIMO_PREFIX),
+            "mtp_window": shipped_window(target) if shipped else None,
             "foredraft": {"depth": ttt_steps},
         }
         head = cls(settings)
@@ -113,7 +115,7 @@ class MTPHead(HiddenStateHead):
     def to_config(self) -> dict[str, Any]:
         attention = self.layer.self_attn
         flags = {"attn_output_gate": attention.gated, "qk_norm": attention.normed}
-        flags |= {"takes_unnormed": True} if self.takes_unnormed else {}
+        flags |= {"takes_unnormed": self.takes_unnormed, "mtp_window": self.window}
         return llama_config.to_json(self.config) | {"attention_bias": self.config.attention_bias} | flags
 
     def first_hidden(self, aux_hidden_states: Tensor) -> Tensor:
@@ -135,7 +137,7 @@ class MTPHead(HiddenStateHead):
 
 def shipped_layer(target: Target) -> dict[str, Tensor]:
     """Return the MTP layer in the target's files, with the names of Qwen's tensors but without `mtp.`; empty if the target
-    ships none. Raises ValueError if its config announces one that is missing, or it is not supported."""
+    ships none. Raises ValueError if its config announces one that is missing."""
     layouts = {PREFIX: {}, MIMO_PREFIX: MIMO, f"model.layers.{target.num_layers}.": DEEPSEEK}
     prefix, names = next(((p, n) for p, n in layouts.items() if has_weights(target, p)), ("", {}))
     if not prefix:
@@ -149,7 +151,6 @@ def shipped_layer(target: Target) -> dict[str, Tensor]:
                 "download all of its files, or use head=eagle, which trains its own layer"
             )
         return {}
-    check_window(target)
     stored = stored_tensors(target, lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None)
     if not names:
         return stored
@@ -165,16 +166,20 @@ def shipped_layer(target: Target) -> dict[str, Tensor]:
     return layer
 
 
-def check_window(target: Target) -> None:
-    """Raise ValueError if the MTP layer that the target ships looks back through a window."""
+def shipped_window(target: Target) -> int | None:
+    """Return how far back the MTP layer that the target ships looks, its own position included; None for all of the text.
+    Raises ValueError if such a layer has a rope of its own."""
     settings = settings_of(target.config)
     kinds = settings.get("mtp_layer_types")  # EXAONE's layer is of the type of the target's first one if this is absent
     kinds = settings.get("layer_types") if kinds is None and target.config.model_type == "exaone_moe" else kinds
-    if kinds and kinds[0] == SLIDING:
+    if not kinds or kinds[0] != SLIDING:
+        return None
+    if SLIDING in (settings.get("rope_parameters") or {}):
         raise ValueError(
-            f"the MTP layer of {target.name} looks back only {settings['sliding_window']} tokens (sliding_window), which is "
-            "not supported: use head=eagle, which trains its own layer"
+            f"the MTP layer of {target.name} has the rope of its layers with a window, which is not supported: use "
+            "head=eagle, which trains its own layer"
         )
+    return settings["sliding_window"]
 
 
 def has_weights(target: Target, prefix: str) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.mtp import PREFIX, MTPHead, check_window, has_weights, shift_norms
+from foredraft.heads.mtp import PREFIX, MTPHead, has_weights, shift_norms, shipped_window
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.files import INDEX, checkpoint_file, weight_map
 
@@ -33,7 +33,6 @@ class MTPFormat(Format):
         return cls() if f"{PREFIX}fc.weight" in files.weights else None
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
-        check_window(target)
         config = dict(files.config.get("text_config") or files.config)
         config["attention_bias"] = f"{LAYER}q_proj.bias" in files.weights
         settings = layer_settings(files, config, target, count=1)
@@ -42,7 +41,7 @@ class MTPFormat(Format):
         record = {"depth": 3} | files.config.get("foredraft", {})
         gated = rows == 2 * dim * settings["num_attention_heads"]
         shown = {"attn_output_gate": gated, "qk_norm": f"{LAYER}q_norm.weight" in files.weights}
-        return settings | shown | {"foredraft": record}
+        return settings | shown | {"mtp_window": shipped_window(target), "foredraft": record}
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         weights = {name: tensor for name, tensor in files.weights.items() if name.startswith(PREFIX)}

@@ -87,12 +87,12 @@ def test_a_head_starts_from_the_layer_that_the_target_ships(shipping):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("normed", [True, False])
-def test_further_drafts_are_those_of_the_equations(target, normed):
+@pytest.mark.parametrize(("normed", "window"), [(True, None), (False, None), (True, 4)])
+def test_further_drafts_are_those_of_the_equations(target, normed, window):
     """Compute them without gate and norms, in loops: the text's entries, then the chain's, each on the output of the one
     before. normed: False for MiMo's layer, which reads the target's last hidden state, and its own, before their norms."""
     head = make_head("mtp", target)
-    head.takes_unnormed = not normed
+    head.takes_unnormed, head.window = not normed, window
     assert parity_gate.check(head, target, PROMPT) < 1e-3
     w, a = head.state_dict(), 9
     chain, logits = parity_gate.drafted_logits(head, target, PROMPT[:a], PROMPT[a])
@@ -111,7 +111,8 @@ def test_further_drafts_are_those_of_the_equations(target, normed):
         inner = rms(x, w["layer.input_layernorm.weight"])
         q, k, v = ((inner @ w[f"layer.self_attn.{one}_proj.weight"].T).view(len(x), -1, 8) for one in "qkv")
         places = list(range(len(x)))
-        x = x + attention(q, k, v, places, places, lambda j, p: p <= j) @ w["layer.self_attn.o_proj.weight"].T
+        seen = attention(q, k, v, places, places, lambda j, p: j - (window or j + 1) < p <= j)
+        x = x + seen @ w["layer.self_attn.o_proj.weight"].T
         out = (x + mlp(x, w, "layer."))[-1]
         drafted = rms(out, w["norm.weight"])
         states.append(drafted if normed else out)
@@ -151,16 +152,21 @@ def test_a_layer_is_stitched_back_into_its_targets_files(shipping, tmp_path):
     assert config["foredraft"]["depth"] == 3 and config["dtype"] == theirs.get("dtype", "float32")
 
 
-@pytest.mark.parametrize("kind", ["mellum", "exaone_moe"])
-def test_a_layer_with_a_window_is_refused(shipping, monkeypatch, kind):
-    types = {"mtp_layer_types": ["sliding_attention"]}
-    if kind == "exaone_moe":  # vLLM and SGLang take the type of the first layer
-        types = {"layer_types": ["sliding_attention", "full_attention"]}
-    monkeypatch.setattr(shipping.config, "to_dict", lambda: CONFIG.to_dict() | types | {"sliding_window": 4})
-    monkeypatch.setattr(shipping.config, "model_type", kind)
-    for read in (MTPHead.for_target, lambda target: load_head(target.name, target)):
-        with pytest.raises(ValueError, match=r"looks back only 4 tokens \(sliding_window\).*head=eagle"):
-            read(shipping)
+def test_a_layer_with_a_window_keeps_it(shipping, monkeypatch, tmp_path):
+    """Read EXAONE's, of whose layers vLLM and SGLang take the first one's type, and Mellum's, which has a rope of its own."""
+    facts = CONFIG.to_dict() | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    monkeypatch.setattr(shipping.config, "to_dict", lambda: facts)
+    monkeypatch.setattr(shipping.config, "model_type", "exaone_moe")
+    head = MTPHead.for_target(shipping)
+    save_head(head, tmp_path, shipping)
+    for read in (head, load_head(shipping.name, shipping), load_head(tmp_path, shipping)):
+        assert read.window == 4
+    monkeypatch.setattr(shipping.config, "model_type", "mellum")
+    assert MTPHead.for_target(shipping).window is None
+    facts |= {"mtp_layer_types": ["sliding_attention"], "rope_parameters": {"sliding_attention": {}}}
+    for made in (MTPHead.for_target, lambda target: load_head(target.name, target)):
+        with pytest.raises(ValueError, match=r"rope of its layers with a window.*head=eagle"):
+            made(shipping)
 
 
 def test_a_layer_of_another_kind_is_named(shipping, tmp_path, monkeypatch):
