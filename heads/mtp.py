@@ -168,7 +168,7 @@ def shipped_layer(target: Target) -> dict[str, Tensor]:
 
 def shipped_window(target: Target) -> int | None:
     """Return how far back the MTP layer that the target ships looks, its own position included; None for all of the text.
-    Raises ValueError if such a layer has a rope of its own."""
+    Raises ValueError if such a layer has another rope than full attention."""
     settings = settings_of(target.config)
     kinds = settings.get("mtp_layer_types")  # EXAONE's layer is of the type of the target's first one if this is absent
     kinds = settings.get("layer_types") if kinds is None and target.config.model_type == "exaone_moe" else kinds

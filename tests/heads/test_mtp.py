@@ -153,7 +153,7 @@ def test_a_layer_is_stitched_back_into_its_targets_files(shipping, tmp_path):
 
 
 def test_a_layer_with_a_window_keeps_it(shipping, monkeypatch, tmp_path):
-    """Read EXAONE's, of whose layers vLLM and SGLang take the first one's type, and Mellum's, which has a rope of its own."""
+    """Read EXAONE's, of whose layers vLLM and SGLang take the first one's type, and Mellum's, which has another rope."""
     facts = CONFIG.to_dict() | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
     monkeypatch.setattr(shipping.config, "to_dict", lambda: facts)
     monkeypatch.setattr(shipping.config, "model_type", "exaone_moe")
