@@ -48,7 +48,8 @@ class PackedBatch(NamedTuple):
     tokens: Tensor  # (batch, length) int64
     loss_mask: Tensor  # (batch, length) bool: is this token part of what the target wrote?
     documents: Tensor  # (batch, length) int64: which document a token belongs to, -1 for padding
-    positions: Tensor  # (batch, length) int64, from 0 in every document
+    # (batch, length) int64, from 0 in every document. Heads count the tokens of images, too, as engines do for them.
+    positions: Tensor
     # (batch, n) int64, ascending: positions at which drafts start, -1 for none. None: drafts start at every position. Block
     # drafters train on a sample of the positions.
     anchors: Tensor | None = None
@@ -56,8 +57,8 @@ class PackedBatch(NamedTuple):
     multiple_documents: bool | None = None
     # The outputs of the target's processor (`pixel_values`, `image_grid_thw`) for all images, in the order of their places;
     # `at` (images, 2) int64, the sequence of each image and the first column of its document; `position_ids`
-    # (3, batch, length) int64 of M-RoPE, whose first is `positions`; `blocks` (batch, length) int64, one number for all
-    # tokens that attend to each other in both directions, -1 for other tokens.
+    # (3, batch, length) int64 of the target's M-RoPE; `blocks` (batch, length) int64, one number for all tokens that attend
+    # to each other in both directions, -1 for other tokens.
     images: dict[str, Tensor] | None = None
     # Set where several processes share each row; then a sequence is a part of one, and has no anchors or loss of others.
     parts: RowParts | None = None

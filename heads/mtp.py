@@ -4,6 +4,7 @@ Some targets ship such a layer, trained only for the first draft: Qwen's `mtp.*`
 DeepSeek's and GLM's layer after the last one, which transformers does not load.
 At label position p it takes the target's last hidden state of position p, after the final norm, and the embedding of token
 p + 1, both normed. Its output is normed, goes through the target's lm_head, and is the hidden state for the next draft.
+MiMo's layer takes both hidden states before those norms.
 
 A new head starts from the target's layer. If the target ships none, it passes the hidden state through, as EAGLE-1 does.
 Training repeats the step on its own output, over the keys that drafting has (heads/eagle3.py). In the paper every step
@@ -18,11 +19,14 @@ from torch import Tensor, nn
 
 from foredraft.heads import llama_config
 from foredraft.heads.eagle import HiddenStateHead
+from foredraft.heads.eagle3 import SLIDING
 from foredraft.heads.layers import DecoderLayer, NormedAttention, RMSNorm, Rotary
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.config_names import settings_of
 from foredraft.heads.target_model.files import checkpoint_file, stored_tensors, weight_map
+from foredraft.heads.target_model.sharding import full_tensor
 
-PREFIX = "mtp."  # of its weights in a target's files
+PREFIX, MIMO_PREFIX = "mtp.", "model.mtp_layers.0."  # of its weights in a target's files
 # Names of the same modules in other targets.
 MIMO = {
     "token_layernorm": "pre_fc_norm_embedding",
@@ -62,7 +66,8 @@ class MTPHead(HiddenStateHead):
         attention = NormedAttention(self.config, width, normed=config["qk_norm"], gated=config["attn_output_gate"])
         self.layer = DecoderLayer(self.config, attention)
         self.norm = RMSNorm(width, eps)
-        self.rotary = Rotary(self.config)
+        self.rotary, self.window = Rotary(self.config), config.get("mtp_window")
+        self.takes_unnormed = config.get("takes_unnormed", False)
 
     @classmethod
     def for_target(cls, target: Target, ttt_steps: int = 3) -> "MTPHead":
@@ -74,6 +79,8 @@ class MTPHead(HiddenStateHead):
             "attention_bias": "layers.0.self_attn.q_proj.bias" in shipped,
             "attn_output_gate": rows == 2 * layer["num_attention_heads"] * layer["head_dim"],
             "qk_norm": "layers.0.self_attn.q_norm.weight" in shipped,
+            "takes_unnormed": has_weights(target, MIMO_PREFIX),
+            "mtp_window": shipped_window(target) if shipped else None,
             "foredraft": {"depth": ttt_steps},
         }
         head = cls(settings)
@@ -108,7 +115,16 @@ class MTPHead(HiddenStateHead):
     def to_config(self) -> dict[str, Any]:
         attention = self.layer.self_attn
         flags = {"attn_output_gate": attention.gated, "qk_norm": attention.normed}
+        flags |= {"takes_unnormed": self.takes_unnormed, "mtp_window": self.window}
         return llama_config.to_json(self.config) | {"attention_bias": self.config.attention_bias} | flags
+
+    def first_hidden(self, aux_hidden_states: Tensor) -> Tensor:
+        if not self.takes_unnormed:
+            return aux_hidden_states
+        return aux_hidden_states / full_tensor(self.target.model.get_decoder().norm.weight)
+
+    def feed_back(self, out: Tensor) -> Tensor:
+        return out / self.norm.weight if self.takes_unnormed else out
 
     def inputs(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         both = self.pre_fc_norm_embedding(embeddings.to(self.dtype)), self.pre_fc_norm_hidden(hidden.to(self.dtype))
@@ -122,7 +138,7 @@ class MTPHead(HiddenStateHead):
 def shipped_layer(target: Target) -> dict[str, Tensor]:
     """Return the MTP layer in the target's files, with the names of Qwen's tensors but without `mtp.`; empty if the target
     ships none. Raises ValueError if its config announces one that is missing."""
-    layouts = {PREFIX: {}, "model.mtp_layers.0.": MIMO, f"model.layers.{target.num_layers}.": DEEPSEEK}
+    layouts = {PREFIX: {}, MIMO_PREFIX: MIMO, f"model.layers.{target.num_layers}.": DEEPSEEK}
     prefix, names = next(((p, n) for p, n in layouts.items() if has_weights(target, p)), ("", {}))
     if not prefix:
         file = checkpoint_file(target, "config.json")
@@ -145,7 +161,25 @@ def shipped_layer(target: Target) -> dict[str, Tensor]:
             layer[f"{names[part]}.weight" if part in names else f"layers.0.{name}"] = tensor
     if names is MIMO:
         layer["fc.weight"] = torch.cat(layer["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
+        if "layers.0.self_attn.q_proj.bias" in layer:  # as in Qwen2
+            layer["layers.0.self_attn.o_proj.bias"] = torch.zeros(target.hidden_size)
     return layer
+
+
+def shipped_window(target: Target) -> int | None:
+    """Return how far back the MTP layer that the target ships looks, its own position included; None for all of the text.
+    Raises ValueError if such a layer has another rope than full attention."""
+    settings = settings_of(target.config)
+    kinds = settings.get("mtp_layer_types")  # EXAONE's layer is of the type of the target's first one if this is absent
+    kinds = settings.get("layer_types") if kinds is None and target.config.model_type == "exaone_moe" else kinds
+    if not kinds or kinds[0] != SLIDING:
+        return None
+    if SLIDING in (settings.get("rope_parameters") or {}):
+        raise ValueError(
+            f"the MTP layer of {target.name} has the rope of its layers with a window, which is not supported: use "
+            "head=eagle, which trains its own layer"
+        )
+    return settings["sliding_window"]
 
 
 def has_weights(target: Target, prefix: str) -> bool:

@@ -61,6 +61,15 @@ PLAIN_LOGITS = Requirement(
     "{engine} adds the head's corrections to outputs of the target's lm_head, and {target.name} scales or caps these first: "
     "train head=dflash",
 )
+# Engines multiply by the target's lm_head for a head that has none, and add its bias only for the target.
+PLAIN_LM_HEAD = Requirement(
+    lambda head, target: (
+        getattr(head, "lm_head", None) is not None
+        or getattr(target.model.get_output_embeddings(), "bias", None) is None
+    ),
+    "{engine} leaves out the bias of {target.name}'s lm_head in drafts of {head.kind} heads, which learned with it: train "
+    "head=eagle3",
+)
 # A target whose embedding is more than its rows. EAGLE-3 and P-EAGLE do not mind: a norm follows.
 PLAIN_EMBEDDINGS = Requirement(
     lambda head, target: embeds_rows(target),
@@ -142,7 +151,8 @@ SGLANG_LAYERS = (
     ),
     Requirement(
         lambda head, target: as_sglang_reads(for_sglang(head.layers, target), target) == head.layers,
-        "SGLang reads layer ids that start with 1 as one less, and this head takes hidden states {head.layers}: use vLLM",
+        "SGLang reads layer ids that start with 1 as one less for {target.name}, and this head takes hidden states "
+        "{head.layers}: use vLLM",
     ),
 )
 SGLANG_PREFIX = Requirement(
@@ -162,6 +172,19 @@ LLAMACPP_BIASES = Requirement(
     lambda head, target: not head.config.attention_bias,
     "llama.cpp's draft models do not support biases in attention, which this head has: use vLLM",
 )
+
+
+def normed_state(*kinds: str) -> Requirement:
+    """Require another target than these model types, whose last hidden state the engine returns before its norm, of a head
+    that reads only this state."""
+    return Requirement(
+        lambda head, target: head.layers != [target.num_layers] or target.config.model_type not in kinds,
+        "{engine} returns the last hidden state of {target.name} before its norm, and this head reads it after: use "
+        "another engine, or foredraft serve",
+    )
+
+
+VLLM_STATE, SGLANG_STATE = normed_state("mimo", "step3p5"), normed_state("step3p5")
 
 
 def usual_yarn(engine: str, head: Any, target: Target, read: tuple[str, ...] = ()) -> None:

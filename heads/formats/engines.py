@@ -71,6 +71,8 @@ Its cache of keys and values is in half precision, where ties may be decided dif
 with -fa off -ctk f32 -ctv f32."""
 LLAMACPP_MTP = f"""{LLAMACPP_CHAIN} --no-mtp
 For one file with both: export with format=mtp, convert that directory without --no-mtp, and omit -md."""
+IMAGES = """{engine} gives this head the features of images as embeddings, and heads here learn from those of their \
+placeholders: after images, fewer drafts may be accepted."""
 LONGROPE = "vLLM takes longrope's factors for long texts at all positions, unless texts end at {limit} tokens."
 SGLANG_YARN = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
 SGLANG_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
@@ -114,6 +116,12 @@ def window_note(engine: str, head: DraftHead, target: Target) -> str:
     )
 
 
+def images_note(engine: str, head: DraftHead, target: Target) -> str:
+    """Return what an engine that embeds images for heads does otherwise than training."""
+    embeds = (engine, type(head)) in (("vLLM", MTPHead), ("SGLang", Eagle3Head))
+    return IMAGES.format(engine=engine) if embeds and target.images is not None else ""
+
+
 def longrope_limit(rule: "Rule", head: DraftHead) -> int | None:
     """Return the length of texts from which vLLM, if this is its rule, rotates a longrope otherwise than transformers."""
     rope = {} if head.config is None else head.config.rope_parameters
@@ -132,9 +140,17 @@ EAGLE_HEAD = partial(formats.EagleFormat, "EagleLlamaForCausalLM")
 EAGLE_CODE = partial(formats.EagleFormat, "LlamaForCausalLM", embeddings=True)
 SGLANG_EAGLE = partial(formats.EagleFormat, bias=True)
 # Checks of several rules. Heads that correct the target's logits have those of PLAIN_LOGITS, too.
-VLLM_BLOCKS = checks.INNER_STATES, checks.PLAIN_EMBEDDINGS
+EAGLE_CHECKS = checks.PLAIN_EMBEDDINGS, checks.PLAIN_LM_HEAD
+VLLM_EAGLE3 = checks.INNER_STATES, checks.VLLM_LATENT, checks.VLLM_STATE
+VLLM_BLOCKS = checks.INNER_STATES, *EAGLE_CHECKS
 VLLM_DFLASH_CHECKS = checks.IN_PLACE, *VLLM_BLOCKS
-VLLM_DFLASH2 = checks.IN_PLACE, checks.FULL_VOCABULARY, checks.SCALED_EMBEDDINGS, checks.INNER_STATES
+VLLM_DFLASH2 = (
+    checks.IN_PLACE,
+    checks.FULL_VOCABULARY,
+    checks.SCALED_EMBEDDINGS,
+    checks.INNER_STATES,
+    checks.PLAIN_LM_HEAD,
+)
 VLLM_CORRECTED = checks.PLAIN_LOGITS, *VLLM_BLOCKS
 SGLANG_ROPE = partial(checks.usual_yarn, read=SGLANG_YARN)
 SGLANG_BLOCKS = (
@@ -142,6 +158,8 @@ SGLANG_BLOCKS = (
     checks.MASKING_BY_TYPE,
     checks.WHOLE_ROTATION,
     checks.INNER_STATES,
+    checks.NO_EMBEDDING_NORM,
+    checks.PLAIN_LM_HEAD,
     SGLANG_ROPE,
 )
 SGLANG_CORRECTED = *SGLANG_BLOCKS, checks.PLAIN_LOGITS
@@ -165,15 +183,15 @@ LLAMACPP_EAGLE3 = (
     checks.THREE_LAYERS,
     partial(checks.layer_flags, supported=("norm_before_residual", "norm_before_fc")),
 )
-LLAMACPP_BLOCK = *LLAMACPP_LAYERS, checks.SCALED_EMBEDDINGS  # of any kind
+LLAMACPP_BLOCK = *LLAMACPP_LAYERS, checks.SCALED_EMBEDDINGS, checks.PLAIN_LM_HEAD  # of any kind
 LLAMACPP_DFLASH_CHECKS = *LLAMACPP_BLOCK, checks.IN_PLACE, checks.ONE_MASKING
 LLAMACPP_DFLASH2 = *LLAMACPP_BLOCK, checks.IN_PLACE, checks.llamacpp_selector
 LLAMACPP_DSPARK = *LLAMACPP_BLOCK, checks.VANILLA, checks.ONE_MASKING, checks.PLAIN_LOGITS
 
 RULES: dict[str, dict[type[DraftHead], Rule]] = {
     "vLLM": {
-        Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN, (checks.INNER_STATES, checks.VLLM_LATENT)),
-        EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.VLLM_BIAS, checks.PLAIN_EMBEDDINGS)),
+        Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN, VLLM_EAGLE3),
+        EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.VLLM_BIAS, checks.VLLM_STATE, *EAGLE_CHECKS)),
         DFlashHead: Rule(formats.DFlashFormat, VLLM, VLLM_CHAIN, VLLM_DFLASH_CHECKS),
         DFlash2Head: Rule(formats.DFlash2Format, VLLM_DFLASH, VLLM_CHAIN, VLLM_DFLASH2),
         XPressHead: Rule(
@@ -184,7 +202,7 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
     },
     "SGLang": {
         Eagle3Head: Rule(formats.Eagle3Format, SGLANG, flags_note, SGLANG_EAGLE3),
-        EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (checks.PLAIN_EMBEDDINGS, SGLANG_ROPE)),
+        EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (*EAGLE_CHECKS, checks.SGLANG_STATE, SGLANG_ROPE)),
         DFlashHead: Rule(formats.DFlashFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_BLOCKS, checks.IN_PLACE)),
         DSparkHead: Rule(formats.DSparkFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_CORRECTED, checks.ANCHOR_FIRST)),
         DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_CORRECTED, checks.SGLANG_PREFIX)),
@@ -245,7 +263,7 @@ FORMATS = {  # each with the description that --help shows, and who reads it
     "mtp": ("The target's own files with this MTP layer in place of theirs.", "a target's own file"),
     "gguf": ("GGUF, which llama.cpp loads; dtype= and target_gguf= are for this format.", "llama.cpp"),
 }
-LOADERS = {"the speculators package": "vLLM"}  # the engine that loads a package's files
+LOADERS = {"the speculators package": "vLLM", "a target's own file": "vLLM"}  # the engine that loads a package's files
 # Engines, and the formats that they read: a card names the first that supports the head.
 ENGINES = {
     "vLLM": ("vllm", "speculators", "mtp"),
@@ -286,10 +304,11 @@ def export_for(
         verify(loader, head, target)
     note = rule.note if isinstance(rule.note, str) else rule.note(head, target)
     note, limit = note.format(target=target.name, kind=head.kind), longrope_limit(rule, head)
-    more = window_note(loader, head, target), LONGROPE.format(limit=limit) if limit else ""
+    notes = [note, window_note(loader, head, target), images_note(loader, head, target)]
+    notes += [LONGROPE.format(limit=limit)] if limit else []
     arguments = (formats.default_format(head), dtype, target_gguf) if name == "gguf" else ()
     use = f"{rule.use} --max-model-len {limit}" if limit else rule.use
-    return Export(rule.layout(*arguments), use, "\n".join(filter(None, (note, *more))))
+    return Export(rule.layout(*arguments), use, "\n".join(filter(None, notes)))
 
 
 def engines(head: DraftHead, target: Target, name: str, drafts: int | None = None) -> list[dict[str, Any]]:

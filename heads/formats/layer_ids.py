@@ -4,14 +4,15 @@
     layer outputs   counted from 0, one less than the above: SpecForge, ModelOpt, AngelSlim; [1, n/2-1, n-4] by default
 
 An off-by-one costs a tenth to several tokens of acceptance length and nobody notices, so it is inferred from evidence and
-reported. SGLang reads ids in eagle_config as layer outputs if the first is 1 (its #25454), otherwise as hidden states, and
-always as hidden states if the target is a GPT-OSS (its #32334).
+reported. SGLang reads ids in eagle_config as layer outputs. It reads them as hidden states for targets with DeepSeek's
+layers if the first is not 1 (its #25454), and for a GPT-OSS if the last is its number of layers (its #32334).
 """
 
 from foredraft.heads.formats.base import HeadFiles
 from foredraft.heads.target_model import Target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+BY_FIRST_ID = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa")  # model types
 
 
 def resolve_layer_ids(files: HeadFiles, target: Target) -> list[int]:
@@ -22,7 +23,8 @@ def resolve_layer_ids(files: HeadFiles, target: Target) -> list[int]:
     if recorded is not None:
         ids = recorded
     elif top is not None and eagle is not None:
-        if top not in (as_sglang_reads(eagle, target), [k + 1 for k in eagle]):
+        earlier = eagle if eagle[0] != 1 or target.config.model_type == "gpt_oss" else []  # as earlier versions wrote
+        if top not in (as_sglang_reads(eagle, target), [k + 1 for k in eagle], earlier):
             raise files.error(
                 f"{IDS}={top} (ids of hidden_states) and eagle_config.{IDS}={eagle} do not name the same layers: the second "
                 f"should be {for_sglang(top, target)}"
@@ -72,7 +74,7 @@ def infer_layer_ids(files: HeadFiles, target: Target, ids: list[int], in_eagle_c
     if ids[0] == 1 and ids[-1] < n and not gpt_oss:
         files.notes.append(f"eagle_config.{IDS}={ids} are read as outputs of layers counted from 0, as in SGLang")
         return outputs
-    if ids[0] == 2 and ids[-1] <= n:
+    if ids[0] == 2 and ids[-1] <= n and target.config.model_type in BY_FIRST_ID:
         files.notes.append(f"eagle_config.{IDS}={ids} are read as ids of hidden_states, as in SGLang")
         return states
     raise files.error(
@@ -84,13 +86,14 @@ def infer_layer_ids(files: HeadFiles, target: Target, ids: list[int], in_eagle_c
 
 def as_sglang_reads(ids: list[int], target: Target) -> list[int]:
     """Return the hidden states that SGLang reads for these ids in eagle_config."""
-    shifted = ids[0] == 1 and target.config.model_type != "gpt_oss"
-    return [k + 1 for k in ids] if shifted else ids
+    kind = target.config.model_type
+    states = ids[0] != 1 if kind in BY_FIRST_ID else kind == "gpt_oss" and ids[-1] == target.num_layers
+    return ids if states else [k + 1 for k in ids]
 
 
 def for_sglang(layers: list[int], target: Target) -> list[int]:
     """Return the ids in eagle_config for which SGLang reads hidden states `layers`. These are outputs of layers if both
-    would work, since earlier versions support nothing else, and if neither does (`layers` that start with 1)."""
+    would work, since earlier versions support nothing else, and if neither does (`layers` that start with 1, DeepSeek)."""
     outputs = [k - 1 for k in layers]
     fits = as_sglang_reads(layers, target) == layers and as_sglang_reads(outputs, target) != layers
     return layers if fits else outputs

@@ -10,7 +10,7 @@ from foredraft.heads.target_model import Target
 
 # The only values that our decoder layer supports.
 LAYER = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None, "is_neox_style": True}
-LAYER |= {"rope_is_neox_style": True}  # SGLang's name
+LAYER |= {"rope_is_neox_style": True, "use_gemma_norm": False}  # SGLang's names
 LATENT_WEIGHT = "self_attn.kv_a_proj_with_mqa.weight"  # reveals such a layer; config.json may only repeat its target's
 SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -52,6 +52,10 @@ def layer_settings(
     new = settings.get("rope_parameters") or {}
     if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:
         raise files.error(f"config.json has rope_theta={settings['rope_theta']} and rope_parameters={new}")
+    if width := (new or settings.get("rope_scaling") or {}).get("rope_dim"):  # vLLM and SGLang prefer it
+        dim = settings.get("head_dim") or settings["hidden_size"] // heads
+        old = new or {"rope_theta": settings.get("rope_theta")} | settings["rope_scaling"]
+        settings["rope_parameters"] = old | {"rope_dim": None, "partial_rotary_factor": width / dim}
     rope = llama_config.rope_parameters(settings)
     if rope["rope_type"] == "dynamic":
         files.notes.append(
@@ -77,6 +81,7 @@ def rotated_dim(files: HeadFiles, settings: dict[str, Any], latent: bool) -> int
     supported. latent: can the head have such a layer?"""
     if not latent:
         raise files.error("its multi-head latent attention is only supported in EAGLE-3 heads: choose another")
+    check_settings(files, settings, {"rope_interleave": True})  # which neighbors are rotated together
     values, keys = settings["v_head_dim"], settings["qk_nope_head_dim"] + settings["qk_rope_head_dim"]
     if values > keys:
         raise files.error(f"config.json has v_head_dim={values}, wider than its keys of {keys}, which is not supported")

@@ -15,7 +15,7 @@ from torch import Tensor
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.mtp import PREFIX, MTPHead, has_weights, shift_norms
+from foredraft.heads.mtp import PREFIX, MTPHead, has_weights, shift_norms, shipped_window
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.files import INDEX, checkpoint_file, weight_map
 
@@ -41,7 +41,7 @@ class MTPFormat(Format):
         record = {"depth": 3} | files.config.get("foredraft", {})
         gated = rows == 2 * dim * settings["num_attention_heads"]
         shown = {"attn_output_gate": gated, "qk_norm": f"{LAYER}q_norm.weight" in files.weights}
-        return settings | shown | {"foredraft": record}
+        return settings | shown | {"mtp_window": shipped_window(target), "foredraft": record}
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         weights = {name: tensor for name, tensor in files.weights.items() if name.startswith(PREFIX)}

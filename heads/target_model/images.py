@@ -10,13 +10,16 @@ This uses the target's own processor, without its videos (for which transformers
 import base64
 import functools
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from foredraft.heads.target_model.logits import TargetOutput
 
 # Model types with the inputs below; test_images.py tests each kind. Gemma 3's tokens of one image attend to each other
 # in both directions.
@@ -123,6 +126,32 @@ def model_inputs(images: dict[str, Tensor], model_type: str, dtype: torch.dtype)
     if model_type in BLOCKS:  # it makes a mask of them if it gets none
         inputs["token_type_ids"] = (images["blocks"] >= 0).long()
     return inputs
+
+
+@contextmanager
+def add_features(
+    model: PreTrainedModel, layers: Sequence[int], images: dict[str, Tensor] | None
+) -> Iterator[Callable[[TargetOutput], TargetOutput]]:
+    """Yield what completes the aux hidden states of a forward. Qwen3-VL adds features of images after its first layers, and
+    transformers returns their outputs before that, engines after it, as the next layer reads them."""
+    count = 0 if images is None else len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
+    read: dict[int, Tensor] = {}
+    hooks = [
+        model.get_decoder().layers[k].register_forward_pre_hook(lambda _, args, k=k: read.update({k: args[0]}))
+        for k in layers
+        if 0 < k <= count
+    ]
+
+    def complete(output: TargetOutput) -> TargetOutput:
+        states = output.aux_hidden_states.chunk(len(layers), dim=-1)
+        parts = [read.get(k, state).to(state) for k, state in zip(layers, states, strict=True)]
+        return output._replace(aux_hidden_states=torch.cat(parts, -1))
+
+    try:
+        yield complete if hooks else lambda output: output
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def reads_images(config: PreTrainedConfig) -> bool:

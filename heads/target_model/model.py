@@ -24,7 +24,7 @@ from foredraft.heads.target_model.capabilities import Capabilities, cache_name, 
 from foredraft.heads.target_model.config_names import max_positions
 from foredraft.heads.target_model.ends import load_ends, refuse
 from foredraft.heads.target_model.gguf import record_of
-from foredraft.heads.target_model.images import MROPE, ImageReader, model_inputs, reads_images
+from foredraft.heads.target_model.images import MROPE, ImageReader, add_features, model_inputs, reads_images
 from foredraft.heads.target_model.loading import check_tokens, load_model, load_tokenizer
 from foredraft.heads.target_model.logits import LogitScaling, TargetOutput, only_logits_at
 from foredraft.heads.target_model.resolve_path import full_name, resolve_path
@@ -245,7 +245,8 @@ class Target:
             kind = self.model.config.model_type
             positions = images["position_ids"] if kind in MROPE else positions
             kwargs |= model_inputs(images, kind, self.dtype)
-        return self._forward(tokens, positions, cache, layers, keep_logits, **kwargs)[0]
+        with add_features(self.model, layers, images) as complete:
+            return complete(self._forward(tokens, positions, cache, layers, keep_logits, **kwargs)[0])
 
     def forward_from(
         self, tokens: Tensor, start: int, state: Any, layers: Sequence[int] = (), keep_logits: int = 0

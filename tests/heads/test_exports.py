@@ -81,7 +81,6 @@ CHANGES = {
     "eagle3 of other layers": {"kind": "eagle3", "target_layer_ids": [1, 3, 5]},
     "eagle3 of two layers": {"kind": "eagle3", "target_layer_ids": [1, 5]},
     "eagle3 of the embedding": {"kind": "eagle3", "target_layer_ids": [0, 3, 5]},
-    "eagle3 from layer 1 on": {"kind": "eagle3", "target_layer_ids": [1, 4, 6]},
     "medusa pruned": {"kind": "medusa", "draft_vocab_size": 250},
 }
 ROUND = [(kind, name) for kind, formats in FORMATS.items() for name in formats.split()]
@@ -190,7 +189,6 @@ REFUSED = [
     ("eagle3 of other layers", "eagle", r"takes hidden states \[2, 4, 5\] .* this head takes \[1, 3, 5\]"),
     ("eagle3 of two layers", "sglang", "fuses three layers"),
     ("eagle3 of the embedding", "sglang", "hidden state 0"),
-    ("eagle3 from layer 1 on", "sglang", "SGLang reads layer ids that start with 1"),
 ]
 
 
@@ -208,8 +206,9 @@ def test_a_target_that_scales_its_embedding_gets_no_head_that_engines_feed_with_
     for kind, name in (("eagle3", "vllm"), ("dflash", "transformers"), ("p_eagle", "vllm")):
         engines.export_for(name, ours(kind, deep), deep)
     monkeypatch.setattr(deep.model.get_input_embeddings(), "embed_norm", torch.nn.Identity(), raising=False)
-    with pytest.raises(ValueError, match="transformers leaves out the norm of"):
-        engines.export_for("transformers", ours("dflash", deep), deep)
+    for kind, name in (("dflash", "transformers"), ("dflash", "SGLang"), ("domino", "SGLang")):
+        with pytest.raises(ValueError, match=f"{name} leaves out the norm of"):
+            engines.export_for(name.lower(), ours(kind, deep), deep)
 
 
 def test_one_process_of_a_sharded_target_can_write_the_card(deep, monkeypatch):
@@ -234,6 +233,32 @@ def test_corrections_are_not_added_to_logits_that_the_target_scales(deep, monkey
             ):
                 engines.export_for(name, ours(kind, deep), deep)
     for kind, name in (("dspark pruned", "vllm"), ("dflash", "vllm"), ("eagle3", "sglang")):
+        engines.export_for(name, ours(kind, deep), deep)
+
+
+def test_targets_whose_last_state_has_no_norm_in_an_engine_are_named(deep, monkeypatch):
+    """Check heads that read only this state: EAGLE-1, and EAGLE-3 without aux hidden states."""
+    alone = ours("eagle3", deep)
+    alone.fc, alone.layers = None, [deep.num_layers]
+    for kind, names in (("step3p5", "vllm sglang"), ("mimo", "vllm")):
+        monkeypatch.setattr(deep.config, "model_type", kind)
+        for name in names.split():
+            for head in [ours("hass", deep), *([alone] if name == "vllm" else [])]:
+                with pytest.raises(ValueError, match=r"last hidden state of .* before its norm, .* use another engine"):
+                    engines.export_for(name, head, deep)
+            engines.export_for(name, ours("dflash", deep), deep)
+    engines.export_for("sglang", ours("hass", deep), deep)
+
+
+def test_drafts_of_engines_lack_the_bias_of_an_lm_head(deep, monkeypatch):
+    """Engines multiply by the rows of the target's lm_head, and add its bias only to the target's own logits."""
+    lm_head = torch.nn.Linear(deep.hidden_size, deep.vocab_size)
+    monkeypatch.setattr(deep.model, "get_output_embeddings", lambda: lm_head)
+    refused = ("hass vllm", "eagle sglang", "dflash vllm", "dspark speculators", "dspark gguf", "domino sglang")
+    for kind, name in (words.split() for words in refused):
+        with pytest.raises(ValueError, match=r"leaves out the bias of .*'s lm_head .* train head=eagle3"):
+            engines.export_for(name, ours(kind, deep), deep)
+    for kind, name in (("dflash pruned", "vllm"), ("dflash", "transformers"), ("eagle3", "sglang")):
         engines.export_for(name, ours(kind, deep), deep)
 
 

@@ -86,7 +86,7 @@ def test_a_head_that_was_pushed_drafts_the_same_when_pulled_and_its_card_says_wh
     assert hub.weights_sha256(run / "head") in card and "2.50" in card and "1.75x" in card and "a CPU" in card
     assert f'load_drafter("{NAME}", target)' in card and "some text" in card and "2026-01-02" in card
     assert "vllm serve" in card and NAME in re.findall(r"--speculative-config.*", card)[0]
-    assert "sglang" not in card  # which takes no embedding, and this head does
+    assert "sglang.launch_server" in card  # it reads hidden states 1, 3 and 4 of a llama
 
 
 def test_a_folder_that_looks_like_a_hub_id_is_no_base_model(tmp_path, monkeypatch):

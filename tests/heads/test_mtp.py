@@ -12,7 +12,7 @@ from transformers import Qwen3_5ForCausalLM
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
 
 from foredraft.heads import Target, load_head, mtp
-from foredraft.heads.checkpoint import write_head
+from foredraft.heads.checkpoint import save_head, write_head
 from foredraft.heads.formats import engines
 from foredraft.heads.mtp import MTPHead
 from foredraft.inference.drafters import drafter_for
@@ -87,13 +87,20 @@ def test_a_head_starts_from_the_layer_that_the_target_ships(shipping):
 
 
 @torch.no_grad()
-def test_further_drafts_are_those_of_the_equations(target):
+@pytest.mark.parametrize(("normed", "window"), [(True, None), (False, None), (True, 4)])
+def test_further_drafts_are_those_of_the_equations(target, normed, window):
     """Compute them without gate and norms, in loops: the text's entries, then the chain's, each on the output of the one
-    before."""
+    before. normed: False for MiMo's layer, which reads the target's last hidden state, and its own, before their norms."""
     head = make_head("mtp", target)
+    head.takes_unnormed, head.window = not normed, window
+    assert parity_gate.check(head, target, PROMPT) < 1e-3
     w, a = head.state_dict(), 9
     chain, logits = parity_gate.drafted_logits(head, target, PROMPT[:a], PROMPT[a])
-    states = list(target.forward(torch.tensor([PROMPT[:a]]), layers=[target.num_layers]).aux_hidden_states[0])
+    unnormed: list[Tensor] = []
+    hook = target.model.model.norm.register_forward_pre_hook(lambda _, args: unnormed.append(args[0][0]))
+    normed_states = target.forward(torch.tensor([PROMPT[:a]]), layers=[target.num_layers]).aux_hidden_states[0]
+    hook.remove()
+    states = list(normed_states if normed else unnormed[0])
     fused: list[Tensor] = []
     for depth, tokens in enumerate([PROMPT[1 : a + 1], *([token] for token in chain[:-1])]):
         for number, token in enumerate(tokens):
@@ -104,9 +111,12 @@ def test_further_drafts_are_those_of_the_equations(target):
         inner = rms(x, w["layer.input_layernorm.weight"])
         q, k, v = ((inner @ w[f"layer.self_attn.{one}_proj.weight"].T).view(len(x), -1, 8) for one in "qkv")
         places = list(range(len(x)))
-        x = x + attention(q, k, v, places, places, lambda j, p: p <= j) @ w["layer.self_attn.o_proj.weight"].T
-        states.append(rms((x + mlp(x, w, "layer."))[-1], w["norm.weight"]))
-        torch.testing.assert_close(logits[depth], target.logits(states[-1]), atol=1e-3, rtol=1e-4)
+        seen = attention(q, k, v, places, places, lambda j, p: j - (window or j + 1) < p <= j)
+        x = x + seen @ w["layer.self_attn.o_proj.weight"].T
+        out = (x + mlp(x, w, "layer."))[-1]
+        drafted = rms(out, w["norm.weight"])
+        states.append(drafted if normed else out)
+        torch.testing.assert_close(logits[depth], target.logits(drafted), atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -142,6 +152,23 @@ def test_a_layer_is_stitched_back_into_its_targets_files(shipping, tmp_path):
     assert config["foredraft"]["depth"] == 3 and config["dtype"] == theirs.get("dtype", "float32")
 
 
+def test_a_layer_with_a_window_keeps_it(shipping, monkeypatch, tmp_path):
+    """Read EXAONE's, of whose layers vLLM and SGLang take the first one's type, and Mellum's, which has another rope."""
+    facts = CONFIG.to_dict() | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    monkeypatch.setattr(shipping.config, "to_dict", lambda: facts)
+    monkeypatch.setattr(shipping.config, "model_type", "exaone_moe")
+    head = MTPHead.for_target(shipping)
+    save_head(head, tmp_path, shipping)
+    for read in (head, load_head(shipping.name, shipping), load_head(tmp_path, shipping)):
+        assert read.window == 4
+    monkeypatch.setattr(shipping.config, "model_type", "mellum")
+    assert MTPHead.for_target(shipping).window is None
+    facts |= {"mtp_layer_types": ["sliding_attention"], "rope_parameters": {"sliding_attention": {}}}
+    for made in (MTPHead.for_target, lambda target: load_head(target.name, target)):
+        with pytest.raises(ValueError, match=r"rope of its layers with a window.*head=eagle"):
+            made(shipping)
+
+
 def test_a_layer_of_another_kind_is_named(shipping, tmp_path, monkeypatch):
     experts = {name.removeprefix("mtp."): tensor for name, tensor in shipped().items()}
     experts["layers.0.mlp.experts.gate_up_proj"] = experts.pop("layers.0.mlp.gate_proj.weight")
@@ -173,11 +200,23 @@ def test_the_layer_of_other_targets_is_found_by_its_names(tiny_path, target, tmp
         layer[f"{prefix}{theirs[part]}.weight" if part in theirs else prefix + name.removeprefix("layer.")] = tensor
     if layout == "deepseek":
         layer[f"{prefix}embed_tokens.weight"] = target.embeddings.clone()
+    else:  # biases as in Qwen2
+        sizes = {name: len(layer[f"{prefix}self_attn.{name}_proj.weight"]) for name in "qkv"}
+        layer |= {f"{prefix}self_attn.{name}_proj.bias": torch.randn(size) for name, size in sizes.items()}
     path = tmp_path / "target"
     shutil.copytree(tiny_path, path)
     save_file(load_file(path / "model.safetensors") | layer, path / "model.safetensors", metadata={"format": "pt"})
     shipping = Target.from_pretrained(path, dtype="float32", device="cpu")
-    torch.testing.assert_close(MTPHead.for_target(shipping).state_dict(), same.state_dict())
+    found = MTPHead.for_target(shipping)
+    state = found.state_dict()
+    biases = {name: state.pop(name) for name in [*state] if name.endswith(".bias")}
+    torch.testing.assert_close(state, same.state_dict())
+    assert found.takes_unnormed == bool(biases) == (layout == "mimo")
+    assert {name for name, bias in biases.items() if bias.any()} == {
+        name.replace(prefix, "layer.") for name in layer if name.endswith(".bias")
+    }
+    save_head(found, tmp_path / "saved", shipping)
+    assert load_head(tmp_path / "saved", shipping).takes_unnormed == found.takes_unnormed
     with pytest.raises(ValueError, match=f"names its MTP layer {prefix[:14]}.*no engine would read"):
         write_head(
             same, tmp_path / "export", shipping, engines.export_for("mtp", same, shipping).layout, ("mtp.safetensors",)

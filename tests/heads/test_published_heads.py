@@ -31,16 +31,18 @@ PROMPT = torch.randint(1, VOCAB, (1, 20), generator=torch.Generator().manual_see
 
 
 @cache
-def tiny_target(layers: int, gpt_oss: bool = False) -> Target:
+def tiny_target(layers: int, gpt_oss: bool = False, kind: str | None = None) -> Target:
+    """Make a target. kind: the model type that a llama claims."""
     torch.manual_seed(0)
     if gpt_oss:
         sizes = {"hidden_size": HIDDEN, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
         sizes |= {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "vocab_size": VOCAB}
         config = GptOssConfig(num_hidden_layers=layers, initializer_range=0.1, pad_token_id=0, eos_token_id=0, **sizes)
         return Target(GptOssForCausalLM(config), name="a gpt-oss")
-    return Target(
-        LlamaForCausalLM(tiny_config(num_hidden_layers=layers, vocab_size=VOCAB, initializer_range=0.1)), name="a llama"
-    )
+    config = tiny_config(num_hidden_layers=layers, vocab_size=VOCAB, initializer_range=0.1)
+    target = Target(LlamaForCausalLM(config), name="a llama")
+    target.config.model_type = kind or target.config.model_type
+    return target
 
 
 def load(directory: Path, target: Target, drafts: bool = True) -> tuple[Any, list[str]]:
@@ -146,6 +148,17 @@ def test_a_head_of_others_is_exported_and_loads_again_with_its_own_rope(tmp_path
     assert same(again, head)
 
 
+@pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("width", [4, 8])
+def test_the_width_that_is_rotated_replaces_a_copied_share(tmp_path, place, width):
+    """Check that `rope_dim` counts: engines prefer it to the target's partial_rotary_factor next to it."""
+    rope = {"rope_type": "default", "rope_dim": width, "partial_rotary_factor": 0.25, "rope_theta": 5000.0}
+    config = shrink_head(NAMED) | {"head_dim": 8, "partial_rotary_factor": 0.25, "rope_theta": 5000.0, place: rope}
+    head, _ = load(golden.write(tmp_path, config, eagle3(config, "midlayer")), tiny_target(8))
+    cos, _ = head.rotary(torch.arange(3)[None], 3, torch.float32)
+    assert cos.shape[-1] == width and head.config.rope_parameters["rope_theta"] == 5000
+
+
 def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_path):
     config, target = shrink_head(MLA), tiny_target(8)
     head, _ = load(golden.write(tmp_path / "theirs", config, eagle3(config, "midlayer")), target)
@@ -164,7 +177,12 @@ def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_
 
 
 @pytest.mark.parametrize(
-    "change, message", [({"v_head_dim": 99}, "wider than its keys"), ({"kv_lora_rank": "x"}, "not a size")]
+    "change, message",
+    [
+        ({"v_head_dim": 99}, "wider than its keys"),
+        ({"kv_lora_rank": "x"}, "not a size"),
+        ({"rope_interleave": False}, "rope_interleave=False; only True"),
+    ],
 )
 def test_latent_attention_that_no_layer_has_is_refused(tmp_path, change, message):
     config = shrink_head(MLA)
@@ -197,7 +215,6 @@ LAYERS: dict[str, tuple[int, bool, dict, list[int], str]] = {
     "SpecForge": (61, False, ids([1, 29, 57]), [2, 30, 58], "are read as outputs of layers"),
     "SpecForge, not the usual three": (24, False, ids([1, 11, 21]), [2, 12, 22], "outputs of layers .* as in SGLang"),
     "AQ-MedAI's Kimi-K2": (61, False, ids([2, 30, 58]), [2, 30, 58], ""),
-    "starts with 2": (60, False, ids([2, 29, 58]), [2, 29, 58], "ids of hidden_states, as in SGLang"),
     "nvidia's v3": (
         36,
         True,
@@ -227,7 +244,13 @@ def test_fused_layers_are_found_by_evidence(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("layers", "gpt_oss", "given"),
-    [(45, False, [4, 20, 40]), (36, True, [1, 17, 33]), (24, False, [1, 11, 24]), (24, False, [0, 11, 21])],
+    [
+        (45, False, [4, 20, 40]),
+        (60, False, [2, 29, 58]),  # SGLang adds 1, vLLM would not
+        (36, True, [1, 17, 33]),
+        (24, False, [1, 11, 24]),
+        (24, False, [0, 11, 21]),
+    ],
 )
 def test_ambiguous_layers_are_refused_with_the_remedy(tmp_path, layers, gpt_oss, given):
     config, target = shrink_head(NAMED | ids(given)), tiny_target(layers, gpt_oss)
@@ -240,18 +263,37 @@ def test_ambiguous_layers_are_refused_with_the_remedy(tmp_path, layers, gpt_oss,
     assert load(tmp_path, target, drafts=False)[0].layers == given
 
 
-@pytest.mark.parametrize("gpt_oss", [False, True])
-@pytest.mark.parametrize("layers", [[2, 12, 21], [4, 12, 23]])
-def test_an_export_names_the_layers_that_both_engines_read(tmp_path, layers, gpt_oss):
-    """Compute the ids by the engines' rules: vLLM reads the top level, as hidden states. SGLang reads eagle_config, and
-    adds 1 if the first id is 1 and the target is not a gpt-oss."""
-    target = tiny_target(24, gpt_oss)
+def test_ids_that_start_with_2_are_hidden_states_of_a_deepseek(tmp_path):
+    config = shrink_head(NAMED | ids([2, 29, 58]))
+    written = golden.write(tmp_path, config, eagle3(config, "midlayer"))
+    head, said = load(written, tiny_target(60, kind="deepseek_v3"), drafts=False)
+    assert head.layers == [2, 29, 58] and "ids of hidden_states, as in SGLang" in said[0]
+
+
+def captured(kind: str, given: list[int], n: int) -> list[int]:
+    """Return the hidden states that SGLang 0.5.23 captures: a model's class decides whether it adds 1."""
+    if kind == "deepseek_v3":
+        return [k + 1 for k in given] if given[0] == 1 else given
+    return given if kind == "gpt_oss" and max(given) == n else [k + 1 for k in given]
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("layers", [[2, 12, 21], [4, 12, 23], [1, 12, 21]])
+def test_an_export_names_the_layers_that_both_engines_read(tmp_path, layers, kind):
+    """vLLM reads the top level, as hidden states, and SGLang eagle_config."""
+    target = tiny_target(24, kind == "gpt_oss", kind if kind == "deepseek_v3" else None)
     head = Eagle3Head.for_target(target, 3, layers)
+    if kind == "deepseek_v3" and layers[0] == 1:
+        with pytest.raises(ValueError, match="SGLang reads layer ids that start with 1"):
+            write_export("sglang", head, target, tmp_path)
+        return
     write_export("sglang", head, target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    inside = config["eagle_config"][IDS]
-    assert config[IDS] == layers == ([k + 1 for k in inside] if inside[0] == 1 and not gpt_oss else inside)
+    assert config[IDS] == layers == captured(kind, config["eagle_config"][IDS], 24)
     assert load_head(tmp_path, target).layers == layers
+    edit(tmp_path, lambda saved: saved["eagle_config"].update({IDS: layers}))  # as earlier versions wrote them
+    if layers[0] != 1 or kind == "gpt_oss":
+        assert load_head(tmp_path, target).layers == layers
 
 
 # -- flags and weights ------------------------------------------------------------------------------------------------

@@ -220,6 +220,7 @@ SETTINGS = [
     ("zlab_dflash2", "is_causal", None, "config.json has no dflash_config.causal, which in sliding layers is true"),
     ("deepspec specforge_dspark speculators_dspark", "dspark_draft_topk", 8, "dspark_draft_topk=8"),
     ("deepspec zlab safeailab_eagle3", "rope_is_neox_style", False, "rope_is_neox_style=False"),
+    ("deepspec zlab", "use_gemma_norm", True, "use_gemma_norm=True; only False"),
     ("zlab_dflash2", "dflash_config.conv_group_size", 16, "kernel_projection.weight is"),
     ("zlab_dflash2", "dflash_config.conv_group_size", 0, "conv_group_size=0"),
     ("zlab_dflash2", "dflash_config.selector_top_k", 1.5, "selector_top_k=1.5"),

@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 
 from foredraft.heads.base import PackedBatch
+from foredraft.heads.formats import engines
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.images import open_image
 from foredraft.train.data.conversations import corpus
@@ -23,6 +24,7 @@ from foredraft.train.hidden_states import online
 from tests.support import nightly_but
 from tests.support.architectures import SIZES
 from tests.support.chats import tokenizer
+from tests.support.head_factory import make_head
 from tests.support.processes import SMALL_EAGLE3, Ended, complaint, losses, succeeded
 
 TEXT: dict[str, Any] = SIZES | {"head_dim": 8, "vocab_size": 320}
@@ -170,6 +172,17 @@ def as_transformers(target: Target, messages: list[dict]) -> dict[str, torch.Ten
     return target.images.processor(text=[text], return_tensors="pt", **given)
 
 
+def states_of_layers(target: Target, inputs: dict[str, torch.Tensor], layers: list[int]) -> list[torch.Tensor]:
+    """Return the hidden states (length, hidden) that the layers after `layers` read, as engines give them to heads."""
+    read: dict[int, torch.Tensor] = {}
+    decoder = target.model.get_decoder().layers
+    hooks = [decoder[k].register_forward_pre_hook(lambda _, args, k=k: read.__setitem__(k, args[0][0])) for k in layers]
+    target.model(**inputs, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return [read[k] for k in layers]
+
+
 @torch.no_grad()
 def test_documents_of_a_packed_batch_are_what_transformers_makes_of_each(target: Target, read: Corpus):
     packed = Packed(read.train, 224, seed=0)
@@ -190,12 +203,24 @@ def test_documents_of_a_packed_batch_are_what_transformers_makes_of_each(target:
             if batch["tokens"][row, here].tolist() != ids.tolist():
                 continue
             seen += 1
-            own = torch.cat([out.hidden_states[layer] for layer in layers], -1)[0]
+            assert batch["positions"][row, here].tolist() == list(range(len(ids)))  # of heads, in all engines
+            own = torch.cat(states_of_layers(target, inputs, layers), -1)
             torch.testing.assert_close(states[row, here], own, atol=2e-4, rtol=1e-3)
             torch.testing.assert_close(last[row, here], out.hidden_states[-1][0], atol=2e-4, rtol=1e-3)
             written = target.text_tokenizer.decode(ids[batch["loss_mask"][row, here]])
             assert written == "".join(f"{m['content']}<|im_end|>" for m in messages if m["role"] == "assistant")
     assert seen == len(read.train)
+
+
+def test_exports_say_which_engines_embed_images_for_heads(target: Target, tiny_path: Path):
+    """Check SGLang's EAGLE-3 and vLLM's MTP: both get the features of images, where vLLM's EAGLE-3 gets placeholders."""
+    other = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    said = "after images, fewer drafts may be accepted"
+    for served, sees in ((target, True), (other, False)):
+        eagle, layer = make_head("eagle3", served), make_head("mtp", served)
+        assert (said in engines.export_for("mtp", layer, served).note) == sees
+        assert (said in engines.images_note("SGLang", eagle, served)) == sees
+        assert said not in engines.export_for("vllm", eagle, served).note
 
 
 @pytest.mark.parametrize(

@@ -118,8 +118,8 @@ class Packed(Dataset):
 def read_images(
     reader: ImageReader, row: dict[str, Tensor], images: Sequence[tuple[int, int, Sequence[str]]]
 ) -> dict[str, Tensor]:
-    """Return `images` of heads.base.PackedBatch for a batch of one row, whose `positions` become M-RoPE's of time. images:
-    of each document that has some its first column, its end, and their places."""
+    """Return `images` of heads.base.PackedBatch for a batch of one row. images: of each document that has some its first
+    column, its end, and their places."""
     inputs: list[dict[str, Tensor]] = []
     every = row["positions"].expand(3, -1).clone()
     block, at = torch.full_like(row["tokens"], -1), []
@@ -130,7 +130,6 @@ def read_images(
         own = reader.bidirectional_groups(row["tokens"][here])
         block[here] = torch.where(own < 0, own, own + first)  # other numbers than in other documents
         at += [[0, first]] * len(places)
-    row["positions"] = every[0].clone()
     found = {name: torch.cat([some[name] for some in inputs]) for name in inputs[0]}
     return found | {"position_ids": every[:, None], "blocks": block[None], "at": torch.tensor(at)}
 
