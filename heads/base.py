@@ -57,8 +57,7 @@ class PackedBatch(NamedTuple):
     multiple_documents: bool | None = None
     # The outputs of the target's processor (`pixel_values`, `image_grid_thw`) for all images, in the order of their places;
     # `at` (images, 2) int64, the sequence of each image and the first column of its document; `position_ids`
-    # (3, batch, length) int64 of the target's M-RoPE; `blocks` (batch, length) int64, one number for all tokens that attend
-    # to each other in both directions, -1 for other tokens.
+    # (3, batch, length) int64 of the target's M-RoPE.
     images: dict[str, Tensor] | None = None
     # Set where several processes share each row; then a sequence is a part of one, and has no anchors or loss of others.
     parts: RowParts | None = None

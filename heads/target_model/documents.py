@@ -66,12 +66,10 @@ def images_of(images: dict[str, Tensor], group: list[Span], longest: int) -> dic
     parts = images["pixel_values"].split(sizes)
     selected = {"pixel_values": torch.cat([parts[number] for number in chosen])}
     selected |= {} if grids is None else {"image_grid_thw": grids[chosen]}
-    for name, fill in (("position_ids", 0), ("blocks", -1)):
-        packed = images[name]
-        selected[name] = packed.new_full((*packed.shape[:-2], len(group), longest), fill)
-        for number, span in enumerate(group):
-            selected[name][..., number, : span.stop - span.start] = packed[..., span.row, span.start : span.stop]
-    return selected
+    positions = images["position_ids"].new_zeros(3, len(group), longest)
+    for number, span in enumerate(group):
+        positions[:, number, : span.stop - span.start] = images["position_ids"][:, span.row, span.start : span.stop]
+    return selected | {"position_ids": positions}
 
 
 def spans(documents: list[list[int]]) -> list[Span]:

@@ -24,7 +24,7 @@ from foredraft.heads.target_model.logits import TargetOutput
 # Model types with the inputs below; test_images.py tests each kind. Gemma 3's tokens of one image attend to each other
 # in both directions.
 MROPE = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-BLOCKS = ("gemma3",)
+BIDIRECTIONAL = ("gemma3",)
 # The inputs of all images, concatenated: patches or whole images, and their grids.
 INPUTS = ("pixel_values", "image_grid_thw")
 
@@ -110,21 +110,14 @@ class ImageReader:
             number, at = number + max(height, width) // merge, start + parts[-1].shape[1]
         return torch.cat([*parts, torch.arange(number, number + length - at).expand(3, -1)], dim=1)
 
-    def bidirectional_groups(self, tokens: Tensor) -> Tensor:
-        """Return (length,) int64: the number of a token's image if attention in images is bidirectional; -1 for others."""
-        of_image = tokens == self.config.image_token_id
-        if self.config.model_type not in BLOCKS:
-            of_image = torch.zeros_like(of_image)
-        starts = of_image & ~of_image.roll(1)
-        return torch.where(of_image, starts.cumsum(0), -1)
 
-
-def model_inputs(images: dict[str, Tensor], model_type: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the arguments of a model's forward for images (heads.base.PackedBatch), without positions."""
-    inputs = {name: images[name] for name in INPUTS if name in images}
-    inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
-    if model_type in BLOCKS:  # it makes a mask of them if it gets none
-        inputs["token_type_ids"] = (images["blocks"] >= 0).long()
+def model_inputs(images: dict[str, Tensor], tokens: Tensor, model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the arguments of a model's forward for images (heads.base.PackedBatch) of tokens (batch, length), without
+    positions."""
+    config, inputs = model.config, {name: images[name] for name in INPUTS if name in images}
+    inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
+    if config.model_type in BIDIRECTIONAL:  # it makes a mask of them if it gets none
+        inputs["token_type_ids"] = (tokens == config.image_token_id).long()
     return inputs
 
 
@@ -155,7 +148,7 @@ def add_features(
 
 
 def reads_images(config: PreTrainedConfig) -> bool:
-    return config.model_type in (*MROPE, *BLOCKS)
+    return config.model_type in (*MROPE, *BIDIRECTIONAL)
 
 
 @functools.cache

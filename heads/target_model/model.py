@@ -242,9 +242,8 @@ class Target:
         if mask is not None:
             kwargs["attention_mask"] = mask
         if images is not None:
-            kind = self.model.config.model_type
-            positions = images["position_ids"] if kind in MROPE else positions
-            kwargs |= model_inputs(images, kind, self.dtype)
+            positions = images["position_ids"] if self.model.config.model_type in MROPE else positions
+            kwargs |= model_inputs(images, tokens, self.model)
         with add_features(self.model, layers, images) as complete:
             return complete(self._forward(tokens, positions, cache, layers, keep_logits, **kwargs)[0])
 

@@ -192,7 +192,7 @@ def test_documents_of_a_packed_batch_are_what_transformers_makes_of_each(target:
     first = collate([packed[0]])["images"]
     assert torch.equal(first["position_ids"], batch["images"]["position_ids"][:, :1])
     layers = [1, 3]
-    states, last = online.forward_target(target, PackedBatch(**batch), layers)
+    states, last = online.forward_target(target, PackedBatch.of(batch), layers)
     seen = 0
     for messages in map(conversation, range(24)):
         inputs = as_transformers(target, messages)

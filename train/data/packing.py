@@ -122,16 +122,14 @@ def read_images(
     column, its end, and their places."""
     inputs: list[dict[str, Tensor]] = []
     every = row["positions"].expand(3, -1).clone()
-    block, at = torch.full_like(row["tokens"], -1), []
+    at = []
     for first, end, places in images:
         inputs.append(reader.read(places))
         here = slice(first, end)
         every[:, here] = reader.positions(row["tokens"][here], inputs[-1])
-        own = reader.bidirectional_groups(row["tokens"][here])
-        block[here] = torch.where(own < 0, own, own + first)  # other numbers than in other documents
         at += [[0, first]] * len(places)
     found = {name: torch.cat([some[name] for some in inputs]) for name in inputs[0]}
-    return found | {"position_ids": every[:, None], "blocks": block[None], "at": torch.tensor(at)}
+    return found | {"position_ids": every[:, None], "at": torch.tensor(at)}
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -142,11 +140,11 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return batch
     images = {name: [some[name] for _, some in pictured] for name in pictured[0][1]}
     at = torch.cat([at + torch.tensor([number, 0]) for (number, _), at in zip(pictured, images.pop("at"), strict=True)])
-    every, block = batch["positions"].expand(3, -1, -1).clone(), torch.full_like(batch["tokens"], -1)
-    for (number, _), positions, own in zip(pictured, images.pop("position_ids"), images.pop("blocks"), strict=True):
-        every[:, number], block[number] = positions[:, 0], own[0]
+    every = batch["positions"].expand(3, -1, -1).clone()
+    for (number, _), positions in zip(pictured, images.pop("position_ids"), strict=True):
+        every[:, number] = positions[:, 0]
     joined = {name: torch.cat(parts) for name, parts in images.items()}
-    return batch | {"images": joined | {"position_ids": every, "blocks": block, "at": at}}
+    return batch | {"images": joined | {"position_ids": every, "at": at}}
 
 
 def best_fit(sizes: list[int], length: int) -> list[list[int]]:
