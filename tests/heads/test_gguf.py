@@ -25,7 +25,8 @@ from foredraft.heads.target_model.logits import LogitScaling
 from foredraft.scripts import export
 from foredraft.train import gguf_gate, parity_gate
 from tests.support import nightly_but
-from tests.support.gguf_heads import EMBEDDED, GOLDEN, OUTTYPES, SMALL, contents, gguf_head, write_qwen, write_target
+from tests.support.gguf_heads import EMBEDDED, GOLDEN, OUTTYPES, SMALL, contents, gguf_head, write_qwen
+from tests.support.gguf_targets import write_target
 from tests.support.head_factory import edit, make_head, same
 
 FILES = json.loads(GOLDEN.read_text())

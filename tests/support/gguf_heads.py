@@ -20,10 +20,10 @@ from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from foredraft.heads import Target, save_head
 from foredraft.heads.base import DraftHead
+from tests.support import ROOT
 from tests.support.head_factory import build_head
 
 GOLDEN = Path(__file__).with_name("gguf_golden.json")
-ROOT = Path(__file__).resolve().parents[2]
 EMBEDDED = ROOT / "scripts" / "test_model"
 CONVERT = ROOT / "tests" / "serving" / "llamacpp_convert.py"
 BLOCK = {"block_size": 4, "num_hidden_layers": 2}
@@ -78,20 +78,6 @@ def write_qwen(folder: Path) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / name, folder)
     return folder
-
-
-def write_target(path: Path, tokens: int, pre: str = "default") -> Path:
-    """Write a GGUF file with this number of tokens and without tensors."""
-    import gguf
-
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list([f"t{number}" for number in range(tokens)])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 def contents(path: Path) -> dict[str, Any]:
