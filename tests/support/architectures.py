@@ -1,4 +1,5 @@
-"""A tiny random model of every family of decoders (architectures.yaml), and a target from a copy of it."""
+"""A tiny random model of every family of decoders and of every kind that reads no trees (architectures.yaml), and a target
+from a copy of it."""
 
 import copy
 import functools
@@ -27,6 +28,8 @@ def configs(group: str = "families") -> dict[str, hf.PreTrainedConfig]:
 
 
 FAMILIES = configs()
+HYBRIDS = dict.fromkeys(FACTS["hybrids"]) | configs("hybrids")
+HYBRID_WINDOW = 12  # also the chunk and the number of keys that sparse attention picks
 CASES = [
     (family, attention)
     for family, config in FAMILIES.items()
@@ -43,7 +46,7 @@ class Pair(NamedTuple):
     target: Target
 
 
-def random_model(config: hf.PreTrainedConfig, **settings: Any) -> hf.PreTrainedModel:
+def plain_model(config: hf.PreTrainedConfig, **settings: Any) -> hf.PreTrainedModel:
     torch.manual_seed(0)
     return hf.AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32, **settings).eval()
 
@@ -51,7 +54,7 @@ def random_model(config: hf.PreTrainedConfig, **settings: Any) -> hf.PreTrainedM
 @functools.cache
 def pair(family: str, attention: str) -> Pair:
     """Return a model as transformers makes it, and a target from a copy of it."""
-    plain = random_model(FAMILIES[family], attn_implementation=attention)
+    plain = plain_model(FAMILIES[family], attn_implementation=attention)
     for parameter in plain.parameters():
         if parameter.ndim < 2:  # norms, biases, sinks: at their initial 0 or 1 one left out would not show
             parameter.data += 0.3 * torch.randn_like(parameter)
@@ -62,3 +65,13 @@ def pair(family: str, attention: str) -> Pair:
     assert target.model.config._attn_implementation == own
     assert plain.config._attn_implementation == attention
     return Pair(plain, target)
+
+
+@functools.cache
+def hybrid(kind: str) -> Pair:
+    """Return a model as transformers makes it, and a target from a copy of it."""
+    if HYBRIDS[kind] is None:
+        pytest.skip(f"transformers {hf.__version__} has no {kind}")
+    plain = plain_model(HYBRIDS[kind])
+    plain.generation_config.eos_token_id = None
+    return Pair(plain, Target(copy.deepcopy(plain), name=kind))
