@@ -23,8 +23,8 @@ from foredraft.inference.tree import TokenTree, chain
 from tests.support import ROOT
 from tests.support.drafters import OneBranch
 from tests.support.processes import end, start
-from tests.support.small_targets import prompt, random_model
 from tests.support.tape import Tape
+from tests.support.tiny import prompt, random_model
 
 
 @pytest.fixture(scope="module")

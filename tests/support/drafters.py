@@ -13,7 +13,7 @@ from foredraft.inference.drafters import AutoTree, DraftModel, DynamicTree, Ngra
 from foredraft.inference.drafters.base import Accepted, Drafter, bonus_only, chains
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import from_parents
-from tests.support.small_targets import random_model
+from tests.support.tiny import random_model
 
 SETTINGS = {
     "greedy": {},
