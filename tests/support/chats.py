@@ -18,11 +18,11 @@ CHATML = (
 
 
 def tokenizer(
-    template: str | None, bos: str = "<s>", eos: str = "</s>", special: list[str] = SPECIAL
+    template: str | None, bos: str = "<s>", eos: str = "</s>", special: list[str] = SPECIAL, *merges: tuple[str, str]
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte, and the special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE({sign: number for number, sign in enumerate(alphabet)}, []))
+    """Return a tokenizer with one token per byte and per merge, and the special tokens."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    raw = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [*merges]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     raw.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in special])

@@ -46,12 +46,8 @@ class Served:
 
     def metric(self, name: str, label: str = "") -> float:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(
-            float(line.rpartition(" ")[2])
-            for line in lines
-            if line.split("{")[0].split(" ")[0] == name and label in line
-        )
+            found = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", answer.read().decode(), re.M)
+        return sum(float(value) for labels, value in found if label in labels)
 
     def logged(self) -> list[dict]:
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]

@@ -1,7 +1,9 @@
 """Tokenizers of each kind by which tokens become text, of a few words and all bytes."""
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 from transformers import PreTrainedTokenizerFast
+
+from tests.support.chats import tokenizer
 
 WORDS = ["▁The", "▁sky", "▁is", "▁blue", "▁def", "▁▁▁▁", "é", "日"]
 MARKS = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
@@ -27,11 +29,4 @@ def sentencepiece(decoder: decoders.Decoder | None = None) -> PreTrainedTokenize
 
 def byte_level() -> PreTrainedTokenizerFast:
     """Make a tokenizer like GPT-2's, with a token that ends within a character."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    parts = [("Ġ", "ð"), ("Ġð", "Ł"), ("b", "l"), ("Ġ", "bl")]
-    vocab = [*alphabet, *(a + b for a, b in parts)]
-    raw = Tokenizer(models.BPE({sign: number for number, sign in enumerate(vocab)}, parts))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    raw.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
-    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>")
+    return tokenizer(None, "<s>", "</s>", MARKS, ("Ġ", "ð"), ("Ġð", "Ł"), ("b", "l"), ("Ġ", "bl"))
