@@ -21,12 +21,11 @@ from foredraft.train.module import DistillationModel
 from tests.support import ROOT, nightly_but, typed
 from tests.support.batches import PROMPT
 from tests.support.configs import composed
-from tests.support.decoding import check_drafts
+from tests.support.decoding import SETTINGS, check_drafts
 from tests.support.documents import blocks
-from tests.support.drafters import SETTINGS
 from tests.support.head_factory import KINDS, PLAIN_KINDS, make_head
+from tests.support.modes import Tape
 from tests.support.processes import succeeded
-from tests.support.tape import Tape
 from tests.support.tiny import TEXT
 
 # -- what is learned --------------------------------------------------------------------------------------------------

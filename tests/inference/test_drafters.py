@@ -33,7 +33,7 @@ from foredraft.inference.drafters.measurements import Costs
 from foredraft.inference.drafters.union import merge
 from foredraft.inference.sampling import Sampling, SamplingParams
 from tests.support import nightly_but
-from tests.support.drafters import SETTINGS, OneBranch, drafters
+from tests.support.decoding import SETTINGS, OneBranch, drafters
 from tests.support.head_factory import make_head
 from tests.support.tiny import prompt, random_model
 

@@ -60,7 +60,15 @@ def attend(connection: socket.socket) -> dict:
     child = os.fork()
     if child == 0:
         connection.close()
-        return become(json.loads(request), descriptors)
+        os.setsid()
+        for standard, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, standard)
+            os.close(descriptor)
+        asked = json.loads(request)
+        os.chdir(asked["cwd"])
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        return asked
     os.closerange(0, 3)  # of the server, who reads from them sees when it ends
     for descriptor in descriptors:
         os.close(descriptor)
@@ -72,17 +80,6 @@ def attend(connection: socket.socket) -> dict:
     with contextlib.suppress(OSError):
         connection.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
     os._exit(0)
-
-
-def become(request: dict, descriptors: list[int]) -> dict:
-    os.setsid()
-    for standard, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, standard)
-        os.close(descriptor)
-    os.chdir(request["cwd"])
-    os.environ.clear()
-    os.environ.update(request["environment"])
-    return request
 
 
 def run_program(arguments: list[str]) -> None:

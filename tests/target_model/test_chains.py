@@ -29,7 +29,7 @@ from tests.conformance.targets import small_family
 from tests.support import architectures, decoding, nightly_but
 from tests.support.architectures import HYBRID_WINDOW, HYBRIDS, VOCAB, hybrid
 from tests.support.batches import filled, packed
-from tests.support.drafters import Oracle, Random
+from tests.support.decoding import Oracle, Random
 
 NEW = 2 * HYBRID_WINDOW
 PROMPTS = [[random.Random(row).randrange(3, VOCAB) for _ in range(length)] for row, length in enumerate((20, 5, 13))]

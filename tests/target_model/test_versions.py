@@ -17,7 +17,7 @@ from foredraft.heads.caches.state_cache import can_crop
 from foredraft.heads.target_model.capabilities import cache_name
 from foredraft.inference import generate
 from tests.support import architectures
-from tests.support.drafters import Oracle
+from tests.support.decoding import Oracle
 from tests.support.tiny import tiny_config
 
 PROMPT = torch.arange(5, 17)[None]
