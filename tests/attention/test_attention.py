@@ -13,7 +13,7 @@ from foredraft.heads.attention import masks
 from foredraft.heads.attention.masked import attend, equal_parts
 from foredraft.inference import generate
 from tests.support.batches import prompt
-from tests.support.drafters import Random
+from tests.support.decoding import Random
 
 
 @pytest.fixture(params=[1, 2, 3])

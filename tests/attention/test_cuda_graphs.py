@@ -1,5 +1,5 @@
 """Decoding by recordings, as on a GPU: the same text, and nothing in a step waits for the device. The recorder is
-tests/support/tape.py, which keeps a CUDA graph's rules on a CPU."""
+tests/support/modes.py, which keeps a CUDA graph's rules on a CPU."""
 
 import contextlib
 import gc
@@ -17,9 +17,9 @@ from foredraft.inference.verify import Validity, to_host
 from tests.support import nightly_but
 from tests.support.architectures import VOCAB, a_few_families, pair
 from tests.support.batches import prompt
-from tests.support.drafters import SETTINGS, Random, drafters
+from tests.support.decoding import SETTINGS, Random, drafters
 from tests.support.head_factory import make_head
-from tests.support.tape import Tape
+from tests.support.modes import Tape
 
 LIMITS = {"max_new_tokens": 12, "eos_token_id": -1, "seed": 7}
 

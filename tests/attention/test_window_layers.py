@@ -15,8 +15,7 @@ from foredraft.inference import Engine, Request
 from foredraft.inference.serve.worker import Worker
 from tests.support.architectures import SIZES, WINDOW, pair
 from tests.support.batches import prompt, states_of
-from tests.support.decoding import alone, run
-from tests.support.drafters import Random
+from tests.support.decoding import Random, alone, run
 
 ENTRY = 2 * 2 * 8 * 4  # bytes of a layer's: keys and values of 2 heads of 8 numbers
 FAMILIES = ["mistral", "gemma3_text", "gpt_oss"]

@@ -13,7 +13,7 @@ from foredraft.inference import generate
 from foredraft.inference.evaluation.measure import left_pad
 from tests.conformance.checks import check_texts, support
 from tests.conformance.shrink import CONTEXT, HIDDEN
-from tests.support.drafters import Oracle
+from tests.support.decoding import Oracle
 
 # Of the part that reads sound, which no text prompt reaches.
 SOUND: dict[str, Any] = dict.fromkeys(

@@ -47,8 +47,7 @@ from tests.support.processes import (
     succeeded,
     until,
 )
-from tests.support.small_targets import without_layers
-from tests.support.tiny import tiny_config
+from tests.support.tiny import tiny_config, without_layers
 
 STEPS, LAYERS = 6, [1, 3, 4]
 DEATHS = ("asked", "answered", "half")  # when it is asked, when it has answered, with half a file written

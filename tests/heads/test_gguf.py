@@ -1,7 +1,7 @@
 """Heads in GGUF: what llama.cpp's own converter writes of them, to the byte, and what comes back.
 
-gguf_golden.json was written by that converter (b11434), as tests/support/gguf_heads.py says. What differs is left out of it:
-under `general.` what the file is called and counted (name, size_label, tags), which the converter takes from the folder's
+gguf_golden.json was written by that converter (b11434), as tests/serving/llamacpp_golden.py says. What differs is left out of
+it: under `general.` what the file is called and counted (name, size_label, tags), which the converter takes from the folder's
 name and a model card. A third would differ for a target that the converter knows: `tokenizer.ggml.pre`, the rule by which it
 splits text, is "default" in our files, since no text is split by a head's. tests/serving/test_llamacpp.py compares whole
 files.
@@ -25,7 +25,8 @@ from foredraft.heads.target_model.logits import LogitScaling
 from foredraft.scripts import export
 from foredraft.train import gguf_gate, parity_gate
 from tests.support import nightly_but
-from tests.support.gguf_heads import EMBEDDED, GOLDEN, OUTTYPES, SMALL, contents, gguf_head, write_qwen, write_target
+from tests.support.gguf_heads import EMBEDDED, GOLDEN, OUTTYPES, SMALL, contents, gguf_head, write_qwen
+from tests.support.gguf_targets import write_target
 from tests.support.head_factory import edit, make_head, same
 
 FILES = json.loads(GOLDEN.read_text())

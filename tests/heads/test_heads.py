@@ -14,7 +14,7 @@ from foredraft.heads.draft_model import DraftModelHead
 from foredraft.train import parity_gate
 from tests.support.batches import PROMPT, batch
 from tests.support.head_factory import criterion, edit, make_head, same
-from tests.support.live_bytes import LiveBytes
+from tests.support.modes import LiveBytes
 
 
 def states(head, target: Target, text: PackedBatch) -> list[torch.Tensor]:

@@ -1,6 +1,7 @@
 """What every kind of head must do alike: learn from the right tokens, and leave the target's text unchanged. And what a new
 kind takes: one file and one yaml."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -20,13 +21,12 @@ from foredraft.train.module import DistillationModel
 from tests.support import ROOT, nightly_but, typed
 from tests.support.batches import PROMPT
 from tests.support.configs import composed
-from tests.support.decoding import check_drafts
-from tests.support.drafters import SETTINGS
+from tests.support.decoding import SETTINGS, check_drafts
+from tests.support.documents import blocks
 from tests.support.head_factory import KINDS, PLAIN_KINDS, make_head
+from tests.support.modes import Tape
 from tests.support.processes import succeeded
-from tests.support.tape import Tape
 from tests.support.tiny import TEXT
-from tests.support.toy.head import ToyHead
 
 # -- what is learned --------------------------------------------------------------------------------------------------
 
@@ -163,14 +163,20 @@ def train(tiny_path, tmp_path, here):
     return run
 
 
-def test_a_new_head_is_one_file_and_one_yaml(train, target):
-    """Train it by the command that users type, save it, load it, and decode with it; nothing in the project contains its
-    name."""
-    directory = train(f"hydra.searchpath=[file://{ROOT}/tests/support/toy/conf]", "head=toy")
+def test_a_new_head_is_one_file_and_one_yaml(train, target, tmp_path, monkeypatch):
+    """Train the head of the developer page by the command that users type, save it, load it, and decode with it; nothing in
+    the project contains its name."""
+    page, own = ROOT / "docs" / "developer" / "add-a-head.md", tmp_path / "own"
+    (own / "head").mkdir(parents=True)
+    (own / "shared.py").write_text(blocks(page, "python")[0].text)
+    settings = blocks(page, "yaml")[0].text.replace("foredraft.heads.shared", "shared")
+    (own / "head" / "shared.yaml").write_text(settings)
+    monkeypatch.syspath_prepend(own)
+    directory = train(f"hydra.searchpath=[file://{own}]", "head=shared", "head.num_heads=2")
     metrics = json.loads((directory / "metrics.json").read_text())
-    assert metrics["head"] == "toy" and metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0
+    assert metrics["head"] == "shared" and metrics["identical_greedy"] == metrics["identical_sampled"] == 1.0
     head = load_head(directory / "head", target)
-    assert isinstance(head, ToyHead) and head.depth == 2
+    assert isinstance(head, importlib.import_module("shared").SharedHead) and head.depth == 2
     check_drafts(target, load_drafter(str(directory / "head"), target, tree="fixed"), torch.tensor([PROMPT]))
 
 

@@ -11,7 +11,7 @@ from foredraft.heads.attention.masked import attend
 from foredraft.heads.latent_attention import LatentAttention
 from foredraft.heads.layers import MLP, RMSNorm, Rotary, ScaledLinear, split_fused_projection
 from foredraft.heads.llama_config import LATENT, LayerConfig
-from tests.support.live_bytes import LiveBytes
+from tests.support.modes import LiveBytes
 
 WIDTH, INNER, ROWS = 16, 48, 10
 

@@ -17,13 +17,13 @@ from foredraft.heads.formats import engines
 from foredraft.heads.mtp import MTPHead
 from foredraft.inference.drafters import drafter_for
 from foredraft.train import parity_gate
+from tests.support.architectures import HYBRIDS
 from tests.support.batches import PROMPT
 from tests.support.decoding import check_drafts
 from tests.support.equations import attention, mlp, rms
 from tests.support.head_factory import edit, make_head, write_export
-from tests.support.hybrids import CONFIGS
 
-CONFIG = CONFIGS["qwen3_5"]
+CONFIG = HYBRIDS["qwen3_5"]
 TEXT = [token % CONFIG.vocab_size for token in PROMPT[:18]]
 
 

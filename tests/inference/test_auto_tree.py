@@ -21,10 +21,10 @@ from foredraft.inference.drafters.policy import BEHIND, plans_of
 from foredraft.inference.sampling import Sampling, SamplingParams
 from foredraft.inference.tree import TokenTree, chain
 from tests.support import ROOT
-from tests.support.drafters import OneBranch
+from tests.support.decoding import OneBranch
+from tests.support.modes import Tape
 from tests.support.processes import end, start
-from tests.support.small_targets import prompt, random_model
-from tests.support.tape import Tape
+from tests.support.tiny import prompt, random_model
 
 
 @pytest.fixture(scope="module")

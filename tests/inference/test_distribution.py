@@ -8,7 +8,7 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from foredraft.heads import Target
 from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference.drafters import DraftModel
-from tests.support.small_targets import random_model
+from tests.support.tiny import random_model
 
 VOCAB, NEW, TEXTS = 16, 3, 400
 PARAMS = [

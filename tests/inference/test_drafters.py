@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from foredraft.heads import Target, save_head
 from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.draft_model import DraftModelHead
+from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.inference import Engine, Request, generate, load_drafter
 from foredraft.inference.drafters import (
@@ -32,14 +33,20 @@ from foredraft.inference.drafters.measurements import Costs
 from foredraft.inference.drafters.union import merge
 from foredraft.inference.sampling import Sampling, SamplingParams
 from tests.support import nightly_but
-from tests.support.drafters import SETTINGS, OneBranch, drafters
+from tests.support.decoding import SETTINGS, OneBranch, drafters
 from tests.support.head_factory import make_head
-from tests.support.small_targets import eagle, prompt, random_model
+from tests.support.tiny import prompt, random_model
 
 
 @pytest.fixture(scope="module")
 def small() -> Target:
     return random_model(1)
+
+
+def eagle(target: Target) -> DynamicTree:
+    torch.manual_seed(2)
+    head = Eagle3Head.for_target(target, ttt_steps=4).eval()
+    return DynamicTree(head, target, nodes=10, depth=4, width=3, min_probability=0)
 
 
 def medusa(target: Target) -> StaticTree:

@@ -12,9 +12,8 @@ from foredraft.inference import Engine, Request, SamplingParams, generate
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.inference.sampling import Sampling
 from tests.support import decoding, nightly_but
-from tests.support.decoding import prompt, requests, run
-from tests.support.drafters import drafters
-from tests.support.tape import Tape
+from tests.support.decoding import drafters, prompt, requests, run
+from tests.support.modes import Tape
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
 

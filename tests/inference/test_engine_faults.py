@@ -14,10 +14,10 @@ from foredraft.inference.drafters import Drafter, DraftModel, DynamicTree, Ngram
 from foredraft.inference.request import SequenceState
 from tests.support import decoding
 from tests.support.batches import states_of
+from tests.support.chats import byte_level, sentencepiece
 from tests.support.decoding import prompt as ids
 from tests.support.decoding import run
-from tests.support.spellings import byte_level, sentencepiece
-from tests.support.tape import Tape
+from tests.support.modes import Tape
 
 
 def requests(count: int = 4, **facts) -> list[Request]:

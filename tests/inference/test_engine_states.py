@@ -10,8 +10,7 @@ from foredraft.heads import Target
 from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference.drafters import Drafter
-from tests.support.decoding import PARAMS, prompt, run
-from tests.support.drafters import drafters
+from tests.support.decoding import PARAMS, drafters, prompt, run
 
 NAMES = ("plain", "suffix", "eagle3", "medusa", "union of auto")
 

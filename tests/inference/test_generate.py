@@ -13,7 +13,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.inference import generate
 from foredraft.inference.drafters import DynamicTree, NgramDrafter
 from tests.support.batches import prompt
-from tests.support.drafters import SETTINGS, Oracle
+from tests.support.decoding import SETTINGS, Oracle
 
 
 def test_a_perfect_drafter_is_accepted_whole(target):

@@ -8,7 +8,7 @@ from foredraft.inference.drafters import AutoTree, NgramDrafter, NoDrafter, Suff
 from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.sampling import Sampling, SamplingParams
 from foredraft.inference.target_sampler import TargetSampler
-from tests.support.small_targets import prompt, random_model
+from tests.support.tiny import prompt, random_model
 
 DRAFTS = 6
 NEWEST = Accepted(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, 1, 0), [1], [[0]])

@@ -13,8 +13,8 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.medusa import MedusaHead
 from foredraft.inference import Engine, Request, SamplingParams
 from foredraft.inference import drafters as kinds
-from tests.support import hybrids, nightly_but
-from tests.support.architectures import VOCAB, pair
+from tests.support import nightly_but
+from tests.support.architectures import VOCAB, hybrid, pair
 from tests.support.batches import prompt
 
 FAMILIES = ["mistral", "gemma3_text", "gpt2", "deepseek_v3"]  # windows, positions that are learned, keys of two widths
@@ -250,7 +250,7 @@ def test_a_beginning_of_every_family(family, monkeypatch):
 def test_a_conversation_with_a_hybrid(kind, name, monkeypatch):
     """Check that states are used again at the end of a text only: a text that diverges before is prefilled whole. With a
     drafter, check its drafts too: the states are at the end of the text, but the head's entries are not."""
-    model, read = hybrids.pair(kind).target, []
+    model, read = hybrid(kind).target, []
     engine, text = Engine(model, drafter(name, model), **SLOTS, reuse_prefixes=True), ids(40, 1)
     for more in (ids(9, 2), ids(5, 3), ids(7, 4)):
         asked, other = request(text + more, 8), request(text[:20] + more, 8)

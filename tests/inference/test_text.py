@@ -18,7 +18,7 @@ from foredraft.inference.text import Detokenizer, answer_context, continuation, 
 from foredraft.scripts.chat import AnswerWriter, Marks
 from foredraft.scripts.preview import runs
 from foredraft.train.data.corpus import Document
-from tests.support.spellings import byte_level, sentencepiece
+from tests.support.chats import byte_level, sentencepiece
 
 
 def word_pieces() -> PreTrainedTokenizerFast:

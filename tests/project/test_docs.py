@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,25 @@ from foredraft.heads import Target, save_head
 from tests.conformance.checks import support
 from tests.conformance.families import families
 from tests.conformance.targets import small_family
-from tests.support import ROOT, nightly_but
-from tests.support.documents import DOCUMENTS, FOREIGN, Block, blocks, command_lines, program, typed_commands
+from tests.support import ROOT, nightly_but, typed
+from tests.support.documents import BLOCK, Block, blocks, command_lines, program
 from tests.support.head_factory import make_head, write_export
 
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Programs of others, whose command lines are theirs.
+FOREIGN = typed("hf git cat echo cd curl kubectl vllm llama-server guidellm lm_eval mkdocs docker")
 SUPPORT = {"trees": "Trees", "chains": "Chains", "decoded plainly": "No drafts"}
+
+
+def typed_commands(document: Path) -> Iterator[str]:
+    """Yield each command line of a shell block, and each `foredraft ...`, `python ...` and `bash ...` in a sentence."""
+    for block in blocks(document, "bash"):
+        yield from command_lines(block.text)
+    prose = BLOCK.sub("", document.read_text())
+    found = re.findall(r"`((?:foredraft|python|bash) [^`]*)`", prose)
+    yield from (line for line in found if not re.search(r"(?<!ORG/)\b(NAME|COMMAND)\b", line))  # a pattern of commands
+
+
 COMMANDS = list(dict.fromkeys(command for document in DOCUMENTS for command in typed_commands(document)))
 PYTHON = [document for document in DOCUMENTS if blocks(document, "python")]
 MARKED = [block for document in DOCUMENTS for block in blocks(document) if block.runs]

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.support.serving import Served, on_cpu, served
+from tests.support.processes import Served, on_cpu, served
 
 
 @pytest.fixture(scope="module")

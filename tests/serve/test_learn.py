@@ -26,8 +26,7 @@ from foredraft.train.learn import Learner, acceptance, acceptance_difference, ru
 from foredraft.train.learned_heads import LearnedHeads
 from tests.support.configs import composed
 from tests.support.head_factory import make_head
-from tests.support.processes import script, start
-from tests.support.serving import Served, on_cpu, served, wait_until
+from tests.support.processes import Served, on_cpu, script, served, start, wait_until
 
 PROMPT = "def add(self, other):"
 BETTER, SAME, WORSE = ([[emitted + i % 2, 10] for i in range(40)] for emitted in (30, 20, 10))

@@ -13,7 +13,8 @@ from foredraft.heads import Target, save_head
 from foredraft.inference.serve.address import is_loopback
 from foredraft.inference.serve.other_engines import llamacpp_command, vllm_command
 from foredraft.scripts.serve import reserve_event_loop_core
-from tests.support.gguf_heads import EMBEDDED, write_target
+from tests.support.gguf_heads import EMBEDDED
+from tests.support.gguf_targets import write_target
 from tests.support.head_factory import make_head
 from tests.support.processes import Ended, script
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from tests.support.serving import on_cpu, served, wait_until
+from tests.support.processes import on_cpu, served, wait_until
 
 KEY = "sk-a-secret-of-this-test"
 SETTINGS = ["max_num_seqs=2", "max_waiting=2", "max_body=100000", "cache_gib=0.0008", "log_accepted=accepted.jsonl"]

@@ -17,7 +17,7 @@ from axe_playwright_python import sync_playwright as axe
 from playwright import sync_api
 
 from tests.support import ROOT
-from tests.support.serving import Served, on_cpu, served
+from tests.support.processes import Served, on_cpu, served
 
 pytestmark = pytest.mark.browser
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from foredraft.inference.serve.openai.protocol import ChatRequest, content_text
 from foredraft.inference.serve.openai.responses import ResponsesAnswer
 from foredraft.inference.serve.openai.responses_protocol import ResponsesRequest
-from tests.support.serving import Served, on_cpu, served
+from tests.support.processes import Served, on_cpu, served
 
 # It shows all of a conversation; the prompt opens the reasoning if it is asked for.
 TEMPLATE = """!{%- if tools %}{{ 'Answer with <tool_call>{"name": ..., "arguments": ...}</tool_call>' }}

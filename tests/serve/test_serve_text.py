@@ -14,8 +14,8 @@ import torch
 from foredraft.heads import Target
 from foredraft.inference.serve import service
 from foredraft.scripts import generate as program
-from tests.support.serving import on_cpu
-from tests.support.spellings import sentencepiece
+from tests.support.chats import sentencepiece
+from tests.support.processes import on_cpu
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"

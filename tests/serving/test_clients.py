@@ -17,7 +17,7 @@ import torch
 from foredraft.inference import generate
 from tests.serving.conftest import EMBEDDED, call
 from tests.support import ROOT, typed
-from tests.support.serving import Served, served
+from tests.support.processes import Served, served
 
 pytestmark = pytest.mark.serving
 

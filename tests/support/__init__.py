@@ -11,11 +11,7 @@ import pytest
 from foredraft.words import CONF
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def typed(line: str) -> list[str]:
-    """Split arguments that are typed over several lines."""
-    return shlex.split(line)
+typed = shlex.split  # arguments that are typed over several lines
 
 
 def names(group: str) -> list[str]:

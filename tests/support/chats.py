@@ -1,10 +1,11 @@
-"""Chat templates: those of real models (chat_templates/), a short one, and tokenizers that know their tokens."""
+"""Chat templates: those of real models (chat_templates/), a short one, and tokenizers of each kind by which tokens become
+text."""
 
 import json
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from foredraft.train.data.chat_template import ChatFormat
@@ -15,20 +16,45 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+WORDS = ["▁The", "▁sky", "▁is", "▁blue", "▁def", "▁▁▁▁", "é", "日"]
+MARKS = ["<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>"]
+STRIP = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
 
 
 def tokenizer(
-    template: str | None, bos: str = "<s>", eos: str = "</s>", special: list[str] = SPECIAL
+    template: str | None, bos: str = "<s>", eos: str = "</s>", special: list[str] = SPECIAL, *merges: tuple[str, str]
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte, and the special tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE({sign: number for number, sign in enumerate(alphabet)}, []))
+    """Return a tokenizer with one token per byte and per merge, and the special tokens."""
+    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merges)]
+    raw = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [*merges]))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     raw.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in special])
     fast = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token=bos, eos_token=eos)
     fast.chat_template = template
     return fast
+
+
+def sentencepiece(decoder: decoders.Decoder | None = None) -> PreTrainedTokenizerFast:
+    """Make a tokenizer like Llama 2's: a space before the first word, which decoding removes, and bytes for what has no
+    token."""
+    signs = sorted({sign for word in WORDS for sign in word})
+    merges = [(word[:end], word[end]) for word in WORDS for end in range(1, len(word))]
+    tokens = [*MARKS, *(f"<0x{byte:02X}>" for byte in range(256)), *signs, *(a + b for a, b in merges)]
+    vocab = {token: number for number, token in enumerate(dict.fromkeys(tokens))}
+    raw = Tokenizer(
+        models.BPE(vocab, list(dict.fromkeys(merges)), unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoder or decoders.Sequence(STRIP)
+    raw.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    raw.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Make a tokenizer like GPT-2's, with a token that ends within a character."""
+    return tokenizer(None, "<s>", "</s>", MARKS, ("Ġ", "ð"), ("Ġð", "Ł"), ("b", "l"), ("Ġ", "bl"))
 
 
 class Model(NamedTuple):

@@ -4,8 +4,7 @@ remembered, which no test changes."""
 
 import os
 import pickle
-from functools import wraps
-from typing import Any
+from functools import cache, wraps
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -16,8 +15,6 @@ from foredraft.words import CONF
 
 __all__ = ["composed"]
 
-ANSWERS: dict[Any, Any] = {}
-
 
 def searched() -> tuple[str, ...] | None:
     """Return where Hydra looks for yaml, or None if that is more than this repository."""
@@ -26,14 +23,17 @@ def searched() -> tuple[str, ...] | None:
     return path if all(place.startswith(ours) for place in path) else None
 
 
+@cache
+def answer(path: tuple[str, ...], program: str, *overrides: str) -> bytes:
+    return pickle.dumps(plain_compose(program, [*overrides], return_hydra_config=True))
+
+
 @wraps(hydra.compose)
 def compose(program: str, overrides: list[str], return_hydra_config: bool = False) -> DictConfig:
-    key = (searched(), program, *overrides)
-    if not return_hydra_config or key[0] is None:
+    path = searched()
+    if not return_hydra_config or path is None:
         return plain_compose(program, overrides, return_hydra_config=return_hydra_config)
-    if key not in ANSWERS:
-        ANSWERS[key] = pickle.dumps(plain_compose(program, overrides, return_hydra_config=True))
-    found = pickle.loads(ANSWERS[key])
+    found = pickle.loads(answer(path, program, *overrides))
     with open_dict(found):
         found.hydra.runtime.cwd = os.getcwd()
     return found

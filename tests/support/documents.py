@@ -2,21 +2,16 @@
 
 import re
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from foredraft import __main__ as foredraft
-from tests.support import ROOT, typed
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(
     r"^(?P<mark><!-- run -->\n)?(?P<indent> *)```(?P<language>\w+)[^\n]*\n(?P<text>.*?)^ *```$", re.S | re.M
 )
 TRAINING = ("torchrun", "accelerate", "deepspeed", "sbatch")  # what follows the script is train/run.py's
 SCRIPTS = ("train/run.py", "foredraft.train.run", "scripts/slurm.sh")
-# Programs of others, whose command lines are theirs.
-FOREIGN = typed("hf git cat echo cd curl kubectl vllm llama-server guidellm lm_eval mkdocs docker")
 
 
 class Block(NamedTuple):
@@ -39,15 +34,6 @@ def command_lines(text: str) -> list[str]:
     """Return the command lines of a shell block, each joined to one line."""
     joined = text.replace("\\\n", " ")
     return [part.strip() for line in joined.splitlines() if line.split("#")[0].strip() for part in line.split(" && ")]
-
-
-def typed_commands(document: Path) -> Iterator[str]:
-    """Yield each command line of a shell block, and each `foredraft ...`, `python ...` and `bash ...` in a sentence."""
-    for block in blocks(document, "bash"):
-        yield from command_lines(block.text)
-    prose = BLOCK.sub("", document.read_text())
-    typed = re.findall(r"`((?:foredraft|python|bash) [^`]*)`", prose)
-    yield from (line for line in typed if not re.search(r"(?<!ORG/)\b(NAME|COMMAND)\b", line))  # a pattern of commands
 
 
 def program(words: list[str]) -> tuple[str | None, list[str]]:

@@ -20,14 +20,7 @@ def turn(x: Tensor, position: int, theta: float = THETA) -> Tensor:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    own: list[int],
-    places: list[int],
-    sees,
-    theta: float = THETA,
-    rotated: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, own: list[int], places: list[int], sees, theta=THETA, rotated: int | None = None
 ) -> Tensor:
     """Return attention (n, heads * dim) of queries (n, heads, dim) at positions `own` over keys and values (m, kv heads,
     dim) at `places`; sees(j, p): may query j see key p? rotated: dimensions that positions rotate, None: all."""

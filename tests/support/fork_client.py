@@ -18,19 +18,16 @@ PASSED_ON[signal.SIGRTMIN] = signal.SIGKILL  # SIGKILL itself would end this pro
 def main() -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until there is somebody to pass them on to
     request = {"arguments": sys.argv[2:], "cwd": os.getcwd(), "environment": dict(os.environ)}
-    body = json.dumps(request).encode()
-    with socket.socket(socket.AF_UNIX) as connection:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.connect(sys.argv[1])
-        socket.send_fds(connection, [len(body).to_bytes(8, "big")], [0, 1, 2])
-        connection.sendall(body)
-        answers = connection.makefile("r")
-        child = int(answers.readline())
+        socket.send_fds(connection, [json.dumps(request).encode()], [0, 1, 2])
+        child = int(connection.recv(32))
         for number in PASSED_ON:
             signal.signal(number, lambda number, _: os.kill(child, PASSED_ON[number]))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         for standard in range(3):
             os.close(standard)  # the child has them: who reads from it sees when it ends
-        return int(answers.readline())
+        return int(connection.recv(32))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def remember_configs() -> None:
 def serve(address: str) -> dict | None:
     """Start one process for every connection. Return None at the end of the tests, and the request in each process that is
     to run a program."""
-    listener = socket.socket(socket.AF_UNIX)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a request is one message
     listener.bind(address)
     listener.listen(64)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how those end that attend
@@ -54,48 +54,32 @@ def attend(connection: socket.socket) -> dict:
     """Start the program, and send its process id and how it ended to the connection. Returns only in the program's
     process."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    request, descriptors = receive(connection)
-    child = os.fork() if request is not None else None
+    request, descriptors, _, _ = socket.recv_fds(connection, 2**20, 3)
+    if not request:  # a client that is gone
+        os._exit(0)
+    child = os.fork()
     if child == 0:
         connection.close()
-        become(request, descriptors)
-        return request
+        os.setsid()
+        for standard, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, standard)
+            os.close(descriptor)
+        asked = json.loads(request)
+        os.chdir(asked["cwd"])
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        return asked
     os.closerange(0, 3)  # of the server, who reads from them sees when it ends
     for descriptor in descriptors:
         os.close(descriptor)
-    if child is not None:
-        with contextlib.suppress(OSError):  # a client that is gone
-            connection.sendall(f"{child}\n".encode())
-        ended = os.pidfd_open(child)
-        if ended not in select.select([ended, connection], [], [])[0]:
-            os.kill(child, signal.SIGKILL)  # as the client was, by what cannot be passed on
-        status = os.waitpid(child, 0)[1]
-        with contextlib.suppress(OSError):
-            connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+    ended = os.pidfd_open(child)
+    with contextlib.suppress(OSError):  # a client that is gone
+        connection.send(str(child).encode())
+    if ended not in select.select([ended, connection], [], [])[0]:
+        os.kill(child, signal.SIGKILL)  # as the client was, by what cannot be passed on
+    with contextlib.suppress(OSError):
+        connection.send(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])).encode())
     os._exit(0)
-
-
-def become(request: dict, descriptors: list[int]) -> None:
-    os.setsid()
-    for standard, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, standard)
-        os.close(descriptor)
-    os.chdir(request["cwd"])
-    os.environ.clear()
-    os.environ.update(request["environment"])
-
-
-def receive(connection: socket.socket) -> tuple[dict | None, list[int]]:
-    """Read a request: its length, with standard input, output and error attached, and that much JSON."""
-    head, descriptors, _, _ = socket.recv_fds(connection, 8, 3)
-    if len(head) < 8:
-        return None, list(descriptors)
-    length, body = int.from_bytes(head, "big"), b""
-    while len(body) < length:
-        if not (part := connection.recv(length - len(body))):
-            return None, list(descriptors)
-        body += part
-    return json.loads(body), list(descriptors)
 
 
 def run_program(arguments: list[str]) -> None:

@@ -1,46 +1,29 @@
 """Heads for the test model with weights that are the same on every machine, and what a GGUF file of them holds.
 
-    python -m tests.support.gguf_heads DIRECTORY_OF_LLAMA_CPP
-
-writes gguf_golden.json again by llama.cpp's converter (`bash scripts/llamacpp_env.sh` gets it into .venv-llamacpp/llama.cpp).
+gguf_golden.json was written by llama.cpp's converter: tests/serving/llamacpp_golden.py.
 """
 
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import save_file
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from foredraft.heads import Target, save_head
+from foredraft.heads import Target
 from foredraft.heads.base import DraftHead
+from tests.support import ROOT
 from tests.support.head_factory import build_head
 
 GOLDEN = Path(__file__).with_name("gguf_golden.json")
-ROOT = Path(__file__).resolve().parents[2]
 EMBEDDED = ROOT / "scripts" / "test_model"
 CONVERT = ROOT / "tests" / "serving" / "llamacpp_convert.py"
-BLOCK = {"block_size": 4, "num_hidden_layers": 2}
-SMALL: dict[str, tuple[str, dict[str, Any]]] = {  # name -> kind in conf/head, and what is changed in its yaml
-    "eagle3": ("eagle3", {"draft_vocab_size": None}),
-    "eagle3 pruned": ("eagle3", {"draft_vocab_size": 200}),
-    "dflash": ("dflash", BLOCK),
-    "jetspec": ("jetspec", BLOCK),
-    "dflash2": ("dflash2", {**BLOCK, "selector_top_k": 13, "selector_rank": 32}),
-    "dspark": ("dspark", {**BLOCK, "markov_rank": 32}),
-    "dspark pruned": ("dspark", {**BLOCK, "markov_rank": 32, "draft_vocab_size": 200}),
-}
-QWEN: dict[str, Any] = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
-QWEN |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 1024}
-QWEN |= {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
-QWEN |= {"layer_types": [*["linear_attention"] * 3, "full_attention"], "mtp_num_hidden_layers": 1}
-QWEN |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+SMALL: dict[str, tuple[str, dict[str, Any]]] = FACTS["heads"]
 OUTTYPES = ("f32", "f16", "bf16", "q8_0")  # that the converter writes
 
 
@@ -58,7 +41,7 @@ def write_qwen(folder: Path) -> Path:
     """Write a small target of Qwen3.5's kind with the test model's tokenizer and an MTP layer in its file. Weights are the
     same on every machine. The embedding is large compared with what layers add, so the MTP layer, which starts from it,
     drafts well."""
-    config = Qwen3_5TextConfig(**QWEN)
+    config = Qwen3_5TextConfig(**FACTS["qwen"])
     model = Qwen3_5ForCausalLM(config)
     layer = {f"mtp.layers.0.{name}": t for name, t in model.model.layers[-1].state_dict().items()}
     norms = {f"mtp.{name}.weight": torch.zeros(128) for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
@@ -80,20 +63,6 @@ def write_qwen(folder: Path) -> Path:
     return folder
 
 
-def write_target(path: Path, tokens: int, pre: str = "default") -> Path:
-    """Write a GGUF file with this number of tokens and without tensors."""
-    import gguf
-
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list([f"t{number}" for number in range(tokens)])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 def contents(path: Path) -> dict[str, Any]:
     """Return {"keys": {name: value}, "tensors": {name: [number format, shape, SHA-256 of its bytes]}}, tensors in the
     file's order. Long values are digests; the file's name and counts are omitted."""
@@ -113,26 +82,3 @@ def contents(path: Path) -> dict[str, Any]:
 
 def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def main(sources: str) -> None:
-    target = Target.from_pretrained(EMBEDDED, dtype="float32", device="cpu")
-    golden: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in SMALL:
-            save_head(gguf_head(name, target), Path(folder) / name, target)
-        write_qwen(Path(folder) / "mtp")
-        for name in (*SMALL, "mtp"):
-            more = ["--mtp"] if name == "mtp" else ["--target-model-dir", str(EMBEDDED)]
-            for outtype in OUTTYPES:
-                out = Path(folder) / f"{name}-{outtype}.gguf"
-                command = [sys.executable, str(CONVERT), sources, f"{folder}/{name}", *more]
-                command += ["--outtype", outtype, "--outfile", str(out)]
-                done = subprocess.run(command, capture_output=True, text=True)
-                assert done.returncode == 0, done.stderr[-3000:]
-                golden[f"{name} {outtype}"] = contents(out)
-    GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -6,29 +6,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFWriter
+from gguf import MODEL_ARCH, GGUFValueType, GGUFWriter, get_tensor_name_map
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
-
-BLOCK = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-
-
-def gguf_name(name: str) -> str:
-    name = name.removesuffix(".weight")
-    if name in ENDS:
-        return f"{ENDS[name]}.weight"
-    _, _, number, part = name.split(".", 3)
-    return f"blk.{number}.{BLOCK[part]}.weight"
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -37,32 +16,39 @@ def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.transpose(1, 2).reshape(weight.shape)
 
 
-def write_metadata(writer: GGUFWriter, metadata: dict[str, Any]) -> None:
+def write_file(
+    file: Path, metadata: dict[str, Any], tensors: dict[str, np.ndarray], architecture: str = "llama"
+) -> Path:
+    writer = GGUFWriter(file, architecture)
     for name, value in metadata.items():
-        if isinstance(value, bool):
-            writer.add_bool(name, value)
-        elif isinstance(value, int):
-            writer.add_uint32(name, value)
-        elif isinstance(value, float):
-            writer.add_float32(name, value)
-        elif isinstance(value, str):
-            writer.add_string(name, value)
-        else:
-            writer.add_array(name, value)
+        kind = GGUFValueType.get_type(value)
+        writer.add_key_value(name, value, GGUFValueType.UINT32 if kind == GGUFValueType.INT32 else kind)
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def write_target(file: Path, tokens: int, pre: str = "default") -> Path:
+    """Write a GGUF file with this number of tokens and without tensors."""
+    words = [f"t{number}" for number in range(tokens)]
+    return write_file(file, {"tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": words}, {})
 
 
 def tokenizer_metadata(tokenizer: PreTrainedTokenizerBase, pre: str) -> dict[str, Any]:
     """Return the metadata of a byte-level tokenizer."""
     raw = json.loads(tokenizer.backend_tokenizer.to_str())
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    merges = [" ".join(merge) for merge in raw["model"]["merges"]]
     special = set(tokenizer.all_special_tokens)
     return {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
-        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in raw["model"]["merges"]],
         "tokenizer.ggml.bos_token_id": tokenizer.bos_token_id,
         "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id,
     }
@@ -78,7 +64,6 @@ def write_gguf(
 ) -> None:
     """Write a Llama in float32. tensors: additional ones. changes: architecture; metadata, where None omits a key."""
     config = model.config
-    writer = GGUFWriter(file, changes.pop("architecture", "llama"))
     metadata: dict[str, Any] = {
         "general.name": "tiny",
         "llama.block_count": config.num_hidden_layers,
@@ -93,16 +78,12 @@ def write_gguf(
         "llama.vocab_size": config.vocab_size,
         **tokenizer_metadata(tokenizer, pre),
     }
-    metadata |= changes.get("metadata", {})
-    write_metadata(writer, {name: value for name, value in metadata.items() if value is not None})
+    metadata |= changes.pop("metadata", {})
+    names, found = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_hidden_layers), {}
     for name, weight in model.state_dict().items():
         if "q_proj" in name or "k_proj" in name:
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             weight = interleaved(weight, heads)
-        writer.add_tensor(gguf_name(name), weight.detach().float().numpy())
-    for name, more in (tensors or {}).items():
-        writer.add_tensor(name, more)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        found[names.get_name(name, (".weight",))] = weight.detach().float().numpy()
+    given = {name: value for name, value in metadata.items() if value is not None}
+    write_file(file, given, found | (tensors or {}), **changes)

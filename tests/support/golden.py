@@ -33,14 +33,9 @@ FILES = dict.fromkeys(("safeailab_eagle3", "safeailab_eagle"), PICKLE) | {
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 REPEATED = dict.fromkeys(("speculators", "speculators_qwen3", "safeailab_eagle"), (EMBEDDING,))
 REPEATED["deepspec"] = (EMBEDDING, LM_HEAD)
-SPECULATORS_REFINER = {  # xPress's names -> those of the speculators package
-    "w1": "token_embed",
-    "w2": "readout",
-    "mix.L": "mix_l",
-    "mlp.gate_proj": "mlp_gate",
-    "mlp.up_proj": "mlp_up",
-    "mlp.down_proj": "mlp_down",
-}
+# xPress's names -> those of the speculators package.
+SPECULATORS_REFINER = {"w1": "token_embed", "w2": "readout", "mix.L": "mix_l"}
+SPECULATORS_REFINER |= {f"mlp.{name}_proj": f"mlp_{name}" for name in ("gate", "up", "down")}
 
 
 def make(name: str, target: Target) -> tuple[dict[str, Any], Weights, str]:

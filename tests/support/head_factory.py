@@ -1,4 +1,4 @@
-"""Heads for tests, built from conf/head as a training run builds them."""
+"""Heads for tests, built from conf/head as a training run builds them, with the changes in heads.yaml; a trainer of one."""
 
 import json
 from collections.abc import Callable
@@ -7,52 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from foredraft.heads import Target
-from foredraft.heads.base import DraftHead, PackedBatch
+from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import write_head
+from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats.engines import Export, export_for
-from foredraft.train.losses import build
+from foredraft.train.data.packing import Document, Packed
+from foredraft.train.data.row_order import EpochStream
+from foredraft.train.losses import build, kl_div
 from foredraft.train.module import DistillationModel
+from foredraft.train.trainer import HeadTrainer, arguments
 from tests.support import names
+from tests.support.batches import packed
 from tests.support.configs import composed
 
-# What tests change in conf/head/<kind>.yaml, so that a head is small and each of its parts is in use. A kind without a line
-# here is built as its yaml says. A name without a yaml is a variant: {"kind": the yaml it changes, ...}.
-ONE_LAYER, TWO_LAYERS = {"num_hidden_layers": 1}, {"num_hidden_layers": 2}
-DOMINO = {"kind": "domino", "block_size": 4, "emb_dim": 8}
-DSPARK = {"kind": "dspark", "block_size": 3, "markov_rank": 8}
-HYDRA = {"num_heads": 3, "dropout": 0.1, "draft_vocab_size": 150}
-XPRESS = {"kind": "xpress", "xpress_rank": 6}
-SELECTOR = {"conv_group_size": 8, "selector_rank": 6, "selector_top_k": 120, "draft_vocab_size": 200}
-ANCHOR = {"block_size": 3, "sample_from_anchor": True}
-OVERRIDES: dict[str, dict[str, Any]] = {
-    "dflash": {"block_size": 4, **TWO_LAYERS},
-    "dflash pruned": {"kind": "dflash", "block_size": 4, "draft_vocab_size": 200, **ONE_LAYER},
-    "dflash anchor first": {"kind": "dflash", "num_hidden_layers": 3, "window": 6, **ANCHOR},
-    "dflash2": {"block_size": 4, **TWO_LAYERS, **SELECTOR},
-    "domino": {**DOMINO, **TWO_LAYERS, "gru_hidden_dim": 12},
-    "domino in place": {**DOMINO, **ONE_LAYER, "sample_from_anchor": False},
-    "dspark": {**DSPARK, **TWO_LAYERS},
-    "dspark pruned": {**DSPARK, **ONE_LAYER, "draft_vocab_size": 200},
-    "dspark gated": {**DSPARK, **ONE_LAYER, "markov_head_type": "gated"},
-    "dspark rnn": {**DSPARK, **ONE_LAYER, "markov_head_type": "rnn"},
-    "eagle": {"bias": True},
-    "hass": {"kind": "eagle", "ttt_steps": 3},
-    "eagle3": {"draft_vocab_size": 200},
-    "eagle3 full vocabulary": {"kind": "eagle3", "draft_vocab_size": None},
-    "eagle3 qk_norm": {"kind": "eagle3", "ttt_steps": 3, "draft_vocab_size": 200, "qk_norm": True},
-    "eagle3_1": {"draft_vocab_size": None},
-    "hydra": HYDRA,
-    "hydra_pp": HYDRA | {"mlp_layers": 3},
-    "jetspec": {"block_size": 5, **TWO_LAYERS},
-    "medusa": {"num_heads": 3, "blocks": 2, "draft_vocab_size": 250},
-    "p_eagle": {"num_depths": 4, "draft_vocab_size": 200, **TWO_LAYERS},
-    "xpress": {**XPRESS, **TWO_LAYERS, "block_size": 4, "xpress_mlp_hidden": 12},
-    "xpress pruned, anchor first": {**XPRESS, **ONE_LAYER, **ANCHOR, "xpress_mlp_hidden": 18, "draft_vocab_size": 200},
-}
+OVERRIDES: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("heads.yaml").read_text())
 KINDS = sorted({*names("head"), *OVERRIDES})
 PLAIN_KINDS = [name for name in KINDS if " " not in name]  # by day; the variants follow by night
 BLOCKS = {"dflash", "dflash2", "jetspec", "dspark", "domino", "p_eagle", "xpress"}
@@ -108,10 +82,8 @@ def learn(kind: str, head: DraftHead, target: Target, tokens: Tensor | None = No
     loss."""
     model = criterion(kind, head, target)
     head.on_train_begin(target)
-    documents = torch.tensor([[0] * 20 + [1] * 28, [0] * 40 + [-1] * 8])
-    positions = torch.tensor([[*range(20), *range(28)], [*range(40), *[0] * 8]])
-    tokens = torch.randint(3, target.vocab_size, (2, 48)) if tokens is None else tokens
-    text = PackedBatch(tokens, documents >= 0, documents, positions)
+    text = packed((20, 28), (40,), low=3, high=target.vocab_size)
+    text = text if tokens is None else text._replace(tokens=tokens)
     optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-3)
     loss = model(*text[:4], **model.prepare(text, step=0)).loss
     loss.backward()
@@ -135,3 +107,20 @@ def write_export(name: str, head: DraftHead, target: Target, directory: Path) ->
     export = export_for(name, head, target)
     write_head(head, directory, target, export.layout, export.layout.weight_files)
     return export
+
+
+def make_trainer(target: Target, directory: Path, optim: str = "adamw", n_gpu: int = 0, **settings: Any) -> HeadTrainer:
+    """Make a trainer of a small head as a run makes it. n_gpu: what transformers finds on a machine with this many."""
+    settings = {"bf16": False, "optim": optim, "per_device_train_batch_size": 2, "max_steps": 1} | settings
+    trainer = composed("train", f"output_dir={directory}").trainer
+    OmegaConf.set_struct(trainer, False)  # as +trainer.<name>= does
+    args = arguments(OmegaConf.merge(trainer, settings), target)
+    args._n_gpu = n_gpu
+    packed = Packed([Document(list(range(1, 200)), [True] * 199)], 16, seed=0)
+    head = Eagle3Head.for_target(target, ttt_steps=2)
+    return HeadTrainer(
+        DistillationModel(head, target, kl_div),
+        args,
+        train_dataset=EpochStream(packed, 2 * args.max_steps * args.gradient_accumulation_steps, 0),
+        measure=lambda head: {"acceptance_length": 1.0},
+    )

@@ -13,6 +13,8 @@ import json
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -24,15 +26,14 @@ from starlette.routing import Route
 
 LARGE = (".safetensors", ".bin", ".pt", ".html")
 TOKEN = "hf_the-only-token-that-is-good"
-REFUSED = {401: "Invalid credentials in Authorization header", 403: "Forbidden", 412: "Precondition failed"}
 
 
+@dataclass
 class Repo:
-    def __init__(self, private: bool):
-        self.private = private
-        self.files: dict[str, bytes] = {}
-        self.commits: list[str] = []
-        self.history: dict[str, dict[str, bytes]] = {}  # the files of every commit, by its sha
+    private: bool
+    files: dict[str, bytes] = field(default_factory=dict)
+    commits: list[str] = field(default_factory=list)
+    history: dict[str, dict[str, bytes]] = field(default_factory=dict)  # the files of every commit, by its sha
 
     @property
     def sha(self) -> str:
@@ -53,14 +54,10 @@ def entry(path: str, files: dict[str, bytes]) -> dict[str, Any]:
     return found
 
 
-def refused(status: int) -> Response:
-    words = REFUSED.get(status, "no")
-    return JSONResponse({"error": words}, status, headers={"X-Error-Message": words})
-
-
-def missing(what: str, **headers: str) -> Response:
-    """Return status 404. what: RepoNotFound, RevisionNotFound or EntryNotFound."""
-    return JSONResponse({"error": what}, 404, headers={"X-Error-Code": what, **headers})
+def refused(status: int, code: str = "", **headers: str) -> Response:
+    """Return an error. code: of status 404, RepoNotFound, RevisionNotFound or EntryNotFound."""
+    words = {"X-Error-Message": HTTPStatus(status).phrase, "X-Error-Code": code}
+    return JSONResponse({"error": HTTPStatus(status).phrase}, status, words | headers)
 
 
 class HubServer:
@@ -103,7 +100,7 @@ class HubServer:
         name = "/".join(parts[2:4] if parts[:2] == ["api", "models"] else parts[:2]).removesuffix(".git")
         repo = self.repos.get(name)
         if repo is None or (repo.private and given is None):
-            return missing("RepoNotFound")
+            return refused(404, "RepoNotFound")
         if parts[0] == "api":
             return self.about(repo, name, parts[4:], content)
         if parts[2:4] == ["info", "lfs"]:
@@ -115,7 +112,7 @@ class HubServer:
         verb, revision, *_ = [*words, "main"] if words else ["revision", "main"]
         files = repo.at(revision)
         if files is None:
-            return missing("RevisionNotFound")
+            return refused(404, "RevisionNotFound")
         if verb == "commit":
             return self.commit(repo, name, [json.loads(line) for line in content.splitlines()])
         if verb == "revision":
@@ -124,12 +121,10 @@ class HubServer:
         if verb == "tree":
             return JSONResponse([entry(file, files) for file in sorted(files)])
         if verb == "paths-info":
-            asked = parse_qs(content.decode()).get("paths", []) if content[:1] != b"{" else json.loads(content)["paths"]
-            return JSONResponse([entry(file, files) for file in asked if file in files])
+            return JSONResponse([entry(file, files) for file in parse_qs(content.decode())["paths"] if file in files])
         assert verb == "preupload", verb
-        modes = {
-            file["path"]: "lfs" if file["path"].endswith(LARGE) else "regular" for file in json.loads(content)["files"]
-        }
+        paths = [file["path"] for file in json.loads(content)["files"]]
+        modes = {path: "lfs" if path.endswith(LARGE) else "regular" for path in paths}
         return JSONResponse({"files": [{"path": p, "uploadMode": m, "shouldIgnore": False} for p, m in modes.items()]})
 
     def create(self, asked: dict[str, Any]) -> Response:
@@ -160,14 +155,12 @@ class HubServer:
             elif key in ("file", "lfsFile"):
                 sent = base64.b64decode(value["content"]) if key == "file" else self.objects[value["oid"]]
                 repo.files[value["path"]] = sent
-        return JSONResponse(
-            {"success": True, "commitOid": repo.sha, "commitUrl": f"{self.url}/{name}/commit/{repo.sha}"}
-        )
+        return JSONResponse({"commitOid": repo.sha, "commitUrl": f"{self.url}/{name}/commit/{repo.sha}"})
 
     def download(self, repo: Repo, revision: str, path: str, request: Request, cut: bool) -> Response:
         files, sha = repo.at(revision) or {}, repo.sha if revision == "main" else revision
         if path not in files:
-            return missing("EntryNotFound", **{"X-Repo-Commit": sha})
+            return refused(404, "EntryNotFound", **{"X-Repo-Commit": sha})
         content, described = files[path], entry(path, files)
         etag = described.get("lfs", described)["oid"]
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}

@@ -63,14 +63,6 @@ def of_a_run(fate: Fate) -> None:
     fate.at(run_state, "write_atomically")
 
 
-def child(moment: int, number: int, overrides: list[str]) -> None:
-    of_a_run(Fate(moment, number))
-    sys.argv = ["train/run.py", *overrides]
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- to its end
-    run.main()
-    raise SystemExit(0)  # runs what a process runs at its end, and does not return to the loop that forks
-
-
 def main() -> None:
     draw, kills = random.Random(int(sys.argv[1])), int(sys.argv[2])
     ends: list[int] = []
@@ -79,7 +71,11 @@ def main() -> None:
         moment = draw.randint(1, 16) if attempt < kills else 0
         pid = os.fork()
         if pid == 0:
-            child(moment, number, sys.argv[3:])
+            of_a_run(Fate(moment, number))
+            sys.argv = ["train/run.py", *sys.argv[3:]]
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- to its end
+            run.main()
+            raise SystemExit(0)  # runs what a process runs at its end, and does not return to the loop that forks
         ends.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         if ends[-1] == 0:
             break

@@ -1,6 +1,7 @@
-"""The command line as users type it, in separate processes, and what such a process reports when it ends."""
+"""The command line as users type it, in separate processes: what one reports when it ends, and servers that answer."""
 
 import atexit
+import http.client
 import json
 import os
 import re
@@ -11,10 +12,13 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -135,9 +139,8 @@ def program(*arguments: str, cwd: Path, real: bool = False, **environment: str) 
 
 def torchrun(*arguments: str, cwd: Path, processes: int = 2) -> subprocess.Popen:
     """Run processes on this machine, on a free port. torchrun itself is real, so that its children can be found."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    command += ["--rdzv-backend", "c10d"]
-    return start(*command, "--rdzv-endpoint", "localhost:0", *arguments, cwd=cwd, real=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    return start(*command, *arguments, cwd=cwd, real=True)
 
 
 def children(process: subprocess.Popen) -> list[int]:
@@ -157,16 +160,13 @@ def until(process: subprocess.Popen, text: str) -> str:
 
 
 def reserved_port() -> int:
-    """Yield a port on which nobody listens, for a program that cannot choose one itself. It stays bound by a socket that
+    """Return a port on which nobody listens, for a program that cannot choose one itself. It stays bound by a socket that
     lets others bind it too, so nobody else gets it."""
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     held.bind(("127.0.0.1", 0))
-    RESERVED.append(held)
+    atexit.register(held.close)
     return held.getsockname()[1]
-
-
-RESERVED: list[socket.socket] = []
 
 
 def end(process: subprocess.Popen, typed: str | None = None) -> Ended:
@@ -210,3 +210,68 @@ def small_disk(path: Path, size: str) -> Iterator[Path]:
         pytest.skip("a small file system needs Linux, and the right to mount one")
     yield path
     subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+class Served:
+    """A server as users start it."""
+
+    def __init__(self, process: subprocess.Popen, port: int, log: Path):
+        self.process, self.port, self.log = process, port, log
+        self.url = f"http://127.0.0.1:{port}"
+
+    def client(self, key: str = "none") -> Any:
+        import openai  # the fixtures of all tests import this file
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+    def raw(self, body: bytes, path: str = "/v1/chat/completions", **headers: str) -> socket.socket:
+        """Return a connection that has sent this and read nothing."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=120)
+        facts = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(body))} | headers
+        head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in facts.items())
+        connection.sendall(head.encode() + b"\r\n" + body)
+        return connection
+
+    def post(
+        self, body: bytes, path: str = "/v1/chat/completions", **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        with self.raw(body, path, Connection="close", **headers) as connection:
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+
+    def metric(self, name: str, label: str = "") -> float:
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=60) as answer:
+            found = re.findall(rf"^{name}(?:{{(.*)}})? (\S+)$", answer.read().decode(), re.M)
+        return sum(float(value) for labels, value in found if label in labels)
+
+    def logged(self) -> list[dict]:
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+
+
+def on_cpu(target: Path | str) -> list[str]:
+    """Return settings of a small target."""
+    return [f"target={target}", "target.dtype=float32", "target.device=cpu"]
+
+
+@contextmanager
+def served(folder: Path, *arguments: str, program: str = "scripts/serve.py", **environment: str) -> Iterator[Served]:
+    """Yield `python scripts/serve.py` with these arguments, once it answers; it is killed at the end if it still runs."""
+    number, log = tempfile.mkstemp(".log", "serve-", folder)
+    command = [python_for(environment), str(ROOT / program), "port=0", *arguments]
+    with open(number, "w") as opened:
+        process = subprocess.Popen(command, cwd=folder, env=inherited() | environment, stdout=opened, stderr=opened)
+    try:
+        while not (running := re.search(r"Uvicorn running on http://127\.0\.0\.1:(\d+)", Path(log).read_text())):
+            assert process.poll() is None, Path(log).read_text()
+            time.sleep(0.1)
+        yield Served(process, int(running[1]), Path(log))
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    """Wait for a condition; the limit is the test's own (pytest-timeout)."""
+    while not condition():
+        time.sleep(0.02)

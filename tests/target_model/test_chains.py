@@ -27,26 +27,25 @@ from foredraft.train.hidden_states.online import forward_target
 from tests.conformance.families import check_family, families
 from tests.conformance.targets import small_family
 from tests.support import architectures, decoding, nightly_but
-from tests.support.architectures import VOCAB
+from tests.support.architectures import HYBRID_WINDOW, HYBRIDS, VOCAB, hybrid
 from tests.support.batches import filled, packed
-from tests.support.drafters import Oracle, Random
-from tests.support.hybrids import CONFIGS, WINDOW, pair
+from tests.support.decoding import Oracle, Random
 
-NEW = 2 * WINDOW
+NEW = 2 * HYBRID_WINDOW
 PROMPTS = [[random.Random(row).randrange(3, VOCAB) for _ in range(length)] for row, length in enumerate((20, 5, 13))]
-READING = [kind for kind in CONFIGS if kind != "mamba"]
+READING = [kind for kind in HYBRIDS if kind != "mamba"]
 
 
 def batch(rows: list[int]) -> tuple[Tensor, Tensor]:
     return left_pad([PROMPTS[row] for row in rows])
 
 
-CASES = [(kind, 0.0) for kind in CONFIGS] + [(kind, 1.0) for kind in ("qwen3_5", "lfm2", "deepseek_v32", "mamba")]
+CASES = [(kind, 0.0) for kind in HYBRIDS] + [(kind, 1.0) for kind in ("qwen3_5", "lfm2", "deepseek_v32", "mamba")]
 
 
 @pytest.mark.parametrize("kind, temperature", nightly_but(CASES, ("phi3", 0.0), *CASES[::3], *CASES[-4:]))
 def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
-    plain, target = pair(kind)
+    plain, target = hybrid(kind)
     assert not target.capabilities.trees
     settings = {"max_new_tokens": NEW, "eos_token_id": -1, "temperature": temperature}
     alone = [generate(target, None, *batch([row]), seed=row, **settings).new_tokens[0] for row in range(len(PROMPTS))]
@@ -67,8 +66,8 @@ def test_a_chain_changes_nothing(kind: str, temperature: float) -> None:
 
 
 def test_what_does_not_read_several_tokens_right_is_decoded_plainly_and_says_so() -> None:
-    _, target = pair("mamba")
-    assert not target.capabilities.chains and all(pair(kind).target.capabilities.chains for kind in READING)
+    _, target = hybrid("mamba")
+    assert not target.capabilities.chains and all(hybrid(kind).target.capabilities.chains for kind in READING)
     with pytest.warns(
         UserWarning, match=r"^mamba computes different logits for several tokens at once .* Drafting is disabled"
     ):
@@ -87,7 +86,7 @@ def test_what_cannot_continue_from_a_cache_writes_as_transformers_does(family: s
 @torch.no_grad()
 def test_an_erased_slot_computes_nothing_more() -> None:
     """Erase the text whose logits were no numbers. The other one goes on."""
-    _, target = pair("mamba")
+    _, target = hybrid("mamba")
     cache, tokens = StateCache(2, "cpu"), torch.tensor([[7], [8]])
     target.prefill(torch.tensor([PROMPTS[1], PROMPTS[1][::-1]]), [5, 5], cache)
     cache.set_lengths([5, 5])
@@ -99,18 +98,18 @@ def test_an_erased_slot_computes_nothing_more() -> None:
 
 
 def test_where_rounding_may_pick_another_key_it_is_said_before_anything_is_drafted() -> None:
-    target = pair("deepseek_v32").target
+    target = hybrid("deepseek_v32").target
     with pytest.warns(UserWarning, match="^deepseek_v32 attends only to the keys with the highest indexer scores"):
         Engine(target, NgramDrafter())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Engine(target)  # plainly
-        Engine(pair("qwen3_5").target, NgramDrafter())
+        Engine(hybrid("qwen3_5").target, NgramDrafter())
 
 
 @pytest.mark.parametrize("kind, temperature", [("qwen3_5", 1.0), ("lfm2", 0.0)])
 def test_every_drafter_drafts_a_chain(kind: str, temperature: float) -> None:
-    target = pair(kind).target
+    target = hybrid(kind).target
     head, medusa = Eagle3Head.for_target(target, ttt_steps=4).eval(), MedusaHead.for_target(target, num_heads=3).eval()
     drafters = {
         "ngram": NgramDrafter(),
@@ -138,7 +137,7 @@ def smaller() -> Target:
 
 
 def test_a_tree_wider_than_a_chain_says_why_not() -> None:
-    target = pair("qwen3_5").target
+    target = hybrid("qwen3_5").target
     head = Eagle3Head.for_target(target, ttt_steps=2)
     with pytest.raises(ValueError, match=r"^width=3 asks for a tree, and model_type qwen3_5_text has linear_attention"):
         kinds.DynamicTree(head, target, width=3)
@@ -146,7 +145,7 @@ def test_a_tree_wider_than_a_chain_says_why_not() -> None:
 
 def test_what_a_drafter_proposed_last_does_not_say_what_is_supported() -> None:
     """Check that a tree=auto that drafted nothing before drafts trees again."""
-    target = pair("qwen3_5").target
+    target = hybrid("qwen3_5").target
     drafter = kinds.AutoTree(kinds.DynamicTree(Eagle3Head.for_target(target, ttt_steps=3), target), target)
     drafter.plan = PLAIN
     assert drafter.depth == 0 and drafter.nodes > 1
@@ -173,7 +172,7 @@ def test_a_chain_is_the_deepest_branch_and_its_drafter_observes_it() -> None:
 @torch.no_grad()
 def test_pending_tokens_are_committed_when_they_are_many() -> None:
     """Accept the root and one of two drafts in each step; nothing but pending ever grows, up to the bound."""
-    _, target = pair("qwen3_5")
+    _, target = hybrid("qwen3_5")
     cache, text = StateCache(1, "cpu"), PROMPTS[0]
     target.prefill(torch.tensor([text]), [len(text)], cache)
     cache.set_lengths([len(text)])
@@ -194,7 +193,7 @@ def test_pending_tokens_are_committed_when_they_are_many() -> None:
 @pytest.mark.parametrize("kind", ["qwen3_5", "granite_h"])
 def test_a_short_read_is_no_padded_chunk(kind: str, monkeypatch) -> None:
     """Check what the model's own recurrence is asked for, and that the result is the same."""
-    target, asked = pair(kind).target, []
+    target, asked = hybrid(kind).target, []
     run = recurrent_ops.Call.__call__
 
     def spy(call: recurrent_ops.Call) -> Any:
@@ -225,7 +224,7 @@ def read(target: Target, cache: StackedCache, chains: list[list[int]]) -> Tensor
 @pytest.mark.parametrize("kind", STACKED)
 def test_texts_of_a_batch_are_read_together(kind: str) -> None:
     """Check that no token is read twice in texts whose drafts are accepted at different rates."""
-    target, texts, luck = pair(kind).target, [list(prompt) for prompt in PROMPTS], random.Random(5)
+    target, texts, luck = hybrid(kind).target, [list(prompt) for prompt in PROMPTS], random.Random(5)
     cache = filled(target, texts, 300)
     assert isinstance(cache, StackedCache)
     for _ in range(12):
@@ -243,7 +242,7 @@ def test_texts_of_a_batch_are_read_together(kind: str) -> None:
 @pytest.mark.parametrize("kind", STACKED)
 def test_states_are_taken_as_they_are_and_go_back_by_text(kind: str) -> None:
     """Check that a forward of drafts copies no states; those of a text without accepted drafts are unchanged."""
-    target = pair(kind).target
+    target = hybrid(kind).target
     cache = filled(target, PROMPTS, 300)
     before = {name: states[key] for name, states, key in cache.tensors()}
     kept = {name: state.clone() for name, state in before.items()}
@@ -259,7 +258,7 @@ def test_states_are_taken_as_they_are_and_go_back_by_text(kind: str) -> None:
 @pytest.mark.parametrize("kind", READING)
 def test_long_prompts_come_in_chunks(kind: str) -> None:
     """Check that text and drafts are the same. longrope, and a target without chains, read a text whole."""
-    target, seen, prefills = pair(kind).target, [], []
+    target, seen, prefills = hybrid(kind).target, [], []
     torch.manual_seed(1)
     drafter: Any = NgramDrafter()
     if kind not in ("mamba2", "bloom", "openai-gpt"):  # which shape no layer of a head
@@ -281,7 +280,7 @@ def test_long_prompts_come_in_chunks(kind: str) -> None:
 
 
 def test_a_batch_costs_one_forward_a_step(monkeypatch) -> None:
-    target, calls = pair("qwen3_5").target, []
+    target, calls = hybrid("qwen3_5").target, []
     forward = target.model.forward
     monkeypatch.setattr(target.model, "forward", lambda *args, **facts: calls.append(0) or forward(*args, **facts))
     assert target.capabilities.state is not None
@@ -292,11 +291,11 @@ def test_a_batch_costs_one_forward_a_step(monkeypatch) -> None:
 
 @pytest.mark.parametrize("kind", ["llama4", "bloom", "deepseek_v32", "phi3"])
 def test_what_masks_otherwise_is_read_row_by_row(kind: str) -> None:
-    assert not pair(kind).target.capabilities.state is not None
+    assert not hybrid(kind).target.capabilities.state is not None
 
 
 def test_a_prompt_that_ends_at_the_boundary_of_longrope_is_read_anew() -> None:
-    plain, target = pair("phi3")
+    plain, target = hybrid("phi3")
     ids = torch.tensor([[*PROMPTS[0], *PROMPTS[1] * 2]])
     assert ids.shape[1] == target.capabilities.rope_boundary
     facts = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 8, "use_cache": False}
@@ -310,7 +309,7 @@ def test_a_prompt_that_ends_at_the_boundary_of_longrope_is_read_anew() -> None:
 @torch.no_grad()
 def test_logits_of_chains_across_the_boundary_of_longrope_are_those_of_whole_texts() -> None:
     """Draft chains of 1 to 4 tokens, of which one or two are accepted, until the boundary is far behind."""
-    _, target = pair("phi3")
+    _, target = hybrid("phi3")
     cache, text, boundary = StateCache(1, "cpu"), list(PROMPTS[0]), target.capabilities.rope_boundary
     target.prefill(torch.tensor([text]), [len(text)], cache)
     cache.set_lengths([len(text)])
@@ -327,11 +326,11 @@ def test_logits_of_chains_across_the_boundary_of_longrope_are_those_of_whole_tex
 
 
 def test_what_transformers_does_not_keep_in_a_cache_is_not_stacked() -> None:
-    assert not stacks(None, pair("qwen3_5").target)
+    assert not stacks(None, hybrid("qwen3_5").target)
 
 
 def test_texts_below_the_boundary_of_longrope_are_drafted_for_by_trees() -> None:
-    whole = pair("phi3").target
+    whole = hybrid("phi3").target
     assert whole.capabilities.rope_boundary == 30 and "unless texts stay shorter (target.context=30)" in str(
         whole.capabilities.why
     )
@@ -351,7 +350,7 @@ def test_texts_below_the_boundary_of_longrope_are_drafted_for_by_trees() -> None
 @pytest.mark.parametrize("kind", ["qwen3_5", "falcon_h1", "llama4"])
 def test_requests_join_a_batch_and_leave_it(kind: str) -> None:
     """The last prompt is the beginning of the first one, whose state cannot go back to it."""
-    target, prompts = pair(kind).target, [*PROMPTS, PROMPTS[0][:9]]
+    target, prompts = hybrid(kind).target, [*PROMPTS, PROMPTS[0][:9]]
     budgets = [30, 6, 17, 12]
     requests = [Request(prompt, max_new_tokens=budget) for prompt, budget in zip(prompts, budgets, strict=True)]
     engine = Engine(target, NgramDrafter(), max_num_seqs=2, reuse_prefixes=True)
@@ -360,9 +359,9 @@ def test_requests_join_a_batch_and_leave_it(kind: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", HYBRIDS)
 def test_a_packed_document_has_the_features_that_it_has_alone(kind: str) -> None:
-    plain, target = pair(kind)
+    plain, target = hybrid(kind)
     text = packed((5, 11, 8), (3, 14), low=3, high=VOCAB)
     aux_hidden_states, last = forward_target(target, text, [1])
     for row, document in ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1)):
@@ -377,7 +376,7 @@ def test_a_packed_document_has_the_features_that_it_has_alone(kind: str) -> None
 def test_a_limit_of_memory_counts_the_states_of_texts(kind: str, entry: int, state: int) -> None:
     """Count four states for each text (its slot's, before drafts, after them, and rolled back to) in addition to keys, which
     Mamba does not keep."""
-    target = Target(copy.deepcopy(pair(kind).target.model), name=kind, context=len(PROMPTS[0]) + 6)
+    target = Target(copy.deepcopy(hybrid(kind).target.model), name=kind, context=len(PROMPTS[0]) + 6)
     requests = [Request(PROMPTS[0], max_new_tokens=6, seed=number) for number in range(5)]
     expected, together = decoding.alone(target, requests), set[int]()
     both = 2 * 4 * state + max(1, 2 * entry) * (len(PROMPTS[0]) + 6 + 2)  # as much for what is decoded without drafts
@@ -401,7 +400,7 @@ def test_other_programs_may_compile_the_functions_that_are_watched() -> None:
 
 
 def test_the_functions_of_a_model_are_replaced_once() -> None:
-    model = pair("granite_h").target.model
+    model = hybrid("granite_h").target.model
     recurrent_ops.patch_recurrent_ops(model)
     sources = {inspect.getmodule(type(part)) for part in model.modules()}
     found = [vars(source)[name] for source in sources for name in recurrent_ops.FUNCTIONS if name in vars(source)]

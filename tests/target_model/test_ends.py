@@ -12,7 +12,7 @@ from foredraft.train.hidden_states.probe import final_norm
 from tests.support import nightly_but
 from tests.support.architectures import FAMILIES, VOCAB, pair
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, losses, succeeded
-from tests.support.small_targets import random_model, without_layers
+from tests.support.tiny import random_model, without_layers
 
 
 def said_of(target: Target) -> tuple:

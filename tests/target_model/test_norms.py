@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foredraft import Target
 from foredraft.heads.target_model.norms import fuse_norms
-from tests.support import hybrids
+from tests.support import architectures
 
-SIZES = hybrids.SIZES | {"initializer_range": 0.02}
+SIZES = architectures.SIZES | {"num_hidden_layers": 2, "initializer_range": 0.02}
 
 
 class Operations(TorchDispatchMode):

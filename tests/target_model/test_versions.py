@@ -16,8 +16,8 @@ from foredraft.heads import Target
 from foredraft.heads.caches.state_cache import can_crop
 from foredraft.heads.target_model.capabilities import cache_name
 from foredraft.inference import generate
-from tests.support import hybrids
-from tests.support.drafters import Oracle
+from tests.support import architectures
+from tests.support.decoding import Oracle
 from tests.support.tiny import tiny_config
 
 PROMPT = torch.arange(5, 17)[None]
@@ -90,7 +90,7 @@ CROPS = {"lfm2": True, "llama4": True, "qwen3_5": False, "minimax": False}
 
 @pytest.mark.parametrize("kind", CROPS)
 def test_a_cache_is_cropped_only_if_that_leaves_no_trace(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, state = hybrids.pair(kind).target.forward_from(PROMPT, 0, None)
+    _, state = architectures.hybrid(kind).target.forward_from(PROMPT, 0, None)
     monkeypatch.delattr(MiniMaxCache, "is_croppable", raising=False)  # as before 5.23
     assert can_crop(state) == CROPS[kind]
 

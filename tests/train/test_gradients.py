@@ -12,7 +12,7 @@ from foredraft.train.module import DistillationModel
 from tests.support import nightly_but
 from tests.support.batches import batch
 from tests.support.head_factory import criterion, make_head
-from tests.support.live_bytes import LiveBytes
+from tests.support.modes import LiveBytes
 
 
 class Kept(PartialGradients):

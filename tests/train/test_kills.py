@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 
 from foredraft.train.runtime import checkpoints
 from tests.support import ROOT
-from tests.support.processes import SMALL_EAGLE3, TWO, end, losses, reserved_port, small_disk, start, until
-from tests.support.serving import wait_until
+from tests.support.processes import SMALL_EAGLE3, TWO, end, losses, reserved_port, small_disk, start, until, wait_until
 
 pytestmark = pytest.mark.linux  # /proc says which processes there are
 

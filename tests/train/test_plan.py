@@ -19,7 +19,7 @@ from foredraft.train.runtime import memory_plan
 from foredraft.train.trainer import HeadTrainingArguments
 from tests.support import ROOT, nightly_but
 from tests.support.configs import composed
-from tests.support.live_bytes import LiveBytes
+from tests.support.modes import LiveBytes
 from tests.support.tiny import tiny_config
 
 ROWS, LENGTH = 2, 128

@@ -27,8 +27,8 @@ from tests.support.processes import (
     succeeded,
     torchrun,
     until,
+    wait_until,
 )
-from tests.support.serving import wait_until
 
 RUN = [*SMALL_EAGLE3, ONE, "trainer.optim=adamw", "trainer.max_steps=12", "trainer.save_steps=2", "eval.steps=4"]
 

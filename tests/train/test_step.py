@@ -16,9 +16,8 @@ from foredraft.heads.base import PackedBatch
 from foredraft.train.module import DistillationModel
 from tests.support import nightly_but
 from tests.support.batches import batch
-from tests.support.head_factory import criterion, make_head
+from tests.support.head_factory import criterion, make_head, make_trainer
 from tests.support.processes import SMALL, complaint
-from tests.support.trainers import make_trainer
 
 # Compiled
 

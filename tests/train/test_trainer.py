@@ -23,10 +23,9 @@ from foredraft.train.optimizer import Float32Muon, MuonAdamW, build
 from foredraft.train.runtime import callbacks, checkpoints, distributed
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments
 from tests.support.batches import PROMPT
-from tests.support.head_factory import make_head
+from tests.support.head_factory import make_head, make_trainer
 from tests.support.processes import SMALL, complaint, succeeded
 from tests.support.tiny import TEXT
-from tests.support.trainers import make_trainer
 
 
 def test_one_process_uses_one_of_several_devices(target: Target, tmp_path: Path):

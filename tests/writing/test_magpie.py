@@ -23,8 +23,7 @@ from foredraft.train.writing.written_rows import RowFile
 from foredraft.words import CONF
 from tests.support import typed
 from tests.support.chats import CHATML, MODELS, form_of, tokenizer
-from tests.support.processes import SMALL, succeeded
-from tests.support.serving import served
+from tests.support.processes import SMALL, served, succeeded
 from tests.support.tiny import tiny_config
 
 SETTINGS = MagpieSettings(max_question=120, max_answer=90, greedy=0.2)

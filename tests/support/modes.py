@@ -1,10 +1,7 @@
-"""What a CUDA graph does, on a CPU: kernels are recorded with the very tensors they used, and replayed on these.
+"""Modes that see each operation of torch: Tape does what a CUDA graph does, on a CPU, and LiveBytes measures memory."""
 
-Python runs while recording and never again, kernels run while replaying and never before; what a graph may not do while it is
-recorded (wait for the device, bring numbers from the host) raises RuntimeError here too.
-"""
-
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +13,12 @@ WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select
 
 
 class Tape(TorchDispatchMode):
+    """Record kernels with the very tensors that they used, and replay them on these.
+
+    Python runs while recording and never again, kernels run while replaying and never before; what a graph may not do while
+    it is recorded (wait for the device, bring numbers from the host) raises RuntimeError here too.
+    """
+
     def __init__(self, function: Callable[..., Any], inputs: tuple[Tensor | None, ...]):
         super().__init__()
         self.kernels: list[tuple[Any, Any, Any, Any]] = []
@@ -46,3 +49,33 @@ class Tape(TorchDispatchMode):
             for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
                 if isinstance(old, Tensor) and old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
                     old.copy_(new)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Count the bytes of tensors made inside, while they live: `peak` is the most at any moment. before: tensors whose memory
+    was there before, so that views of them are not new bytes."""
+
+    def __init__(self, before: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = {tensor.untyped_storage()._cdata for tensor in before}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self.note(tensor.untyped_storage())
+        return out
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self.seen:
+            size = storage.nbytes()
+            self.seen.add(key)
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.gone, key, size)
+
+    def gone(self, key: int, size: int) -> None:
+        self.seen.discard(key)
+        self.now -= size
