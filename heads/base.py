@@ -48,7 +48,7 @@ class PackedBatch(NamedTuple):
     tokens: Tensor  # (batch, length) int64
     loss_mask: Tensor  # (batch, length) bool: is this token part of what the target wrote?
     documents: Tensor  # (batch, length) int64: which document a token belongs to, -1 for padding
-    # (batch, length) int64, from 0 in every document. Heads count the tokens of images, too, as engines do for them.
+    # (batch, length) int64, from 0 in every document. Tokens of images count, too, as in SGLang and vLLM's second runner.
     positions: Tensor
     # (batch, n) int64, ascending: positions at which drafts start, -1 for none. None: drafts start at every position. Block
     # drafters train on a sample of the positions.

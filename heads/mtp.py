@@ -4,7 +4,7 @@ Some targets ship such a layer, trained only for the first draft: Qwen's `mtp.*`
 DeepSeek's and GLM's layer after the last one, which transformers does not load.
 At label position p it takes the target's last hidden state of position p, after the final norm, and the embedding of token
 p + 1, both normed. Its output is normed, goes through the target's lm_head, and is the hidden state for the next draft.
-MiMo's layer takes both hidden states before those norms.
+MiMo's layer takes the target's state before that norm, and so its own here: engines draft one token with it.
 
 A new head starts from the target's layer. If the target ships none, it passes the hidden state through, as EAGLE-1 does.
 Training repeats the step on its own output, over the keys that drafting has (heads/eagle3.py). In the paper every step
@@ -80,7 +80,7 @@ class MTPHead(HiddenStateHead):
             "attn_output_gate": rows == 2 * layer["num_attention_heads"] * layer["head_dim"],
             "qk_norm": "layers.0.self_attn.q_norm.weight" in shipped,
             "takes_unnormed": has_weights(target, MIMO_PREFIX),
-            "mtp_window": shipped_window(target) if shipped else None,
+            "mtp_window": shipped_window(target),
             "foredraft": {"depth": ttt_steps},
         }
         head = cls(settings)
@@ -121,10 +121,10 @@ class MTPHead(HiddenStateHead):
     def first_hidden(self, aux_hidden_states: Tensor) -> Tensor:
         if not self.takes_unnormed:
             return aux_hidden_states
-        return aux_hidden_states / full_tensor(self.target.model.get_decoder().norm.weight)
+        return without_weight(aux_hidden_states, full_tensor(self.target.model.get_decoder().norm.weight))
 
     def feed_back(self, out: Tensor) -> Tensor:
-        return out / self.norm.weight if self.takes_unnormed else out
+        return without_weight(out, self.norm.weight) if self.takes_unnormed else out
 
     def inputs(self, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         both = self.pre_fc_norm_embedding(embeddings.to(self.dtype)), self.pre_fc_norm_hidden(hidden.to(self.dtype))
@@ -133,6 +133,11 @@ class MTPHead(HiddenStateHead):
 
     def finish(self, out: Tensor) -> Tensor:
         return self.norm(out)
+
+
+def without_weight(normed: Tensor, weight: Tensor) -> Tensor:
+    """Return normed states without the norm's weight: up to their size, which the next norm ignores, the states before it."""
+    return normed / weight.where(weight != 0, 1)
 
 
 def shipped_layer(target: Target) -> dict[str, Tensor]:

@@ -49,9 +49,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
     config = read_config(cfg.target.path, cfg.target.get("gguf_file"))
     quantization, stored = cfg.target.quantization, getattr(config, "quantization_config", None)
     if quantization and stored:
-        raise ValueError(
-            f"target.quantization={quantization}: {cfg.target.path} is quantized already and counted as stored: leave it out"
-        )
+        raise ValueError(f"target.quantization={quantization}: {cfg.target.path} is quantized already: leave it out")
     quantization = quantization or stored_quantization(config)
     cfg = cast(DictConfig, OmegaConf.merge(cfg, {"target": {"quantization": quantization}}))
     dtype = torch.bfloat16 if cfg.target.dtype == "auto" else resolve_dtype(cfg.target.dtype)
@@ -79,7 +77,7 @@ def fitting(cfg: DictConfig) -> tuple[str, float] | None:
     changes = [f"trainer.per_device_train_batch_size=1 trainer.gradient_accumulation_steps={rows}", "strategy=fsdp"]
     changes += ["head.draft_vocab_size=32000"] if cfg.head.get("draft_vocab_size", 0) is None else []
     changes += ["target.sharding=fsdp"]
-    if stored_quantization(read_config(cfg.target.path, cfg.target.get("gguf_file"))) is None:
+    if getattr(read_config(cfg.target.path, cfg.target.get("gguf_file")), "quantization_config", None) is None:
         changes += ["target.quantization=8bit", "target.quantization=4bit"]
     shares = strategy_of(cfg) in ("ddp", "fsdp") and cfg.target.sharding != "tensor"
     changes += [f"context_parallel={count}" for count in (2, 4, 8) if shares and cfg.gpus % count == 0]

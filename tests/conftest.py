@@ -109,7 +109,7 @@ def fresh(tiny_path: Path) -> Target:
 
 @pytest.fixture(params=nightly_but(KINDS, *PLAIN_KINDS))
 def head_kind(request: pytest.FixtureRequest) -> str:
-    """Return every head of conf/head, and the variants of tests/support/heads.py."""
+    """Return every head of conf/head, and the variants of tests/support/heads.yaml."""
     return request.param
 
 

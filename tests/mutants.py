@@ -22,7 +22,10 @@ GUARDS = [
     ),
     (
         typed("heads/caches/state_cache.py heads/caches/stacked_cache.py heads/caches/recurrent_ops.py"),
-        ["tests/target_model/test_chains.py"],
+        typed("""
+            tests/target_model/test_chains.py
+            tests/target_model/test_versions.py::test_a_cache_is_cropped_only_if_that_leaves_no_trace
+        """),
     ),
     (
         typed("train/data/packing.py train/runtime/run_state.py heads/base.py train/module.py"),
@@ -104,8 +107,6 @@ EQUIVALENT = {
     "heads/caches/state_cache.py generate_next: kwargs['use_cache'] and (not first) -> kwargs['use_cache'] and first": (
         "no model that needs these steps reads it"
     ),
-    "heads/caches/state_cache.py can_crop: (type(layer) in CROPPABLE for layer in state.layers) -> "
-    "(type(layer) not in CROPPABLE for layer in state.layers)": FASTER,
     "heads/caches/stacked_cache.py stacks: bool(kinds & RECURRENT) -> bool(kinds | RECURRENT)": (
         "a measurement finds that the others cannot be stacked"
     ),

@@ -175,8 +175,8 @@ LLAMACPP_BIASES = Requirement(
 
 
 def normed_state(*kinds: str) -> Requirement:
-    """Require another target than these model types, whose last hidden state the engine returns before its norm, of a head
-    that reads only this state."""
+    """Return a check of heads that read only the last hidden state. It refuses these model types of targets, for which the
+    engine returns that state before its norm."""
     return Requirement(
         lambda head, target: head.layers != [target.num_layers] or target.config.model_type not in kinds,
         "{engine} returns the last hidden state of {target.name} before its norm, and this head reads it after: use "

@@ -52,10 +52,11 @@ def layer_settings(
     new = settings.get("rope_parameters") or {}
     if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:
         raise files.error(f"config.json has rope_theta={settings['rope_theta']} and rope_parameters={new}")
-    if width := (new or settings.get("rope_scaling") or {}).get("rope_dim"):  # vLLM and SGLang prefer it
+    if width := (new or settings.get("rope_scaling") or {}).get("rope_dim"):  # vLLM prefers it, and SGLang for DFlash
         dim = settings.get("head_dim") or settings["hidden_size"] // heads
         old = new or {"rope_theta": settings.get("rope_theta")} | settings["rope_scaling"]
         settings["rope_parameters"] = old | {"rope_dim": None, "partial_rotary_factor": width / dim}
+        settings["partial_rotary_factor"] = None
     rope = llama_config.rope_parameters(settings)
     if rope["rope_type"] == "dynamic":
         files.notes.append(

@@ -110,13 +110,9 @@ def test_of_a_folder_the_files_of_the_split_are_read(tmp_path: Path):
     assert len(names("other")) == len(names("train[:10%]")) == 5  # no file is named for it
 
 
-def test_what_a_folder_would_give_otherwise_than_asked_is_refused(tmp_path: Path):
+def test_a_file_next_to_its_compressed_copy_is_refused(tmp_path: Path):
     file = write(tmp_path / "a.jsonl", [{"messages": HI}])
-    for key, value in (("name", "main"), ("data_files", "b.jsonl")):
-        with pytest.raises(
-            ValueError, match=rf"data\.{key}={value} is for datasets on the Hub, and data\.path=\S+ is here"
-        ):
-            Source(str(tmp_path), **{key: value}).shards()
+    assert [row.where for row in Source(str(tmp_path), name="main").rows()] == ["a.jsonl:1"]
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
     with pytest.raises(ValueError, match=r"a\.jsonl and a\.jsonl\.gz would both be read: remove one of them"):
         Source(str(tmp_path)).shards()

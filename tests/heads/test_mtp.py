@@ -14,7 +14,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qw
 from foredraft.heads import Target, load_head, mtp
 from foredraft.heads.checkpoint import save_head, write_head
 from foredraft.heads.formats import engines
-from foredraft.heads.mtp import MTPHead
+from foredraft.heads.mtp import MTPHead, without_weight
 from foredraft.inference.drafters import drafter_for
 from foredraft.train import parity_gate
 from tests.support.architectures import HYBRIDS
@@ -117,6 +117,10 @@ def test_further_drafts_are_those_of_the_equations(target, normed, window):
         drafted = rms(out, w["norm.weight"])
         states.append(drafted if normed else out)
         torch.testing.assert_close(logits[depth], target.logits(drafted), atol=1e-3, rtol=1e-4)
+
+
+def test_a_norm_with_a_weight_of_zero_is_undone_without_nan():
+    assert without_weight(torch.tensor([0.0, 2.0]), torch.tensor([0.0, 4.0])).tolist() == [0.0, 0.5]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

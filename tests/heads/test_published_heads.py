@@ -149,10 +149,10 @@ def test_a_head_of_others_is_exported_and_loads_again_with_its_own_rope(tmp_path
 
 
 @pytest.mark.parametrize("place", ["rope_parameters", "rope_scaling"])
-@pytest.mark.parametrize("width", [4, 8])
-def test_the_width_that_is_rotated_replaces_a_copied_share(tmp_path, place, width):
+@pytest.mark.parametrize("kind, width", [("default", 4), ("default", 8), ("dynamic", 8)])
+def test_the_width_that_is_rotated_replaces_a_copied_share(tmp_path, place, kind, width):
     """Check that `rope_dim` counts: engines prefer it to the target's partial_rotary_factor next to it."""
-    rope = {"rope_type": "default", "rope_dim": width, "partial_rotary_factor": 0.25, "rope_theta": 5000.0}
+    rope = {"rope_type": kind, "factor": 2.0, "rope_dim": width, "partial_rotary_factor": 0.25, "rope_theta": 5000.0}
     config = shrink_head(NAMED) | {"head_dim": 8, "partial_rotary_factor": 0.25, "rope_theta": 5000.0, place: rope}
     head, _ = load(golden.write(tmp_path, config, eagle3(config, "midlayer")), tiny_target(8))
     cos, _ = head.rotary(torch.arange(3)[None], 3, torch.float32)

@@ -347,13 +347,13 @@ def test_texts_below_the_boundary_of_longrope_are_drafted_for_by_trees() -> None
         Target(short.model, name="short", context=31000000)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "falcon_h1", "llama4"])
-def test_requests_join_a_batch_and_leave_it(kind: str) -> None:
+@pytest.mark.parametrize("kind, reuse", [("qwen3_5", False), ("qwen3_5", True), ("falcon_h1", False), ("llama4", True)])
+def test_requests_join_a_batch_and_leave_it(kind: str, reuse: bool) -> None:
     """The last prompt is the beginning of the first one, whose state cannot go back to it."""
     target, prompts = hybrid(kind).target, [*PROMPTS, PROMPTS[0][:9]]
     budgets = [30, 6, 17, 12]
     requests = [Request(prompt, max_new_tokens=budget) for prompt, budget in zip(prompts, budgets, strict=True)]
-    engine = Engine(target, NgramDrafter(), max_num_seqs=2, reuse_prefixes=True)
+    engine = Engine(target, NgramDrafter(), max_num_seqs=2, reuse_prefixes=reuse)
     texts, _ = decoding.run(engine, requests, lambda step: step and engine.slots.drop_finished())
     assert texts == decoding.alone(target, requests)
 

@@ -192,7 +192,8 @@ def test_a_quantized_checkpoint_is_planned_as_it_is_stored(stored: dict, bits: f
         found.append(memory_plan.study(cfg, plan.read_config(str(file)), torch.bfloat16)[1].ends)
         found.append(plan.plan(cfg)["gib"]["target weights"][0] * memory_plan.GIB)
         change = plan.fitting(OmegaConf.merge(cfg, {"gpu_gib": plan.plan(cfg)["total"] - 1e-9}))
-        assert change is None or name == "whole" or bits == 16 or "quantization" not in change[0]
+        assert change is None or name == "whole" or "quantization" not in change[0]
+        assert plan.fitting(OmegaConf.merge(cfg, {"gpu_gib": 1e-6})) is None
     with pytest.raises(ValueError, match=r"quantization=4bit: \S+/stored\.json is quantized already"):
         plan.plan(composed("plan", f"target.path={file}", "target.quantization=4bit", *SIZE))
     ends, whole, _, held = found

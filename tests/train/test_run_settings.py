@@ -115,9 +115,8 @@ def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypa
     checkpoint = out / "checkpoints" / "checkpoint-5"
     checkpoint.mkdir(parents=True)
     (checkpoint / checkpoints.STATE).touch()
-    (half := checkpoint.parent / checkpoints.UNFINISHED / "checkpoint-9").mkdir(
-        parents=True
-    )  # a kill came before its name
+    half = checkpoint.parent / checkpoints.UNFINISHED / "checkpoint-9"  # a kill came before it got its name
+    half.mkdir(parents=True)
     assert opened("seed=3", "trainer.max_steps=7") == opened("seed=3", "trainer.max_steps=8") == str(checkpoint)
     assert "resuming with other settings: trainer.max_steps is 7 there, 8 here" in capsys.readouterr().out
     assert not half.exists()

@@ -71,11 +71,6 @@ class Source:
         """Return all rows, in parts that several processes may read. With max_samples a dataset on the Hub is one part."""
         here = files(self.path, self.split)
         if here:
-            if given := next((key for key in ("name", "data_files") if getattr(self, key) is not None), None):
-                raise ValueError(
-                    f"data.{given}={getattr(self, given)} is for datasets on the Hub, and data.path={self.path} is here: "
-                    "leave it out, and give the files to read as data.path"
-                )
             return [shard for file in here for shard in shards(file)]
         if self.max_samples is not None:
             return [partial(table, hub(self, streamed=True), 0)]
@@ -144,7 +139,8 @@ def files(path: str, split: str) -> list[Path]:
             raise ValueError(f"data.path={path} contains no {', '.join(ENDINGS)} file (raw text: data=text)")
         if broken := next((file for file in found if not file.exists()), None):
             raise ValueError(f"{broken} is a link to a file that is missing: restore the file, or remove the link")
-        if twice := next((file for file in found if file.with_name(f"{file.name}.gz") in found), None):
+        names = set(found)
+        if twice := next((file for file in found if file.with_name(f"{file.name}.gz") in names), None):
             raise ValueError(f"{twice} and {twice.name}.gz would both be read: remove one of them")
         return of_split(found, root, split)
     if root.is_file():
