@@ -117,7 +117,7 @@ def window_note(engine: str, head: DraftHead, target: Target) -> str:
 
 
 def images_note(engine: str, head: DraftHead, target: Target) -> str:
-    """Return what an engine that embeds images for heads does otherwise than training."""
+    """Return how an engine that embeds images for heads differs from training; nothing for the others."""
     embeds = (engine, type(head)) in (("vLLM", MTPHead), ("SGLang", Eagle3Head))
     return IMAGES.format(engine=engine) if embeds and target.images is not None else ""
 
