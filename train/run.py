@@ -268,7 +268,7 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
     finally:
         stop.restore()
     distillation.head = trainer.full_head()
-    if stop.stopped:
+    if stop.stopped():
         distributed.shutdown()
         print(
             f"stopped at step {trainer.state.global_step}; the same command resumes from there, and drafter="

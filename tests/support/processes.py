@@ -47,7 +47,7 @@ from foredraft.train.trainer import HeadTrainer
 def log(trainer, *args, plain=HeadTrainer.log, **kwargs):
     plain(trainer, *args, **kwargs)
     (stop,) = (found for found in trainer.callback_handler.callbacks if isinstance(found, StopOnSignal))
-    while trainer.state.global_step == {step} and not stop.stopped:
+    while trainer.state.global_step == {step} and not stop.signalled:
         time.sleep(0.01)
 HeadTrainer.log = log
 main()

@@ -21,11 +21,11 @@ import pytest
 import torch
 from huggingface_hub import constants
 from omegaconf import OmegaConf
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM, TrainerControl, TrainerState
 
 from foredraft.heads import Target
 from foredraft.inference import generate, load_drafter
-from foredraft.train.runtime import callbacks, checkpoints
+from foredraft.train.runtime import callbacks, checkpoints, distributed
 from foredraft.train.writing import self_generated
 from foredraft.train.writing.written_rows import RowFile
 from tests.support.processes import (
@@ -284,8 +284,28 @@ def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPa
     finally:
         monkeypatch.undo()
         stop.restore()
-    assert stop.stopped
+    assert stop.stopped()
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_signal_may_come_while_a_process_waits_for_the_others(monkeypatch: pytest.MonkeyPatch):
+    stop, state = callbacks.StopOnSignal(), TrainerState()
+    sums = distributed.all_reduce
+
+    def waited(x: torch.Tensor) -> torch.Tensor:
+        monkeypatch.undo()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return sums(x)
+
+    stop.on_train_begin(None, state, None)
+    controls = TrainerControl(), TrainerControl()
+    try:
+        monkeypatch.setattr(distributed, "all_reduce", waited)
+        for control in controls:
+            stop.on_step_end(None, state, control)
+    finally:
+        stop.restore()
+    assert [control.should_training_stop for control in controls] == [False, True]
 
 
 def test_a_run_can_end_with_acceptance_by_context(here, tiny_path: Path, folder: Path, tmp_path: Path):

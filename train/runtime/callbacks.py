@@ -24,14 +24,14 @@ class StopOnSignal(TrainerCallback):
     scheduler that signals both torchrun and its processes, changes nothing."""
 
     def __init__(self) -> None:
-        self.stopped = False  # has this process had a signal?
+        self.signalled = False  # has this process had a signal?
         self.before: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        self.stopped = True
+        self.signalled = True
         signal.signal(signal.SIGINT, self.before[signal.SIGINT])
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         # Not `print`: the signal may have come in the middle of one, and Python's streams refuse to be entered twice.
@@ -42,10 +42,13 @@ class StopOnSignal(TrainerCallback):
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
+    def stopped(self) -> bool:
+        """Return whether any process has had a signal: it does not reach all in the same step, and they must stop in the same
+        one. Every process must call this. A signal that comes while it waits for the others counts the next time."""
+        return distributed.all_reduce(torch.tensor(float(self.signalled))).item() > 0
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # A signal does not reach all processes in the same step, and they must stop in the same one.
-        self.stopped = distributed.all_reduce(torch.tensor(float(self.stopped))).item() > 0
-        if self.stopped:
+        if self.stopped():
             # Logged too: losses since the last entry are in no checkpoint.
             control.should_log = control.should_save = control.should_training_stop = True
 
