@@ -49,12 +49,13 @@ MAX_REGRESSION = 0.02  # maximum relative loss of acceptance length on texts of 
 SETS = ("recent", "replay")  # the held-out texts
 METRICS = "metrics.json"  # the last file that a training writes
 TokenCounts = Sequence[Sequence[int]]  # new tokens and target forwards of each text, without the prompt's forward
-# A process dies with the one that starts it, even if that is killed.
+# A process dies with the one that starts it, even if that is killed. The first argument is the starter's process id.
 CHILD = """
 import ctypes, os, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+if os.getppid() == int(sys.argv[1]):  # otherwise it died before this
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
 
@@ -120,7 +121,7 @@ def lower_priority() -> None:
 def start_process(arguments: list[str], output: Path) -> "subprocess.Popen[bytes]":
     """Start Python with these arguments. It ends with this process. output: file for its output."""
     with output.open("wb") as file:
-        command = [sys.executable, "-c", CHILD, *arguments]
+        command = [sys.executable, "-c", CHILD, str(os.getpid()), *arguments]
         # In a separate session: Ctrl-C reaches only the first process, which ends the others.
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
 
@@ -186,17 +187,20 @@ class Learner:
         if head is not None and self.heads.current() != parent:
             facts["outcome"] = "late"  # another head was chosen manually in the meantime
         elif head is not None:
-            if facts["outcome"] == "served":
+            if facts["outcome"] == "served" and head.is_dir():
                 with (head / "README.md").open("a") as card:
                     card.write(f"\n## Learned while serving\n\n```json\n{json.dumps(facts, indent=1)}\n```\n")
                 head = self.heads.add(head)
+            elif facts["outcome"] == "served":  # the round was interrupted after that
+                head = self.heads.all()[-1]
             facts["head"] = head.name
             self.heads.choose(head.name)
         print(json.dumps(facts), flush=True)
         history = self.history.read_bytes() if self.history.exists() else b""
         write_atomically(self.history, history + json.dumps({"time": round(time.time()), **facts}).encode() + b"\n")
         self.finish()
-        self.heads.prune(self.keep, {parent.name, facts.get("head", parent.name)})
+        needed = parent, head or parent, self.heads.current() or parent  # the last one may have been chosen just now
+        self.heads.prune(self.keep, {one.name for one in needed})
 
     def find_better(self, parent: Path) -> tuple[Path | None, dict[str, Any]]:
         """Return a head that drafts better than `parent`, trained now or serving before, and what was measured."""

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from foredraft.inference.drafters import Drafter
+from foredraft.inference.serve.errors import ApiError
 from foredraft.inference.serve.worker import Worker
 
 log = logging.getLogger("foredraft.serve")
@@ -42,7 +43,7 @@ class FollowedHead:
                 logged = str(error)
 
     async def serve(self, name: str) -> None:
-        """Serve with this head. If it cannot be loaded, correct the file."""
+        """Serve with this head. If it cannot be loaded, correct the file, unless it names another one by now."""
         try:
             directory = self.file.with_name(name)  # ValueError for a path in place of a name
             if not directory.is_dir():  # otherwise it would be an id on the Hub
@@ -50,9 +51,12 @@ class FollowedHead:
             load = partial(self.load, path=str(directory))
             # In the worker's thread, because loading may use the device while a step is being captured.
             await asyncio.wrap_future(self.worker.call(lambda: self.engine.swap(load())))
+        except ApiError:
+            return  # the engine has stopped, so nothing is known about the head
         except Exception as error:
             log.warning("%s cannot serve: %s", name, error.__cause__ or error)  # instantiate wraps what was raised
-            self.file.write_text(f"{self.name}\n")
+            if self.file.read_text(errors="replace").strip() == name:
+                self.file.write_text(f"{self.name}\n")
         else:
             self.set_name(name)
             log.info("%s serves", name)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from foredraft.heads import Target, save_head
 from foredraft.inference.drafters import load_drafter
 from foredraft.inference.drafters.base import NoDrafter
 from foredraft.inference.serve import followed_head
+from foredraft.inference.serve.errors import ApiError
 from foredraft.inference.serve.followed_head import FollowedHead
 from foredraft.train import learn
 from foredraft.train.judge import decode, rows_of, train_overrides
@@ -44,6 +46,17 @@ PARENT = """
 from pathlib import Path
 from foredraft.train.learn import start_process
 start_process(["-uc", "import os, time; print(os.getpid()); time.sleep(600)"], Path("log")).wait()
+"""
+
+# It starts a process on a slow machine, and ends before that can ask to end with it.
+ENDS_AT_ONCE = """
+import os
+from pathlib import Path
+from foredraft.train import learn
+learn.CHILD = "import time; time.sleep(1)" + learn.CHILD
+process = learn.start_process(["-c", "open('ran', 'w')"], Path("log"))
+print(process.pid, flush=True)
+os._exit(0)
 """
 
 
@@ -236,6 +249,17 @@ def test_a_round_goes_on_where_it_was_interrupted():
     assert len(texts_of(again.learner.served)) == 5 and len(texts_of(again.learner.replay)) == 40
 
 
+def test_a_disk_that_is_full_when_a_head_is_chosen_delays_the_head(monkeypatch: pytest.MonkeyPatch):
+    rounds = Rounds()
+    rounds.found = {"head": [BETTER, SAME]}
+    with monkeypatch.context() as patch:
+        patch.setattr("foredraft.train.learned_heads.write_atomically", Mock(side_effect=OSError("no space left")))
+        with pytest.raises(OSError, match="no space left"):
+            rounds.run_round()
+    rounds.learner.run_round_if_due()
+    assert rounds.history()[-1]["head"] == "head-0002" == rounds.current and len(rounds.heads.all()) == 2
+
+
 def test_the_head_before_comes_back_by_hand_or_where_it_is_better():
     rounds = Rounds()
     rounds.found = {"head": [BETTER, SAME]}
@@ -297,6 +321,14 @@ def test_a_process_ends_with_the_one_that_started_it():
     parent.wait()
 
 
+@pytest.mark.linux
+def test_a_process_whose_starter_ended_at_once_does_not_run():
+    parent = start(sys.executable, "-c", ENDS_AT_ONCE, cwd=Path.cwd(), real=True)
+    child = Path("/proc", parent.communicate()[0].strip())
+    wait_until(lambda: not child.exists() or "Z" in (child / "stat").read_text())
+    assert not Path("ran").exists()
+
+
 def test_the_oldest_heads_go_but_none_that_serves_or_may_come_back():
     rounds = Rounds(keep=2)
     rounds.found = {"head": [BETTER, SAME]}
@@ -306,6 +338,16 @@ def test_the_oldest_heads_go_but_none_that_serves_or_may_come_back():
     rounds.heads.choose("head-0003")
     rounds.run_round()
     assert [head.name for head in rounds.heads.all()] == ["head-0003", "head-0005"] and rounds.current == "head-0005"
+
+
+def test_a_head_that_is_chosen_while_a_round_ends_is_not_removed(monkeypatch: pytest.MonkeyPatch):
+    rounds = Rounds(keep=2)
+    rounds.found = {"head": [BETTER, SAME]}
+    rounds.run_round()
+    finish = rounds.learner.finish
+    monkeypatch.setattr(rounds.learner, "finish", lambda: finish() or rounds.heads.choose("head-0001"))
+    rounds.run_round()
+    assert rounds.heads.current() == Path("learned/head-0001")
 
 
 @pytest.fixture
@@ -390,6 +432,27 @@ def test_a_log_with_a_limit_starts_again(tiny_path: Path, folder: Path):
             file.write("x" * 2**26)
         text(server, 2)
         assert log.read_text().count("\n") == 1 and '"seed": 2' in log.read_text()
+
+
+@pytest.mark.parametrize(
+    "error, chosen, left",
+    [
+        (ValueError("damaged"), "head-2", "head-1"),
+        (ValueError("damaged"), "head-3", "head-3"),  # chosen while the other one was loaded
+        (ApiError(503, "the engine has stopped"), "head-2", "head-2"),
+    ],
+)
+def test_only_the_name_of_a_head_that_cannot_serve_is_corrected(tmp_path: Path, error: Exception, chosen, left):
+    (file := tmp_path / "current").write_text("head-1\n")
+    (tmp_path / "head-2").mkdir()
+
+    def fail(function: Any) -> None:
+        file.write_text(chosen)
+        raise error
+
+    worker: Any = SimpleNamespace(engines=["engine"], heads={}, call=fail)
+    asyncio.run(FollowedHead(worker, 0, file, lambda path: NoDrafter()).serve("head-2"))
+    assert file.read_text().strip() == left and worker.heads == {"engine": "head-1"}
 
 
 @pytest.mark.parametrize(
