@@ -54,6 +54,12 @@ class SequenceState:
         self.end_of_text = ""  # of the new text, as long as the longest stop string
         self.reasoning = request.reasoning  # the first mark is "" in the reasoning, both are after it
 
+    def restart(self, target: Target, count: int) -> None:
+        """Return to the state after the first `count` new tokens."""
+        fresh = SequenceState(self.request, target)
+        fresh.extend(self.new_tokens[:count])
+        self.__dict__ = fresh.__dict__
+
     def extend(self, tokens: Sequence[int]) -> list[int]:
         """Add the target's choices up to the end of the text, and return the added tokens."""
         added = len(self.new_tokens)

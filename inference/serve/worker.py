@@ -253,7 +253,8 @@ class Worker(threading.Thread):
         """End a job: free its slot, and send its last output. Repeated calls have no effect."""
         if self.jobs.pop(job.request, None) is None:
             return
-        job.engine.cancel(job.request)
+        if not self.dead:  # otherwise its memory may be unusable
+            job.engine.cancel(job.request)
         with self.lock:
             self.open -= 1
         if last is not None:
@@ -298,13 +299,10 @@ class Worker(threading.Thread):
         log.warning("a step of %d requests failed", len(tried), exc_info=error)
         if not tried:
             raise error
+        for sequence in running:  # what the failed step added was not sent, and its traces are lost
+            sequence.restart(engine.target, self.jobs[sequence.request].delivered)
         engine.preempt()
-        for sequence in running:
-            job = self.jobs[sequence.request]
-            lost = sequence.new_tokens[job.delivered :]  # of the failed step: in the text, but not sent
-            if lost or sequence.finish_reason is not None:
-                self.deliver(job, RequestOutput(job.request, lost, None, 1, sequence.finish_reason))
-        if len(tried) == 1 and tried[0].request in self.jobs:
+        if len(tried) == 1:
             self.end(self.jobs[tried[0].request], ApiError(500, "decoding this request failed; see the server's log"))
         engine.max_num_seqs = self.limits[engine].on_failure(len(tried))
         if torch.cuda.is_available():

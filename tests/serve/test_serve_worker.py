@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+from dataclasses import replace
 from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from foredraft.inference.serve.errors import ApiError
 from foredraft.inference.serve.metrics import Metrics
 from foredraft.inference.serve.stop_strings import find_partial_mark, without_stop
 from foredraft.inference.serve.worker import GOOD_STEPS, BatchLimit, Job, Worker
-from foredraft.inference.slots import Slots
+from foredraft.inference.slots import RequestOutput, Slots
 from foredraft.inference.text import Detokenizer
 from tests.support.batches import prompt
 
@@ -117,6 +118,44 @@ def test_a_request_that_breaks_the_step_fails_alone(target, plain, monkeypatch):
     texts = ask(Worker(target, NgramDrafter()), asked)
     assert isinstance(texts[2], ApiError) and texts[2].status_code == 500
     assert [*texts[:2], *texts[3:]] == [*plain[:2], *plain[3:]]
+
+
+def test_a_failed_step_loses_no_log_probabilities(target, plain, monkeypatch):
+    step, send, failed, sent = Engine.step, Worker.send, list[bool](), list[RequestOutput]()
+
+    def sometimes(engine: Engine):
+        outputs = step(engine)
+        if len(engine.slots.sequences) == 3:
+            failed.append(True)
+            raise torch.OutOfMemoryError("no memory for three rows")
+        return outputs
+
+    monkeypatch.setattr(Engine, "step", sometimes)
+    monkeypatch.setattr(Worker, "send", lambda worker, job, one: sent.append(one) or send(worker, job, one))
+    asked = [replace(request, trace=1) for request in requests()]
+    assert ask(Worker(target, NgramDrafter(), max_num_seqs=3), asked) == plain and failed
+    assert all(output.trace is not None for output in sent)
+
+
+def test_a_client_that_goes_while_the_engine_ends_keeps_no_other_waiting(target, monkeypatch):
+    worker, told = Worker(target, None), list[bool]()
+    worker.on_death = lambda: told.append(True)
+
+    def fail(engine: Engine):
+        worker.cancel(next(iter(worker.jobs.values())))
+        raise SystemExit("the device is unusable")
+
+    async def read() -> Any:
+        with worker.reserved(2):
+            jobs = worker.submit(requests(2))
+        worker.start()
+        return await asyncio.wait_for(jobs[0].outputs.get(), 60)
+
+    monkeypatch.setattr(Engine, "step", fail)
+    monkeypatch.setattr(Engine, "cancel", fail)
+    (_, error) = asyncio.run(read())
+    worker.join(60)
+    assert error.status_code == 503 and told
 
 
 @pytest.mark.parametrize("what", ["one out-of-memory", "a poison request"])
