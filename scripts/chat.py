@@ -38,16 +38,16 @@ def main(cfg: DictConfig) -> None:
     while True:
         try:
             question = ask().strip()
-        except KeyboardInterrupt:
+            if question == "/quit":
+                return
+            if question == "/new":
+                chat.messages = [*opening]
+            elif question:
+                chat.answer(question)
+        except KeyboardInterrupt:  # also before the first token, and a second one while the first is handled
             continue
         except EOFError:
             return
-        if question == "/quit":
-            return
-        if question == "/new":
-            chat.messages = [*opening]
-        elif question:
-            chat.answer(question)
 
 
 def reader(history: str | None) -> Callable[[], str]:

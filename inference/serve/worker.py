@@ -33,6 +33,7 @@ log = logging.getLogger("foredraft.serve")
 
 GOOD_STEPS, MAX_GOOD_STEPS = 16, 1024  # successful steps before the batch may grow again, see `BatchLimit`
 RETRY_LATER = {"retry-after": "1"}  # seconds
+LAST_STEP = 60.0  # seconds that the last step may take
 ENGINE_DEAD = "the engine stopped after an error, and this server ends: try again later"
 
 
@@ -203,7 +204,9 @@ class Worker(threading.Thread):
             raise ApiError(503, ENGINE_DEAD)
 
     def stop(self) -> None:
+        """End the thread after its step. A process that ends while a thread computes is aborted."""
         self.inbox.put(None)
+        self.join(LAST_STEP)
 
     # -- called in the thread ----------------------------------------------------------------------------------------------
 

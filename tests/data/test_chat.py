@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from foredraft.scripts import chat
 from foredraft.scripts.chat import Chat, Marks
 from foredraft.scripts.preview import runs
 from foredraft.train.data.chat_template import ChatFormat
@@ -64,9 +65,23 @@ def test_a_conversation_that_a_template_refuses_is_dropped_with_its_words():
 def test_a_system_prompt_that_a_template_refuses_is_said_in_a_chat():
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
     target = SimpleNamespace(text_tokenizer=tokenizer(template), eos_token_ids=[])
-    chat = Chat(target, None, None, 8, 0, Marks(Console(), False))
+    refusing = Chat(target, None, None, 8, 0, Marks(Console(), False))
     with pytest.raises(ValueError, match="the chat template does not support this conversation: no system role"):
-        chat.request([{"role": "system", "content": "be kind"}, ONE[0]])
+        refusing.request([{"role": "system", "content": "be kind"}, ONE[0]])
+
+
+def test_ctrl_c_before_the_first_token_ends_no_chat(call, monkeypatch):
+    questions, asked = iter(["one", "two", "/quit"]), []
+
+    def answer(self: Chat, question: str) -> None:
+        asked.append(question)
+        if question == "one":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "instantiate", lambda *_, **__: SimpleNamespace(text_tokenizer=tokenizer(CHATML)))
+    monkeypatch.setattr(chat, "reader", lambda history: lambda: next(questions))
+    monkeypatch.setattr(Chat, "answer", answer)
+    assert call(chat.main, "target=any").code == 0 and asked == ["one", "two"]
 
 
 UNDERLINED, GREEN = "\x1b[4m", "\x1b[4;32m"

@@ -2,6 +2,8 @@
 
 import asyncio
 import resource
+import threading
+import time
 from dataclasses import replace
 from functools import partialmethod
 from types import SimpleNamespace
@@ -54,7 +56,6 @@ def ask(worker: Worker, asked: list[Request]) -> list[list[int] | ApiError]:
 
     found = asyncio.run(read())
     worker.stop()
-    worker.join(60)
     assert worker.open == 0 and not worker.is_alive() and not worker.jobs
     return list(found.values())
 
@@ -156,6 +157,26 @@ def test_a_client_that_goes_while_the_engine_ends_keeps_no_other_waiting(target,
     (_, error) = asyncio.run(read())
     worker.join(60)
     assert error.status_code == 503 and told
+
+
+def test_a_worker_stops_after_its_step(target, monkeypatch):
+    worker, computing = Worker(target, None), threading.Event()
+
+    def slow(engine: Engine):
+        computing.set()
+        time.sleep(1)
+        return []
+
+    async def submit() -> None:
+        with worker.reserved(1):
+            worker.submit(requests(1))
+
+    monkeypatch.setattr(Engine, "step", slow)
+    asyncio.run(submit())
+    worker.start()
+    computing.wait()
+    worker.stop()
+    assert not worker.is_alive()
 
 
 @pytest.mark.parametrize("what", ["one out-of-memory", "a poison request"])
