@@ -171,6 +171,10 @@ class PendingAccepted:
         self.groups: list[tuple[list[Accepted], list[int | None]]] = []
         self.newest: list[Accepted] = []  # steps of the current batch
 
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return sum(len(steps) for steps, _ in self.groups)
+
     def append(self, accepted: Accepted) -> None:
         if not self.newest:
             self.groups.append((self.newest, list(range(len(accepted.counts)))))

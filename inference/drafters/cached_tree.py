@@ -100,6 +100,7 @@ class CachedTree(Drafter):
     def prefill(self, accepted: Accepted) -> None:
         """Prefill the next part of the prompts of new sequences, in the rows that the cache uses."""
         cache = self.open_cache()
+        cache.kv_bucket = None  # its forwards are not captured
         embeddings = self.head.embed(accepted.tokens, self.target)
         self.head.draft_extend(accepted.aux_hidden_states, embeddings, cache)
         cache.set_lengths([length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)])

@@ -43,6 +43,8 @@ MARGIN = 1.03  # a plan must promise this much more than the last one to take it
 FREE, SHARE, BEHIND = 0.7, 0.005, 1.0
 # Plain steps: the largest gain that earlier drafts count for, and the largest loss of a step.
 MOST_LEAD, MOST_LOSS = 8.0, 2.0
+# Steps without the head after which it processes their tokens: until then their hidden states take memory.
+MOST_PENDING = 256
 PLAIN_EVERY = 64  # steps after which a plain one is timed again
 OPTIMISM = 1.0  # standard errors by which a plan may be better than seen, when it is considered for a trial
 # Drafts' worth of trust in a suffix's counts before any was verified, and expected drafts after which they count half.
@@ -165,10 +167,12 @@ class AutoTree(Drafter):
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         if self.plans:
             self.pending.append(accepted)
-        if self.by_suffix:  # the head sees what was accepted before its next tree
-            return self.lookup
-        if self.plan == PLAIN or isinstance(self.inner, NoDrafter):
-            return bonus_only(accepted)
+        if self.by_suffix or self.plan == PLAIN or isinstance(self.inner, NoDrafter):
+            if len(self.pending) >= MOST_PENDING:  # otherwise the head sees them before its next tree
+                pending = self.pending.take()
+                for cached in self.inner.cached_drafters:
+                    cached.prefill(pending)
+            return self.lookup if self.by_suffix else bonus_only(accepted)
         self.inner.resize(*self.plan)
         return self.inner.propose(self.pending.take(), None if gumbel is None else gumbel[:, : self.plan.levels + 1])
 

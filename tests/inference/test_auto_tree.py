@@ -103,6 +103,25 @@ def begun(drafter: Timed) -> Timed:
     return drafter
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_steps_without_the_head_take_bounded_memory_and_the_head_misses_nothing(small, monkeypatch, captured):
+    if captured:
+        monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
+    lengths = list[int]()
+
+    class Seldom(AutoTree):
+        def next_plan(self) -> Plan:
+            self.is_trial = False
+            lengths.append(len(self.pending))
+            return PLAIN if len(lengths) % 21 else self.plans[-1]
+
+    monkeypatch.setattr("foredraft.inference.drafters.policy.MOST_PENDING", 8)
+    ids, target = torch.tensor([prompt(9), prompt(9, 1)]), Target(small.model, small.tokenizer, small.name)
+    out = generate(target, Seldom(itself(target), target), ids, max_new_tokens=101, eos_token_id=-1)
+    drafted = [step.emitted for step in out.steps[:-1] if step.nodes > 1]
+    assert max(lengths) < 8 and len(drafted) > 2 and all(emitted == [5, 5] for emitted in drafted)
+
+
 @pytest.mark.parametrize("right", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("node", [0.0, 0.1, 0.5])
 @pytest.mark.parametrize("level", [0.0, 0.2, 1.5])
