@@ -81,8 +81,8 @@ def main(cfg: DictConfig) -> None:
     if HydraConfig.get().mode == RunMode.MULTIRUN and done_before(cfg):
         print(f"{cfg.output_dir} holds a finished run of this config; delete it to train again", flush=True)
         return
-    start_process(cfg)
     with distributed.lost_process_named(), contextlib.ExitStack() as at_the_end:
+        start_process(cfg)
         at_the_end.callback(unlock)
         target, data = load(cfg)
         run = prepare(cfg, target, data)
@@ -97,6 +97,12 @@ def main(cfg: DictConfig) -> None:
 def start_process(cfg: DictConfig) -> None:
     """Check what needs neither target nor data, and set device and seed."""
     cfg.strategy = strategy.choose(cfg.strategy, cfg.trainer.optim)
+    if HydraConfig.get().mode == RunMode.MULTIRUN and cfg.strategy != "single":
+        raise ValueError(
+            f"-m trains one run after the other in one process, and strategy={cfg.strategy} shares each with others: start "
+            "each run with torchrun, without -m"
+        )
+    distributed.join(cfg.trainer)
     loggers.check(cfg.trainer.report_to)
     check_config(cfg)
     if distributed.rank() > 0:
