@@ -187,9 +187,8 @@ class Learner:
             facts["outcome"] = "late"  # another head was chosen manually in the meantime
         elif head is not None:
             if facts["outcome"] == "served":
-                with (head / "README.md").open("a") as card:
-                    card.write(f"\n## Learned while serving\n\n```json\n{json.dumps(facts, indent=1)}\n```\n")
-                head = self.heads.add(head)
+                note = f"\n## Learned while serving\n\n```json\n{json.dumps(facts, indent=1)}\n```\n"
+                head = self.heads.add(head, note)
             facts["head"] = head.name
             self.heads.choose(head.name)
         print(json.dumps(facts), flush=True)

@@ -236,6 +236,22 @@ def test_a_round_goes_on_where_it_was_interrupted():
     assert len(texts_of(again.learner.served)) == 5 and len(texts_of(again.learner.replay)) == 40
 
 
+def test_a_full_disk_after_a_head_was_added_is_not_the_end_of_learning():
+    rounds = Rounds()
+    rounds.found = {"head": [BETTER, SAME]}
+    rounds.serve()
+
+    def no_space(name: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(rounds.heads, "choose", no_space)
+        rounds.learner.run_round_if_due()
+    rounds.learner.run_round_if_due()  # when there is space again
+    card = rounds.heads.folder / rounds.current / "README.md"
+    assert card.read_text().count("Learned while serving") == 1 and rounds.history()[-1]["head"] == rounds.current
+
+
 def test_the_head_before_comes_back_by_hand_or_where_it_is_better():
     rounds = Rounds()
     rounds.found = {"head": [BETTER, SAME]}
