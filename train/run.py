@@ -219,14 +219,15 @@ def with_self_generated_text(
 
 
 def set_steps(args: HeadTrainingArguments, checkpoint: str | None, epoch: float) -> None:
-    """Set the number of steps where none is given, or where a resumed run had found how many fit into its minutes. epoch:
-    steps of one pass over the data."""
+    """Set the number of steps where none is given, or where a resumed run had found how many fit into the same minutes.
+    epoch: steps of one pass over the data."""
     if args.max_steps <= 0:
         args.max_steps = math.ceil(args.num_train_epochs * epoch)
     if args.max_minutes and checkpoint is not None:
         state = TrainerState.load_from_json(str(Path(checkpoint) / checkpoints.STATE))
-        before = time_limit_record(state.log_history)
-        if before:
+        before = time_limit_record(state)
+        given = {"all_steps": args.max_steps, "minutes": args.max_minutes}
+        if before and before | given == before:
             args.max_steps, args.max_minutes = before["fitted_steps"], 0.0
 
 
