@@ -85,7 +85,9 @@ def claim(directory: Path) -> IO[bytes]:
             f"output_dir={directory} holds a finished run and cannot be renamed ({error.strerror}): give another output_dir"
         ) from error
     print(f"{directory} holds a finished run; it is kept as {directory}.{number}", flush=True)
-    lock.close()
+    LOCKS.append(
+        lock
+    )  # another process may have opened the file before it moved, and would take it for that of `directory`
     return claim(directory)
 
 
