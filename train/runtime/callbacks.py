@@ -28,7 +28,9 @@ class StopOnSignal(TrainerCallback):
         self.before: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in self.before:
+            signal.signal(number, self.note)
 
     def note(self, number: int, frame: FrameType | None) -> None:
         self.signalled = True
