@@ -120,7 +120,7 @@ def training_figures(state: TrainerState) -> dict[str, float]:
     tokens = sum(entry.get("tokens", 0) for entry in state.log_history)
     rates = [entry["tokens_per_second"] for entry in state.log_history if "tokens_per_second" in entry]
     print(f"trained {state.global_step} steps on {tokens:,} tokens in {seconds_of(state):.0f} s", flush=True)
-    limit = time_limit_record(state.log_history)
+    limit = time_limit_record(state)
     if limit:
         print(
             f"trainer.max_minutes left out {limit['all_steps'] - limit['fitted_steps']} of {limit['all_steps']} steps: "

@@ -187,12 +187,9 @@ class Learner:
         if head is not None and self.heads.current() != parent:
             facts["outcome"] = "late"  # another head was chosen manually in the meantime
         elif head is not None:
-            if facts["outcome"] == "served" and head.is_dir():
-                with (head / "README.md").open("a") as card:
-                    card.write(f"\n## Learned while serving\n\n```json\n{json.dumps(facts, indent=1)}\n```\n")
-                head = self.heads.add(head)
-            elif facts["outcome"] == "served":  # the round was interrupted after that
-                head = self.heads.all()[-1]
+            if facts["outcome"] == "served":
+                note = f"\n## Learned while serving\n\n```json\n{json.dumps(facts, indent=1)}\n```\n"
+                head = self.heads.add(head, note)
             facts["head"] = head.name
             self.heads.choose(head.name)
         print(json.dumps(facts), flush=True)

@@ -32,10 +32,15 @@ class LearnedHeads:
     def choose(self, name: str) -> None:
         write_atomically(self.current_file, f"{name}\n")
 
-    def add(self, head: Path) -> Path:
-        """Move a head here, as the newest."""
-        heads = self.all()
-        return head.rename(self.folder / f"head-{number_of(heads[-1]) + 1 if heads else 1:04}")
+    def add(self, head: Path, note: str) -> Path:
+        """Copy a head here, as the newest, with a note at the end of its card. A round that fails later can start again."""
+        heads, part = self.all(), self.folder / "part"
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(head, part)
+        if note:
+            with (part / "README.md").open("a") as card:
+                card.write(note)
+        return part.rename(self.folder / f"head-{number_of(heads[-1]) + 1 if heads else 1:04}")
 
     def first(self, spec: str) -> str:
         """Return the head to serve first: `spec` if it is one of these or there are none, otherwise the current or newest."""
@@ -51,12 +56,8 @@ class LearnedHeads:
     def import_head(self, spec: str) -> Path:
         from foredraft.heads.hub import find  # imports torch
 
-        found, part = find(spec, None), self.folder / "part"
-        shutil.rmtree(part, ignore_errors=True)
-        shutil.copytree(found, part)
-        if not (part / "README.md").exists():
-            (part / "README.md").write_text(f"# A copy of {spec}\n")
-        return self.add(part)
+        found = find(spec, None)
+        return self.add(found, "" if (found / "README.md").exists() else f"# A copy of {spec}\n")
 
     def prune(self, keep: int, needed: set[str]) -> None:
         """Remove the oldest heads beyond `keep`, except needed ones."""

@@ -81,8 +81,8 @@ def main(cfg: DictConfig) -> None:
     if HydraConfig.get().mode == RunMode.MULTIRUN and done_before(cfg):
         print(f"{cfg.output_dir} holds a finished run of this config; delete it to train again", flush=True)
         return
-    start_process(cfg)
     with distributed.lost_process_named(), contextlib.ExitStack() as at_the_end:
+        start_process(cfg)
         at_the_end.callback(unlock)
         target, data = load(cfg)
         run = prepare(cfg, target, data)
@@ -97,6 +97,12 @@ def main(cfg: DictConfig) -> None:
 def start_process(cfg: DictConfig) -> None:
     """Check what needs neither target nor data, and set device and seed."""
     cfg.strategy = strategy.choose(cfg.strategy, cfg.trainer.optim)
+    if HydraConfig.get().mode == RunMode.MULTIRUN and cfg.strategy != "single":
+        raise ValueError(
+            f"-m trains one run after the other in one process, and strategy={cfg.strategy} shares each with others: start "
+            "each run with torchrun, without -m"
+        )
+    distributed.join(cfg.trainer)
     loggers.check(cfg.trainer.report_to)
     check_config(cfg)
     if distributed.rank() > 0:
@@ -213,14 +219,15 @@ def with_self_generated_text(
 
 
 def set_steps(args: HeadTrainingArguments, checkpoint: str | None, epoch: float) -> None:
-    """Set the number of steps where none is given, or where a resumed run had found how many fit into its minutes. epoch:
-    steps of one pass over the data."""
+    """Set the number of steps where none is given, or where a resumed run had found how many fit into the same minutes.
+    epoch: steps of one pass over the data."""
     if args.max_steps <= 0:
         args.max_steps = math.ceil(args.num_train_epochs * epoch)
     if args.max_minutes and checkpoint is not None:
         state = TrainerState.load_from_json(str(Path(checkpoint) / checkpoints.STATE))
-        before = time_limit_record(state.log_history)
-        if before:
+        before = time_limit_record(state)
+        given = {"all_steps": args.max_steps, "minutes": args.max_minutes}
+        if before and before | given == before:
             args.max_steps, args.max_minutes = before["fitted_steps"], 0.0
 
 

@@ -16,6 +16,7 @@ from foredraft.heads.base import PackedBatch
 from foredraft.heads.target_model.capabilities import Capabilities
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states import offline, online, storage
+from foredraft.train.runtime import distributed
 from tests.support.batches import batch, batch_of, documents
 from tests.support.tiny import tiny_config
 
@@ -123,6 +124,7 @@ def test_killed_writers_go_on_and_leave_the_same_manifest(target, whole: Path, t
     for rank in (0, 1):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(offline, "save_file", save)
+            patch.setattr("os.getpid", lambda rank=rank: rank)  # not that of the process that goes on
             facts = offline.describe(rows(), target, LAYERS, "float32", 2)
             offline.write(rows(), target, facts, path, 2, rank, 2)
     there = {file.name: file.stat().st_mtime_ns for file in path.glob("shard-*.safetensors")}
@@ -133,6 +135,17 @@ def test_killed_writers_go_on_and_leave_the_same_manifest(target, whole: Path, t
     for file in whole.iterdir():
         assert (path / file.name).read_bytes() == file.read_bytes()
     assert all((path / name).stat().st_mtime_ns == time for name, time in there.items())  # not written twice
+    assert not list(path.glob("*.part"))
+
+
+def test_all_processes_decide_alike_whether_there_are_states(target, whole: Path, monkeypatch):
+    """Another run has finished between the looks of the first process and of this one."""
+    waits = list[None]()
+    monkeypatch.setattr(distributed, "rank", lambda: 1)
+    monkeypatch.setattr(distributed, "broadcast", lambda value: False)
+    monkeypatch.setattr(distributed, "barrier", lambda: waits.append(None))
+    stored(target, whole)
+    assert len(waits) == 2  # as the first process
 
 
 def test_a_cut_or_missing_shard_is_named(target, whole: Path, tmp_path: Path):

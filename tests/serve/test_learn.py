@@ -249,15 +249,20 @@ def test_a_round_goes_on_where_it_was_interrupted():
     assert len(texts_of(again.learner.served)) == 5 and len(texts_of(again.learner.replay)) == 40
 
 
-def test_a_disk_that_is_full_when_a_head_is_chosen_delays_the_head(monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_after_a_head_was_added_is_not_the_end_of_learning():
     rounds = Rounds()
     rounds.found = {"head": [BETTER, SAME]}
-    with monkeypatch.context() as patch:
-        patch.setattr("foredraft.train.learned_heads.write_atomically", Mock(side_effect=OSError("no space left")))
-        with pytest.raises(OSError, match="no space left"):
-            rounds.run_round()
-    rounds.learner.run_round_if_due()
-    assert rounds.history()[-1]["head"] == "head-0002" == rounds.current and len(rounds.heads.all()) == 2
+    rounds.serve()
+
+    def no_space(name: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(rounds.heads, "choose", no_space)
+        rounds.learner.run_round_if_due()
+    rounds.learner.run_round_if_due()  # when there is space again
+    card = rounds.heads.folder / rounds.current / "README.md"
+    assert card.read_text().count("Learned while serving") == 1 and rounds.history()[-1]["head"] == rounds.current
 
 
 def test_the_head_before_comes_back_by_hand_or_where_it_is_better():

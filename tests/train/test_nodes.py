@@ -282,6 +282,18 @@ def test_a_node_that_dies_while_features_are_written_is_not_waited_for(tiny_path
     assert "error: process 0 of 2 lost another one, whose own output says why" in first.err
 
 
+def test_a_node_that_lacks_a_file_is_not_waited_for(tiny_path: Path, folder: Path, tmp_path: Path):
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(reserved_port())}
+    given = [*SMALL_EAGLE3, TWO, f"target.path={tiny_path}", "output_dir=out", "strategy=ddp"]
+    nodes = [
+        start(PYTHON, str(ROOT / "train/run.py"), *given, f"data.path={data}", cwd=tmp_path, RANK=rank, **group)
+        for rank, data in (("0", folder), ("1", "nothing"))
+    ]
+    first, second = map(end, nodes)
+    assert second.code == 2 and "error: data.path=nothing does not exist" in second.err
+    assert first.code == 2 and "error: process 0 of 2 lost another one, whose own output says why" in first.err
+
+
 # Bad input
 
 SHARED = """import sys

@@ -155,8 +155,12 @@ def test_a_scheduler_that_signals_all_processes_twice_loses_nothing(given: list[
     stored = [*given, "output_dir=out", "hidden_states=offline", "trainer.dataloader_num_workers=2"]
     process = start(sys.executable, "leader.py", *stored, "trainer.max_steps=100000", cwd=tmp_path)
     group = int(until(process, "^step 5/").split("\n")[0])
+    threads = Path(f"/proc/{group}/task").glob("*/children")
+    workers = [int(worker) for thread in threads for worker in thread.read_text().split()]
     for _ in range(2):
         os.killpg(group, signal.SIGTERM)
+        for worker in workers:  # which have separate groups
+            os.kill(worker, signal.SIGTERM)
     ended = end(process)
     assert ended.code == 130, ended.err
     step = int(re.findall(r"stopped at step (\d+); the same command resumes", ended.out)[0])

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -286,6 +286,24 @@ def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPa
         stop.restore()
     assert stop.stopped()
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_signal_may_come_before_the_other_one_has_its_handler(monkeypatch: pytest.MonkeyPatch):
+    stop, install = callbacks.StopOnSignal(), signal.signal
+
+    def interrupted(number: int, handler: Any) -> Any:
+        found = install(number, handler)
+        if handler == stop.note:
+            os.kill(os.getpid(), number)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(callbacks.signal, "signal", interrupted)
+        try:
+            stop.on_train_begin(None, None, None)
+        finally:
+            stop.restore()
+    assert stop.stopped()
 
 
 def test_a_signal_may_come_while_a_process_waits_for_the_others(monkeypatch: pytest.MonkeyPatch):

@@ -1,16 +1,20 @@
 """Settings of a run whose effect is seen only at its end, or when it is resumed."""
 
+import fcntl
 from pathlib import Path
 from types import SimpleNamespace as Fake
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerState
 
 from foredraft.heads import Target, save_head
 from foredraft.train import finalize, held_out
+from foredraft.train.data import data_card
 from foredraft.train.data.packing import Document
-from foredraft.train.runtime import callbacks, checkpoints, run_state
+from foredraft.train.run import set_steps
+from foredraft.train.runtime import callbacks, checkpoints, locks, run_state
 from tests.support import typed
 from tests.support.configs import composed
 from tests.support.head_factory import make_head, same
@@ -155,3 +159,43 @@ def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypa
         opened("init_from=head")
     run_state.unlock()
     assert not run_state.LOCKS
+
+
+def test_who_opened_the_lock_of_a_finished_run_before_it_moved_does_not_have_its_place(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/metrics.json").touch()
+    with (tmp_path / "out" / locks.FILE).open("ab") as opened:  # by another process, which has not locked it yet
+        with run_state.claim(tmp_path / "out"), pytest.raises(BlockingIOError):
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        run_state.unlock()
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.parametrize(
+    "settings, steps", [((500, 1.5), 120), ((500, 9.0), 500), ((300, 1.5), 300), ((300, 0.0), 300)]
+)
+def test_a_resumed_run_has_the_steps_that_fitted_unless_its_limits_are_others(tmp_path: Path, settings, steps):
+    record = {"step": 10, "fitted_steps": 120, "all_steps": 500, "minutes": 1.5}
+    state = TrainerState(max_steps=120, log_history=[record])
+    state.save_to_json(str(tmp_path / checkpoints.STATE))
+    args = Fake(max_steps=settings[0], max_minutes=settings[1], num_train_epochs=1)
+    set_steps(args, str(tmp_path), epoch=1.0)
+    assert args.max_steps == steps
+    state.max_steps = args.max_steps
+    assert bool(callbacks.time_limit_record(state)) == (steps == 120)  # the report says what was left out
+
+
+def test_a_data_card_is_written_completely_or_not_at_all(tmp_path: Path, monkeypatch):
+    """Fill the disk while a resumed run writes it."""
+
+    def write_half(file: Path, content: Any) -> None:
+        with file.open("wb") as opened:
+            opened.write(b"{")
+        raise OSError(28, "No space left on device")
+
+    data_card.save(tmp_path, {"hash": "a"})
+    monkeypatch.setattr(Path, "write_text", write_half)
+    monkeypatch.setattr(Path, "write_bytes", write_half)
+    with pytest.raises(OSError, match="No space"):
+        data_card.save(tmp_path, {"hash": "a"})
+    data_card.check_same(tmp_path, {"hash": "a"})

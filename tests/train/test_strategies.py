@@ -221,6 +221,15 @@ def test_an_engine_that_cannot_work_says_why(environment, name, message, monkeyp
     assert strategy.choose("auto", "muon") == ("ddp" if environment else "single")
 
 
+def test_a_sweep_in_several_processes_is_refused(here, monkeypatch):
+    """Expect an error before the first run, after which the processes could not find each other again."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    ended = here("-m", *SMALL_EAGLE3, "target.path=none", "output_dir=out", "seed=1,2")
+    message = "error: -m trains one run after the other in one process, and strategy=ddp shares each with others"
+    assert ended.code == 2 and ended.err.count(message) == 2, ended
+
+
 def test_a_strategy_that_accelerate_was_told_otherwise_says_so():
     strategy.check_distributed_type("fsdp", DistributedType.FSDP)
     with pytest.raises(ValueError, match=r"strategy=ddp became FSDP: with accelerate launch take --multi_gpu"):

@@ -252,10 +252,11 @@ def test_a_limit_of_time_shortens_the_training_and_its_schedule(target: Target, 
     limited.train()
     steps = limited.state.global_step
     assert 10 < steps < 40 and limited.state.max_steps == steps
-    assert callbacks.time_limit_record(limited.state.log_history) == {
+    assert callbacks.time_limit_record(limited.state) == {
         "step": 10,
         "fitted_steps": steps,
         "all_steps": 200,
+        "minutes": 1 / 6,
     }
     assert f"{steps} of 200 fit into trainer.max_minutes" in capsys.readouterr().out
     monkeypatch.undo()
@@ -267,7 +268,7 @@ def test_a_limit_of_time_shortens_the_training_and_its_schedule(target: Target, 
 def test_a_machine_that_is_fast_enough_trains_all_steps(target: Target, tmp_path: Path):
     trainer = make_trainer(target, tmp_path, max_steps=12, max_minutes=60.0, save_strategy="no")
     trainer.train()
-    assert trainer.state.global_step == 12 and not callbacks.time_limit_record(trainer.state.log_history)
+    assert trainer.state.global_step == 12 and not callbacks.time_limit_record(trainer.state)
 
 
 def muon(module: nn.Module, vocabulary: Sequence[nn.Parameter] = (), **settings: float) -> torch.optim.Optimizer:

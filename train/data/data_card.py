@@ -11,6 +11,7 @@ from torch import Tensor
 from foredraft.heads import vocab
 from foredraft.heads.hub.card import aligned, percent
 from foredraft.train.data.documents import Document, Documents
+from foredraft.train.runtime.locks import write_atomically
 
 
 def describe(documents: Sequence[Document]) -> dict[str, Any]:
@@ -66,4 +67,4 @@ def check_same(directory: Path, card: dict[str, Any]) -> None:
 
 
 def save(directory: Path, card: dict[str, Any]) -> None:
-    (directory / "data_card.json").write_text(json.dumps(card, indent=2) + "\n")
+    write_atomically(directory / "data_card.json", json.dumps(card, indent=2) + "\n")

@@ -1,6 +1,9 @@
 """The order in which training reads its rows."""
 
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +31,11 @@ class EpochStream(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if get_worker_info() is not None and os.getpgrp() != os.getpid():
-            # Schedulers and terminals signal a whole group, and the trainer wants more rows to finish its step.
+            # Schedulers and terminals signal a whole group or each process, and the trainer wants more rows for its step.
             os.setpgid(0, 0)
+            if sys.platform == "linux":
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+                threading.Thread(target=end_with_trainer, daemon=True).start()
         number = self.locate(index)
         return self.rows[number]
 
@@ -41,3 +47,10 @@ class EpochStream(Dataset):
             generator = torch.Generator().manual_seed(self.seed + epoch)
             self.epoch, self.order = epoch, torch.randperm(len(self.rows), generator=generator)
         return int(self.order[place % len(self.rows)])
+
+
+def end_with_trainer() -> None:
+    """End this worker when its parent sends SIGTERM, not when others do."""
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(0)

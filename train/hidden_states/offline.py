@@ -7,14 +7,16 @@ A shard is a safetensors file of some packed rows:
     *_scale    (rows, length, layers) float32    with float8 only: what a stored position is multiplied by
 
 manifest.json is written last and names target, layers, data and shards. A shard has its final name only when it is complete,
-so a killed writer continues where it was, and several processes write side by side.
+so a killed writer continues where it was. The processes of a run write side by side, and another run waits for them.
 """
 
 import hashlib
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states.online import batch_of, forward_target
 from foredraft.train.hidden_states.storage import DTYPES, store
 from foredraft.train.runtime import distributed
-from foredraft.train.runtime.locks import write_atomically
+from foredraft.train.runtime.locks import hold, write_atomically
 
 MANIFEST, PROBE = "manifest.json", "probe.safetensors"
 SHARD_BYTES = 1 << 30  # of a shard, which a process holds in memory while it writes it; a row may be larger
@@ -74,19 +76,23 @@ def offline(
     directory = Path(path)
     facts = describe(packed, target, sorted({*layers, *(extra_layer_ids or [])}), dtype, shard_rows)
     distributed.check_shared(directory, "hidden_states.path")
-    if (directory / MANIFEST).exists():
-        compare(json.loads((directory / MANIFEST).read_text()), facts | {"layers": layers}, directory)
-    else:
-        rank = distributed.rank()
-        write(packed, target, facts, directory, batch, rank, distributed.world_size())
-        distributed.barrier()
-        distributed.appear([directory / name for name in names(facts)])
-        if rank == 0:
-            write_probe(target, facts["layers"], directory)
-            manifest = facts | {"shards": [{"file": name} for name in names(facts)]}
-            write_atomically(directory / MANIFEST, json.dumps(manifest, indent=2) + "\n")
-        distributed.barrier()
-        distributed.appear([directory / MANIFEST])
+    file, rank = directory / MANIFEST, distributed.rank()
+    directory.mkdir(parents=True, exist_ok=True)
+    # One run at a time writes. The first process decides for all, since another run may write the manifest meanwhile.
+    with hold(directory, "hidden_states.path", wait=True) if rank == 0 and not file.exists() else nullcontext():
+        for half in directory.glob("*.part") if rank == 0 else ():  # of killed processes
+            half.unlink(missing_ok=True)
+        if not distributed.broadcast(file.exists()):
+            write(packed, target, facts, directory, batch, rank, distributed.world_size())
+            distributed.barrier()
+            distributed.appear([directory / name for name in names(facts)])
+            if rank == 0:
+                write_probe(target, facts["layers"], directory)
+                manifest = facts | {"shards": [{"file": name} for name in names(facts)]}
+                write_atomically(file, json.dumps(manifest, indent=2) + "\n")
+            distributed.barrier()
+    distributed.appear([file])
+    compare(json.loads(file.read_text()), facts | {"layers": layers}, directory)
     if not load_full_target and not target.embeddings_only:
         drop_layers(target)
     return StoredRows(packed, directory, layers)
@@ -180,7 +186,7 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
         start = number * facts["shard_rows"]
         rows = range(start, min(start + facts["shard_rows"], facts["rows"]))
         tensors = shard(packed, target, facts, rows, batch, progress if rank == 0 else None)
-        half = directory / f"{name}.{os.getpid()}.part"
+        half = directory / f"{name}.{uuid.uuid4().hex}.part"  # process ids may be the same in all containers
         save_file(tensors, half, metadata={"foredraft": json.dumps({name: facts[name] for name in OWNER})})
         with half.open("rb") as opened:
             os.fsync(opened.fileno())

@@ -28,7 +28,9 @@ class StopOnSignal(TrainerCallback):
         self.before: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.before = {number: signal.signal(number, self.note) for number in (signal.SIGINT, signal.SIGTERM)}
+        self.before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in self.before:
+            signal.signal(number, self.note)
 
     def note(self, number: int, frame: FrameType | None) -> None:
         self.signalled = True
@@ -88,14 +90,15 @@ class FitToTime(TrainerCallback):
                 flush=True,
             )
             # Where the run is resumed, and in what it reports.
-            state.log_history.append({"step": state.global_step, "fitted_steps": steps, "all_steps": state.max_steps})
+            record = {"step": state.global_step, "fitted_steps": steps, "all_steps": state.max_steps}
+            state.log_history.append(record | {"minutes": self.minutes})
             state.max_steps = steps
             self.reschedule(steps)
 
 
-def time_limit_record(history: list[dict[str, Any]]) -> dict[str, int]:
-    """Return what FitToTime logged: `fitted_steps` and `all_steps`; empty if it reduced nothing."""
-    return next((entry for entry in history if "fitted_steps" in entry), {})
+def time_limit_record(state: TrainerState) -> dict[str, Any]:
+    """Return what FitToTime logged when it set `max_steps`: `fitted_steps`, `all_steps`, `minutes`; empty if it did not."""
+    return next((entry for entry in reversed(state.log_history) if entry.get("fitted_steps") == state.max_steps), {})
 
 
 class Progress(TrainerCallback):

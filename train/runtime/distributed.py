@@ -1,8 +1,8 @@
 """The processes of one run, as torchrun starts them. All of it works in a run of one process too.
 
-accelerate's own tools (PartialState, gather, reduce) act on the accelerators, in the group that Trainer opens with a time-out
-of half an hour. What goes through here goes from host to host, so that no accelerator waits for it, and has its own
-time-out: the others wait for hours while one process writes text. Where a process dies, torchrun ends the others at once.
+accelerate's own tools (PartialState, gather, reduce) act on the accelerators, in the default group, whose time-out is half an
+hour. What goes through here goes from host to host, so that no accelerator waits for it, and has its own time-out: the others
+wait for hours while one process writes text. Where a process dies, torchrun ends the others of its node at once.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,16 @@ def rank() -> int:
 
 def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join(settings: Any) -> None:
+    """Connect the processes before one of them can fail, at a file that its node lacks: the others would wait half an hour
+    for it to connect. settings: `trainer` of conf/train.yaml."""
+    if world_size() > 1 and not dist.is_initialized():
+        both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        timeout = datetime.timedelta(seconds=settings.get("ddp_timeout", 1800))
+        dist.init_process_group(settings.get("ddp_backend") or both, timeout=timeout)
+        host_group()
 
 
 @functools.cache

@@ -85,7 +85,7 @@ def claim(directory: Path) -> IO[bytes]:
             f"output_dir={directory} holds a finished run and cannot be renamed ({error.strerror}): give another output_dir"
         ) from error
     print(f"{directory} holds a finished run; it is kept as {directory}.{number}", flush=True)
-    lock.close()
+    LOCKS.append(lock)  # who opened the file before it moved would take its lock for that of `directory`
     return claim(directory)
 
 
