@@ -126,7 +126,7 @@ def run_job(main: Main, program: str, cfg: DictConfig, jobs: int) -> int:
         # In `regenerate` a server may answer.
         if "target" in cfg and OmegaConf.is_missing(cfg.target, "path") and cfg.get("endpoint") is None:
             raise ValueError(NEEDS_TARGET.format(program))
-        word_for = {key: key for key in cfg} | {path: word for word, path in WORDS.items() if word != "target"}
+        word_for = {key: key for key in map(str, cfg)} | {path: word for word, path in WORDS.items() if word != "target"}
         if missing := [f"{word_for[key]}=..." for key, node in flat(cfg) if key in word_for and node._is_missing()]:
             raise ValueError(f"{program} needs {', '.join(missing)}: --help explains what to give")
         main(cfg)
