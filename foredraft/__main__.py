@@ -48,7 +48,11 @@ KNOWN_TARGET = ("demo", "env", "export", "parity", "push")
 def needs_target(command: str, arguments: list[str]) -> bool:
     """Return whether the command line lacks a target that the command requires. Arguments such as --cfg run nothing."""
     named = ("target=", "target.path=", "recipe=", "--cfg", "-c", "--config-name")
-    return command not in KNOWN_TARGET and not any(argument.startswith(named) for argument in arguments)
+    # A misspelled one is reported with all keys that are not known.
+    typed = [
+        argument for argument in arguments if get_close_matches(argument.partition("=")[0], ["target"], cutoff=0.8)
+    ]
+    return command not in KNOWN_TARGET and not typed and not any(argument.startswith(named) for argument in arguments)
 
 
 def usage() -> str:

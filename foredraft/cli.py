@@ -26,9 +26,9 @@ from hydra.errors import HydraException, InstantiationException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
-from foredraft.config import checked_jobs, first_line, opened, without_hydra
+from foredraft.config import checked_jobs, first_line, flat, opened, without_hydra
 from foredraft.config_help import describe, docstring
-from foredraft.words import CONF, overrides_of
+from foredraft.words import CONF, WORDS, overrides_of
 
 Main = Callable[[DictConfig], None]
 WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
@@ -126,10 +126,22 @@ def run_job(main: Main, program: str, cfg: DictConfig, jobs: int) -> int:
         # In `regenerate` a server may answer.
         if "target" in cfg and OmegaConf.is_missing(cfg.target, "path") and cfg.get("endpoint") is None:
             raise ValueError(NEEDS_TARGET.format(program))
+        word_for = {key: key for key in map(str, cfg)} | {
+            path: word for word, path in WORDS.items() if word != "target"
+        }
+        if missing := [f"{word_for[key]}=..." for key, node in flat(cfg) if key in word_for and node._is_missing()]:
+            raise ValueError(f"{program} needs {', '.join(missing)}: --help explains what to give")
         main(cfg)
     except Exception as error:
         return explain(error, str(cfg.get("output_dir") or os.getcwd()))
     return 0
+
+
+def check_at_least(cfg: DictConfig, least: int, *names: str) -> None:
+    """Raise ValueError for the first of these keys whose value is less than `least`."""
+    for name in names:
+        if (value := OmegaConf.select(cfg, name)) < least:
+            raise ValueError(f"{name}={value} must be at least {least}")
 
 
 def explain(error: Exception, folder: str) -> int:
@@ -154,7 +166,10 @@ def user_message(error: BaseException, folder: str) -> str | None:
         return " ".join(f"{error} {error.__cause__ or ''}".split())
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"
-    if isinstance(error, InterpolationResolutionError | MissingMandatoryValue):
+    if isinstance(error, MissingMandatoryValue):
+        key = str(error.full_key)
+        return f"{key} has no value: give {key}=..., as --help explains"
+    if isinstance(error, InterpolationResolutionError):
         return first_line(error)
     if isinstance(error, ValueError | OSError):
         if WORKER.match(str(error)):  # of a DataLoader's worker, with the traceback as its message

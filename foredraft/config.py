@@ -86,8 +86,8 @@ def compose(program: str, overrides: list[str], number: int = 0, sweep: bool = F
     try:
         cfg = hydra.compose(program, overrides, return_hydra_config=True)
     except MissingConfigException as error:
-        group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        known = options_of(group) if group else []
+        group, _, option = (error.missing_cfg_file or "").partition("/")
+        known = options_of(group) if option else []
         if not known:
             raise
         near = nearest(option, known)
@@ -157,6 +157,7 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
     known = dict(flat(base))
     for key in values:
         if key not in known:
+            key = key if key.partition(".")[0] in known else word_for.get(key, key)
             raise HydraException(new_key(key, {*known, *groups}) or unknown_key(key, known))
     try:
         final = compose(program, overrides, number, sweep)

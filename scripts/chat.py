@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from foredraft.cli import entry
+from foredraft.cli import check_at_least, entry
 from foredraft.heads import Target
 from foredraft.inference import Drafter, Engine, Request, SamplingParams
 from foredraft.inference.slots import RequestOutput
@@ -23,6 +23,7 @@ from foredraft.inference.text import Detokenizer, answer_context
 
 @entry("chat")
 def main(cfg: DictConfig) -> None:
+    check_at_least(cfg, 1, "max_new_tokens")
     target = instantiate(cfg.target)
     if target.text_tokenizer.chat_template is None:
         raise ValueError(

@@ -16,7 +16,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from foredraft.cli import entry
+from foredraft.cli import check_at_least, entry
 from foredraft.heads import Target, load_head
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.hub import find, weights_sha256
@@ -35,11 +35,11 @@ from foredraft.train.runtime.locks import hold
 
 @entry("evaluate")
 def main(cfg: DictConfig) -> None:
-    for name in ("prompt_tokens", "max_new_tokens", "repeats", "chain"):
-        if cfg[name] < 1:
-            raise ValueError(f"{name}={cfg[name]} must be at least 1")
+    check_at_least(cfg, 1, "prompt_tokens", "max_new_tokens", "repeats", "chain")
     if not cfg.temperature or min(cfg.temperature) < 0:
         raise ValueError(f"temperature={list(cfg.temperature)}: at least one, of 0 (greedy) or more")
+    if cfg.lengths and min(cfg.lengths) < 1:
+        raise ValueError(f"lengths={list(cfg.lengths)} must be at least 1 each")
     if cfg.lengths and cfg.prompts not in ("held_out", "long"):
         raise ValueError(f"lengths={list(cfg.lengths)} is for prompts=held_out and prompts=long, not {cfg.prompts}")
     if cfg.limit < 0:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.cli import entry
+from foredraft.cli import check_at_least, entry
 from foredraft.heads import Target
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.inference import generate
@@ -42,8 +42,7 @@ def main(cfg: DictConfig) -> None:
     if cfg.prompts is not None and not Path(cfg.prompts).is_file():
         raise ValueError(f"prompts={cfg.prompts} does not exist: give a JSON Lines file with a column `prompt`")
     rows = [Row("prompt", {"prompt": cfg.prompt})] if cfg.prompts is None else list(read(Path(cfg.prompts)))
-    if cfg.batch_size < 1:
-        raise ValueError(f"batch_size={cfg.batch_size} must be at least 1")
+    check_at_least(cfg, 1, "batch_size", "max_new_tokens")
     if cfg.output is not None and cfg.prompts is None:
         raise ValueError(
             f"output={cfg.output} needs prompts=FILE.jsonl; the answer to a single prompt is written to stdout"

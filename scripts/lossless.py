@@ -9,7 +9,7 @@ printed for each first token that differs.
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from foredraft.cli import entry
+from foredraft.cli import check_at_least, entry
 from foredraft.heads import Target
 from foredraft.inference.drafters import AutoTree, Drafter, NoDrafter
 from foredraft.inference.evaluation.lossless import SETTINGS, PaddedDrafter, compare_bits, divergences
@@ -20,6 +20,7 @@ from foredraft.train.data.loading import load_corpus
 
 @entry("lossless")
 def main(cfg: DictConfig) -> None:
+    check_at_least(cfg, 1, "num_prompts", "prompt_tokens", "max_new_tokens", "batch")
     exact: Target = instantiate(cfg.target, dtype="float32")
     rows = prompts(exact.text_tokenizer, load_corpus(cfg.data, exact).test, cfg.num_prompts, cfg.prompt_tokens)
     print(

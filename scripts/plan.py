@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from foredraft.cli import entry
+from foredraft.cli import check_at_least, entry
 from foredraft.heads.target_model import loading
 from foredraft.heads.target_model.loading import resolve_dtype
 from foredraft.heads.target_model.resolve_path import gguf_of, resolve_path
@@ -25,7 +25,7 @@ def read_config(target: str, gguf_file: str | None = None) -> Any:
     if gguf_of(target, gguf_file, None) is not None:
         target = resolve_path(target, gguf_file=gguf_file)
     path = Path(target)
-    if path.suffix == ".json" and not path.is_file():
+    if not path.exists() and (path.suffix == ".json" or target.count("/") > 1 or target.startswith((".", "/", "~"))):
         raise ValueError(f"target={target} does not exist: give a config.json, a directory that holds one, or a Hub id")
     try:
         return loading.read_config(target)
@@ -94,6 +94,11 @@ def fitting(cfg: DictConfig) -> tuple[str, float] | None:
 
 @entry("plan")
 def main(cfg: DictConfig) -> None:
+    rows = "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"
+    check_at_least(cfg, 1, "gpus", "tokens", "max_length", *rows)
+    for name in ("gpu_gib", "gpu_tflops", "efficiency"):
+        if cfg[name] <= 0:
+            raise ValueError(f"{name}={cfg[name]} must be above 0")
     check_context_parallel(cfg, cfg.gpus, strategy_of(cfg))
     found = plan(cfg)
     kind = cfg.head._target_.split(".")[-3]  # foredraft.heads.eagle3.Eagle3Head.for_target

@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from foredraft.cli import entry
+from foredraft.cli import check_at_least, entry
 from foredraft.heads.target_model.resolve_path import resolve_path
 from foredraft.inference.text import Detokenizer
 from foredraft.train.data import data_card
@@ -23,6 +23,7 @@ GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 
 @entry("preview")
 def main(cfg: DictConfig) -> None:
+    check_at_least(cfg, 1, "samples")
     path = resolve_path(cfg.target.path, gguf_file=cfg.target.get("gguf_file"))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
@@ -33,8 +34,6 @@ def main(cfg: DictConfig) -> None:
     data: Corpus = (
         load_corpus(cfg.data, instantiate(cfg.target)) if writes else instantiate(cfg.data, tokenizer=tokenizer)
     )
-    if cfg.samples < 1:
-        raise ValueError(f"samples={cfg.samples} must be at least 1")
     count = min(cfg.samples, len(data.train))
     card = data.card | data_card.describe(data.train)
     for number in range(count):

@@ -11,7 +11,7 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from foredraft.cli import entry
+from foredraft.cli import check_at_least, entry
 from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.train.data.chat_template import ChatFormat, switched
 from foredraft.train.data.conversations import source_of
@@ -24,9 +24,7 @@ from foredraft.train.writing.written_rows import RowFile
 @entry("regenerate")
 def main(cfg: DictConfig) -> None:
     source, thinking = source_of(cfg.data), cfg.data.thinking
-    for name in ("concurrency", "batch_size", "max_new_tokens"):
-        if cfg[name] < 1:
-            raise ValueError(f"{name}={cfg[name]} must be at least 1")
+    check_at_least(cfg, 1, "concurrency", "batch_size", "max_new_tokens")
     tasks = read_lines("tasks", cfg.tasks, "conf/regenerate.yaml")
     if tasks and not any(TEXT in task for task in tasks):
         raise ValueError(f"tasks={cfg.tasks} has no line with {TEXT}, the place of a text")

@@ -11,7 +11,7 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
-from foredraft.cli import entry
+from foredraft.cli import check_at_least, entry
 from foredraft.heads import Target, load_head
 from foredraft.heads.base import DraftHead, ParallelHead
 from foredraft.heads.dflash import DFlashHead
@@ -32,8 +32,8 @@ def main(cfg: DictConfig) -> None:
     for name in ("requests", "drafts"):
         if not cfg[name] or min(cfg[name]) < 1 or sorted({*cfg[name]}) != list(cfg[name]):
             raise ValueError(f"{name}={list(cfg[name])}: give ascending numbers from 1 on")
-    if cfg.steps < 1 or cfg.temperature < 0:
-        raise ValueError(f"steps={cfg.steps} must be at least 1, and temperature={cfg.temperature} at least 0")
+    check_at_least(cfg, 1, "steps", "prompt_tokens", "max_new_tokens")
+    check_at_least(cfg, 0, "limit", "temperature")
     prompt_sets.check_name(cfg.prompts)
     Path(cfg.output).parent.mkdir(parents=True, exist_ok=True)  # before anything is measured
     target: Target = instantiate(cfg.target)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from foredraft.cli import check_at_least
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.formats.native import subclasses
+from foredraft.heads.hub import client
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.images import reads_images
 from foredraft.train import losses, parity_gate
@@ -30,9 +32,13 @@ def check_config(cfg: DictConfig) -> None:
         raise ValueError(
             "trainer.max_steps=0 trains nothing: give a number of steps, or -1 for trainer.num_train_epochs"
         )
-    for name in ("final_num_prompts", "timed_prompts", "prompt_tokens", "max_new_tokens"):
-        if cfg.eval[name] < 1:
-            raise ValueError(f"eval.{name}={cfg.eval[name]} must be at least 1")
+    batch = "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"
+    measured = "num_prompts", "final_num_prompts", "timed_prompts", "prompt_tokens", "max_new_tokens"
+    check_at_least(cfg, 1, *batch, *(f"eval.{name}" for name in measured))
+    check_at_least(cfg, 0, "seed", "data_seed", "self_generated_tokens", "eval.steps")
+    check_at_least(cfg, 0, "trainer.learning_rate", "trainer.max_minutes")
+    if cfg.init_from is not None:
+        client.find(cfg.init_from)  # before data and text take their time
     if cfg.lora_r is not None and cfg.init_from is None:
         raise ValueError(f"lora_r={cfg.lora_r} adapts a head that was trained before: give it as init_from")
     rank = cfg.lora_r or cfg.get("head", {}).get("lora_r")  # head=auto has no head of the run

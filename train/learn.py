@@ -90,11 +90,12 @@ def main(cfg: DictConfig) -> None:
 
 def check_settings(cfg: DictConfig, prefix: str = "") -> None:
     """Check the keys of this program. prefix: of their names, for the error. Raises ValueError."""
-    if cfg.num_samples < 8 or cfg.max_minutes <= 0 or cfg.keep < 2:
-        raise ValueError(
-            f"{prefix}num_samples={cfg.num_samples} must be at least 8, {prefix}max_minutes={cfg.max_minutes} above 0, "
-            f"{prefix}keep={cfg.keep} above 1"
-        )
+    if cfg.num_samples < 8:
+        raise ValueError(f"{prefix}num_samples={cfg.num_samples} must be at least 8")
+    if cfg.max_minutes <= 0:
+        raise ValueError(f"{prefix}max_minutes={cfg.max_minutes} must be above 0")
+    if cfg.keep < 2:
+        raise ValueError(f"{prefix}keep={cfg.keep} must be at least 2")
     if cfg.device_share is not None and not 0 < cfg.device_share <= 1:
         raise ValueError(f"{prefix}device_share={cfg.device_share} must be in (0, 1]")
 

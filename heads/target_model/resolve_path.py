@@ -106,9 +106,9 @@ def check_exists(name: str) -> None:
         raise ValueError(
             f"target {name} is not a directory: give one that transformers saved, or a Hub id like org/name"
         )
-    if isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
     try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
     except Exception as error:
         raise ValueError(

@@ -90,11 +90,13 @@ class Worker(threading.Thread):
         caches, see `slot_limits`; half is for requests without drafts; None is most of what the device has.
         max_num_batched_tokens: `prefill_chunk` of `Engine`. others: more tenants'."""
         super().__init__(name="engine", daemon=True)
-        if max_num_seqs < 1 or max_waiting < 0 or timeout <= 0 or (cache_gib is not None and cache_gib <= 0):
-            raise ValueError(
-                f"max_num_seqs={max_num_seqs} must be at least 1, max_waiting={max_waiting} at least 0, timeout={timeout} "
-                f"and cache_gib={cache_gib} above 0"
-            )
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
+        if max_waiting < 0:
+            raise ValueError(f"max_waiting={max_waiting} must be at least 0")
+        for name, value in (("timeout", timeout), ("cache_gib", cache_gib)):
+            if value is not None and value <= 0:
+                raise ValueError(f"{name}={value} must be above 0")
         if target.is_collective:
             raise ValueError(
                 f"target.sharding={target.sharding}: requests reach one process, but all must take part in every forward: "

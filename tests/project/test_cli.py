@@ -25,7 +25,7 @@ from foredraft.config_help import TABLES, comments, describe, described, header,
 from foredraft.words import expand
 from tests.support import ROOT, names
 from tests.support.configs import composed
-from tests.support.processes import script, start
+from tests.support.processes import complaint, end, script, start
 
 FILES = {
     "tiny.yaml": """
@@ -90,6 +90,7 @@ def test_a_plain_run_leaves_nothing_behind(run: Run, tmp_path: Path) -> None:
     "typed, message",
     [
         ("head=medsua", "head=medsua is not known; did you mean head=medusa? Known: eagle3, medusa."),
+        ("head=/nope", "head=/nope is not known. Known: eagle3, medusa."),
         ("heed=medusa", "heed is not known; did you mean head?"),
         ("trainer.max_step=3", "trainer.max_step is not known; did you mean trainer.max_steps?"),
         ("trainr.max_steps=3", "did you mean trainer.max_steps?"),
@@ -503,6 +504,34 @@ def test_a_command_that_is_not_told_its_target_says_how(monkeypatch, capsys, com
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: foredraft {command} needs a target: add target=ORG/NAME") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "typed, sentence",
+    [
+        ("generate traget=test_model prompt=a", "traget is not known; did you mean target?"),
+        ("export", "export needs checkpoint=..., format=..., output_dir=...: --help explains what to give"),
+        ("export drafter=outputs/head format=vllm", "drafter is not known. Known: checkpoint, dtype, format, "),
+        ("tune target=test_model", "tune needs drafter=...: --help explains what to give"),
+        ("preview target=test_model data=text", "data.path has no value: give data.path=..., as --help explains"),
+        ("preview target=test_model samples=0", "samples=0 must be at least 1"),
+        ("lossless target=test_model max_new_tokens=0", "max_new_tokens=0 must be at least 1"),  # else it passes
+        ("lossless target=test_model num_prompts=0", "num_prompts=0 must be at least 1"),
+        ("generate target=test_model prompt=a max_new_tokens=0", "max_new_tokens=0 must be at least 1"),
+        ("chat target=test_model max_new_tokens=0", "max_new_tokens=0 must be at least 1"),
+        ("evaluate target=test_model drafter=ngram lengths=[0]", "lengths=[0] must be at least 1 each"),
+        ("plan target=test_model gpus=0", "gpus=0 must be at least 1"),
+        ("plan target=test_model gpu_gib=-1", "gpu_gib=-1 must be above 0"),
+        (
+            "plan target=/no/such",
+            "target=/no/such does not exist: give a config.json, a directory that holds one, or a Hub id",
+        ),
+        ("preview target=none/", "target none/ is not a directory, and the Hub does not provide it: "),
+    ],
+)
+def test_what_is_missing_or_too_small_is_named(typed: str, sentence: str, tmp_path: Path) -> None:
+    ended = end(start(sys.executable, "-m", "foredraft", *typed.split(), cwd=tmp_path))
+    assert ended.code == 2 and complaint(ended).startswith(sentence), ended.err
 
 
 @pytest.mark.parametrize("program", ["chat", "generate", "lossless", "serve", "bench/matched"])
