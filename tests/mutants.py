@@ -10,10 +10,9 @@ GUARDS = [
         """),
         typed("""
             tests/inference/test_verify.py tests/inference/test_sampling.py tests/inference/test_engine_states.py
-            tests/inference/test_engine.py::test_requests_join_and_leave_between_steps
-            tests/inference/test_engine.py::test_penalties_count_the_new_text_alone
-            'tests/inference/test_engine.py::test_slots_are_replaced_by_more_and_larger_ones[cpu-medusa-True]'
-            'tests/inference/test_engine.py::test_slots_are_replaced_by_more_and_larger_ones[cpu-eagle3-True]'
+            tests/inference/test_engine.py tests/inference/test_engine_faults.py tests/attention/test_attention.py
+            tests/inference/test_prefill.py::test_a_conversation_goes_on_from_its_answer
+            tests/inference/test_prefill.py::test_what_happens_while_a_prompt_is_read
             tests/inference/test_drafters.py::test_a_tree_stops_where_little_is_left_to_gain_in_any_row
             tests/inference/test_drafters.py::test_a_union_accepts_at_least_what_each_accepts_alone
             tests/attention/test_flex.py::test_a_mask_without_memory_is_a_tensor_for_others
@@ -24,6 +23,8 @@ GUARDS = [
         typed("heads/caches/state_cache.py heads/caches/stacked_cache.py heads/caches/recurrent_ops.py"),
         typed("""
             tests/target_model/test_chains.py
+            tests/inference/test_prefill.py::test_a_conversation_with_a_hybrid
+            tests/inference/test_prefill.py::test_what_happens_while_a_prompt_is_read
             tests/target_model/test_versions.py::test_a_cache_is_cropped_only_if_that_leaves_no_trace
         """),
     ),
@@ -32,7 +33,7 @@ GUARDS = [
         typed("""
             tests/data/test_packing.py tests/train/test_run_settings.py tests/heads/test_heads.py
             tests/train/test_gradients.py tests/train/test_losses.py
-            tests/train/test_step.py::test_a_batch_is_learned_without_asking_its_device
+            tests/train/test_step.py tests/heads/test_lm_head.py tests/heads/test_blocks.py
             tests/evaluation/test_held_out.py::test_agreement_and_acceptance_are_those_of_an_independent_count
             tests/target_model/test_images.py::test_documents_of_a_packed_batch_are_what_transformers_makes_of_each
         """),
@@ -110,6 +111,20 @@ EQUIVALENT = {
     "heads/caches/stacked_cache.py stacks: bool(kinds & RECURRENT) -> bool(kinds | RECURRENT)": (
         "a measurement finds that the others cannot be stacked"
     ),
+    "inference/sampling.py nucleus: mass.sum() >= wanted -> mass.sum() > wanted": FASTER,
+    "inference/sampling.py nucleus: (1 - p) / len(logits) -> (1 + p) / len(logits)": FASTER,
+    "inference/sampling.py nucleus: (1 - p) / TOP_P_CANDIDATES -> (1 + p) / TOP_P_CANDIDATES": FASTER,
+    "inference/sampling.py nucleus: 1 - p -> 2 - p": FASTER,
+    "inference/sampling.py gumbel: wrap(MULTIPLIERS_32[1], 32) -> wrap(MULTIPLIERS_32[1], 33)": "the same modulo 2^32",
+    "inference/sampling.py gumbel: (shift(mix(keys), 40).float() + 0.5) * 2.0 ** (-24) -> "
+    "(shift(mix(keys), 40).float() - 0.5) * 2.0 ** (-24)": "matters for one number in 2^55",
+    "inference/sampling.py token_hashes: 4 -> 5": FASTER,
+    "heads/caches/kv_cache.py KVCache.__init__: width < self.key_block -> width <= self.key_block": FASTER,
+    "heads/caches/layers.py CacheLayer.erase: 0 -> 1": "any finite number will do",
+    "heads/caches/state_cache.py StateCache.forward_chain: (state, tokens, slot.text.shape[1] + 1) -> "
+    "(state, tokens, slot.text.shape[1] - 1)": "of a single token none is rejected",
+    "heads/caches/stacked_cache.py stacks: bool(kinds & RECURRENT) and kinds <= STACKED -> "
+    "bool(kinds & RECURRENT) or kinds <= STACKED": "a measurement finds that the others cannot be stacked",
     "train/module.py rows_at_a_time: CHUNK if device_type == 'cpu' else GPU_CHUNK -> "
     "CHUNK if device_type != 'cpu' else GPU_CHUNK": FASTER,
 }

@@ -54,7 +54,8 @@ def changes(node: Any) -> Iterator[ast.AST]:
         yield replaced(node, value=not node.value if isinstance(node.value, bool) else node.value + 1)
     if isinstance(node, ast.UnaryOp):
         yield node.operand
-    if isinstance(node, ast.Return) and node.value is not None:
+    returned = node.value if isinstance(node, ast.Return) else None
+    if returned is not None and getattr(returned, "value", True):  # False is as good as None
         yield replaced(node, value=ast.Constant(None))
     if isinstance(node, ast.Break | ast.Continue) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
         yield ast.Pass()
@@ -109,7 +110,7 @@ class Mutant:
             found = found.__dict__[part]
         while not hasattr(found, "__code__") or hasattr(found, "__wrapped__"):
             found = getattr(found, "__wrapped__", None) or getattr(found, "fget", None) or found.__func__
-        found.__code__ = self.code
+        found.__code__ = self.code.replace(co_freevars=found.__code__.co_freevars)  # `super()` may be gone
 
 
 def mutants(file: str) -> list[Mutant]:

@@ -144,6 +144,7 @@ def test_a_generation_config_is_read_as_transformers_reads_it(target):
         ({"bad_words_ids": [[3, 4]]}, r"bad_words_ids=\[3, 4\]"),
         ({"logit_bias": {400: 1.0}}, "token 400"),
         ({"logit_bias": {4: float("nan")}}, "logit_bias={4: nan} must be a finite number"),
+        ({"logit_bias": {4: float("inf")}}, "logit_bias={4: inf} must be a finite number"),
         ({"min_p": 2.0, "temperature": 1.0}, "min_p=2.0"),
         ({"do_sample": True, "temperature": 0.0}, "temperature=0"),
         ({"max_length": 3}, "max_length=3"),

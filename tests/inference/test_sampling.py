@@ -77,13 +77,26 @@ def test_warpers_are_transformers_own():
     seen = torch.zeros(3, 50, dtype=torch.bool).scatter(1, ids, True)
     warper = Sampling.of([SamplingParams(0.7, top_k=12, top_p=0.8, min_p=0.3, repetition_penalty=1.4)] * 3, 50)
     processed = warper.process(logits[:, None], None, seen[:, None])
-    theirs = RepetitionPenaltyLogitsProcessor(1.4)(ids, logits) / 0.7
+    theirs = RepetitionPenaltyLogitsProcessor(1.4)(ids, logits)
+    assert torch.equal(processed[:, 0], theirs)
+    theirs = theirs / 0.7
     for warp in (TopKLogitsWarper(12), TopPLogitsWarper(0.8), MinPLogitsWarper(0.3)):
         theirs = warp(ids, theirs)
     for likeliest in (None, 49, 50):
         ours, too_few = warper.warp(processed, likeliest)
         torch.testing.assert_close(ours[:, 0].softmax(-1), theirs.softmax(-1))
         assert (too_few is None) == (likeliest != 49) and (too_few is None or not too_few.any())
+
+
+def test_filters_keep_no_more_than_they_say():
+    """Take the largest top-k that one buffer holds, a top-p that some tokens have exactly, and the lowest temperature."""
+    largest = Sampling.of([SamplingParams(1.0, top_k=64)], 1000)
+    assert largest.largest_k == 64 and largest.warp(torch.randn(1, 1, 1000))[0].isfinite().sum() == 64
+    equal, half = torch.zeros(1, 1, 4), torch.full((1, 1, 1), 0.5)
+    for kept in (top_p(equal, half, 4)[0], top_p_on_cpu(equal, half)):
+        assert kept.isfinite().tolist() == [[[True, True, False, False]]]
+    coldest, _ = Sampling.of([SamplingParams(temperature=1e-40)], 3).warp(torch.tensor([[[1.0, 2.0, 3.0]]]))
+    assert coldest.isfinite().all() and coldest.argmax() == 2
 
 
 def kept_by_definition(logits: torch.Tensor, p: float) -> torch.Tensor:
@@ -121,7 +134,7 @@ def test_top_p_keeps_what_sorting_the_whole_vocabulary_keeps(kind, p):
 
 def test_top_p_leaves_alone_who_does_not_use_it_and_what_is_not_a_number():
     logits = torch.randn(3, 1, 500)
-    logits[1, 0, 3] = float("nan")
+    logits[0, 0, 5], logits[1, 0, 3] = 200.0, float("nan")  # all others of the first row underflow
     shares = torch.tensor([1.0, 0.5, 0.5])[:, None, None]
     for kept in (top_p_on_cpu(logits, shares), top_p(logits, shares, 20)[0]):
         assert torch.equal(kept[0], logits[0]) and kept[1].isnan().any() and kept[2].isinf().any()
