@@ -86,8 +86,9 @@ def compose(program: str, overrides: list[str], number: int = 0, sweep: bool = F
     try:
         cfg = hydra.compose(program, overrides, return_hydra_config=True)
     except MissingConfigException as error:
-        group, _, option = (error.missing_cfg_file or "").partition("/")
-        known = options_of(group) if option else []
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        group = group.rstrip("/")  # of head=/nope
+        known = options_of(group) if group else []
         if not known:
             raise
         near = nearest(option, known)

@@ -33,8 +33,10 @@ def check_config(cfg: DictConfig) -> None:
             "trainer.max_steps=0 trains nothing: give a number of steps, or -1 for trainer.num_train_epochs"
         )
     batch = "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"
-    measured = "num_prompts", "final_num_prompts", "timed_prompts", "prompt_tokens", "max_new_tokens"
+    measured = "final_num_prompts", "timed_prompts", "prompt_tokens", "max_new_tokens"
     check_at_least(cfg, 1, *batch, *(f"eval.{name}" for name in measured))
+    if cfg.eval.steps:
+        check_at_least(cfg, 1, "eval.num_prompts")
     check_at_least(cfg, 0, "seed", "data_seed", "self_generated_tokens", "eval.steps")
     check_at_least(cfg, 0, "trainer.learning_rate", "trainer.max_minutes")
     if cfg.init_from is not None:

@@ -227,7 +227,7 @@ def set_steps(args: HeadTrainingArguments, checkpoint: str | None, epoch: float)
         state = TrainerState.load_from_json(str(Path(checkpoint) / checkpoints.STATE))
         before = time_limit_record(state)
         given = {"all_steps": args.max_steps, "minutes": args.max_minutes}
-        if before and before | given == before:
+        if before and given | before == before | given:  # earlier versions did not record the minutes
             args.max_steps, args.max_minutes = before["fitted_steps"], 0.0
 
 

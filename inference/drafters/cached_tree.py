@@ -98,7 +98,8 @@ class CachedTree(Drafter):
         return [self]
 
     def prefill(self, accepted: Accepted) -> None:
-        """Prefill the next part of the prompts of new sequences, in the rows that the cache uses."""
+        """Prefill the next part of the prompts of new sequences, or tokens of steps without this drafter, in the rows that
+        the cache uses."""
         cache = self.open_cache()
         cache.kv_bucket = None  # its forwards are not captured
         embeddings = self.head.embed(accepted.tokens, self.target)

@@ -206,7 +206,7 @@ class Worker(threading.Thread):
             raise ApiError(503, ENGINE_DEAD)
 
     def stop(self) -> None:
-        """End the thread after its step. A process that ends while a thread computes is aborted."""
+        """End the thread after its step, and wait for that: a process that ends while a thread computes is aborted."""
         self.inbox.put(None)
         self.join(LAST_STEP)
 

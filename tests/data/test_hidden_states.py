@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,11 +133,15 @@ def test_killed_writers_go_on_and_leave_the_same_manifest(target, whole: Path, t
     wanted = json.loads((whole / offline.MANIFEST).read_text())["shards"]
     assert there.keys() == {"shard-00000.safetensors", "shard-00001.safetensors"} and len(there) < len(wanted)
     assert not (path / offline.MANIFEST).exists()
+    for number, half in enumerate(sorted(path.glob("*.part"))):
+        os.utime(half, (half.stat().st_atime, time.time() - number * 2 * offline.UNFINISHED_S))
+    fresh = path / "dataset.jsonl.part"  # of another program
+    fresh.touch()
     stored(target, path)
     for file in whole.iterdir():
         assert (path / file.name).read_bytes() == file.read_bytes()
     assert all((path / name).stat().st_mtime_ns == time for name, time in there.items())  # not written twice
-    assert not list(path.glob("*.part"))
+    assert len(list(path.glob("shard-*.part"))) == 1 and fresh.exists()  # a newer one may still have its writer
 
 
 def test_all_processes_decide_alike_whether_there_are_states(target, whole: Path, monkeypatch):

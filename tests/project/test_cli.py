@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from foredraft import __main__ as foredraft
 from foredraft import config, renamed_keys
-from foredraft.cli import NEEDS_TARGET, entry, reach_this_machine
+from foredraft.cli import NEEDS_TARGET, check_at_least, entry, reach_this_machine
 from foredraft.config import flat, nearest
 from foredraft.config_help import TABLES, comments, describe, described, header, listed
 from foredraft.words import expand
@@ -90,7 +90,7 @@ def test_a_plain_run_leaves_nothing_behind(run: Run, tmp_path: Path) -> None:
     "typed, message",
     [
         ("head=medsua", "head=medsua is not known; did you mean head=medusa? Known: eagle3, medusa."),
-        ("head=/nope", "head=/nope is not known. Known: eagle3, medusa."),
+        ("head=/nope", "head=nope is not known. Known: eagle3, medusa."),
         ("heed=medusa", "heed is not known; did you mean head?"),
         ("trainer.max_step=3", "trainer.max_step is not known; did you mean trainer.max_steps?"),
         ("trainr.max_steps=3", "did you mean trainer.max_steps?"),
@@ -532,6 +532,12 @@ def test_a_command_that_is_not_told_its_target_says_how(monkeypatch, capsys, com
 def test_what_is_missing_or_too_small_is_named(typed: str, sentence: str, tmp_path: Path) -> None:
     ended = end(start(sys.executable, "-m", "foredraft", *typed.split(), cwd=tmp_path))
     assert ended.code == 2 and complaint(ended).startswith(sentence), ended.err
+
+
+def test_a_number_that_is_null_is_not_compared() -> None:
+    check_at_least(OmegaConf.create({"steps": None, "rows": {"each": 1}}), 1, "steps", "rows.each")
+    with pytest.raises(ValueError, match=r"^rows\.each=1 must be at least 2$"):
+        check_at_least(OmegaConf.create({"rows": {"each": 1}}), 2, "rows.each")
 
 
 @pytest.mark.parametrize("program", ["chat", "generate", "lossless", "serve", "bench/matched"])

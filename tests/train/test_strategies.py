@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from foredraft.heads import Target
@@ -196,6 +199,20 @@ def test_the_order_of_rows_knows_no_batches():
     assert int(EpochStream(rows, 12, seed=3)[11]["row"]) == order[11]  # where a resumed run starts
 
 
+@pytest.mark.parametrize("method", multiprocessing.get_all_start_methods())
+def test_a_worker_ends_when_its_trainer_says_so(method: str):
+    """Start it in each way, by one of which its parent is another process."""
+    rows = [{"row": torch.tensor(number)} for number in range(5)]
+    read = iter(
+        DataLoader(EpochStream(rows, 50, seed=3), batch_size=None, num_workers=1, multiprocessing_context=method)
+    )
+    next(read)
+    (worker,) = read._workers
+    worker.terminate()
+    worker.join(60)
+    assert not worker.is_alive()
+
+
 # Bad input
 
 TWO_RANKS = {"RANK": "0", "WORLD_SIZE": "2"}
@@ -219,6 +236,17 @@ def test_an_engine_that_cannot_work_says_why(environment, name, message, monkeyp
     with pytest.raises(ValueError, match=re.escape(message)):
         strategy.choose(name, "muon")
     assert strategy.choose("auto", "muon") == ("ddp" if environment else "single")
+
+
+def test_processes_that_cannot_connect_are_told_where(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in {**TWO_RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(
+            ConnectionError, match=f"^process 0 of 2 could not connect to the others at 127.0.0.1:{port}: "
+        ):
+            distributed.join({})
 
 
 def test_a_sweep_in_several_processes_is_refused(here, monkeypatch):

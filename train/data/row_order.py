@@ -1,5 +1,6 @@
 """The order in which training reads its rows."""
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -50,7 +51,9 @@ class EpochStream(Dataset):
 
 
 def end_with_trainer() -> None:
-    """End this worker when its parent sends SIGTERM, not when others do."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+    """End this worker when its trainer sends SIGTERM, not when others do."""
+    trainer = multiprocessing.parent_process()  # which `forkserver` starts through another process
+    assert trainer is not None
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer.pid:
         pass
     os._exit(0)

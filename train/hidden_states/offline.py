@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -38,6 +39,7 @@ from foredraft.train.runtime import distributed
 from foredraft.train.runtime.locks import hold, write_atomically
 
 MANIFEST, PROBE = "manifest.json", "probe.safetensors"
+UNFINISHED_S = 3600  # age of a half-written shard of which no writer is left
 SHARD_BYTES = 1 << 30  # of a shard, which a process holds in memory while it writes it; a row may be larger
 OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
 OPEN = 64  # shards at a time: a system has a limit of files, often 1,024
@@ -80,9 +82,9 @@ def offline(
     directory.mkdir(parents=True, exist_ok=True)
     # One run at a time writes. The first process decides for all, since another run may write the manifest meanwhile.
     with hold(directory, "hidden_states.path", wait=True) if rank == 0 and not file.exists() else nullcontext():
-        for half in directory.glob("*.part") if rank == 0 else ():  # of killed processes
-            half.unlink(missing_ok=True)
         if not distributed.broadcast(file.exists()):
+            if rank == 0:
+                clear_unfinished(directory)
             write(packed, target, facts, directory, batch, rank, distributed.world_size())
             distributed.barrier()
             distributed.appear([directory / name for name in names(facts)])
@@ -159,6 +161,13 @@ def names(facts: dict) -> list[str]:
 def bytes_per_position(target: Target, layers: list[int], dtype: str) -> int:
     scale = 4 if dtype == "float8" else 0
     return (len(layers) + 1) * (target.hidden_size * DTYPES[dtype].itemsize + scale)
+
+
+def clear_unfinished(directory: Path) -> None:
+    """Delete what killed writers left. Where a file system has no locks, another run may be writing: its files are newer."""
+    for half in directory.glob("shard-*.part"):
+        if half.stat().st_mtime < time.time() - UNFINISHED_S:
+            half.unlink()
 
 
 def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: int, rank: int, processes: int) -> None:

@@ -40,8 +40,15 @@ def join(settings: Any) -> None:
     if world_size() > 1 and not dist.is_initialized():
         both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         timeout = datetime.timedelta(seconds=settings.get("ddp_timeout", 1800))
-        dist.init_process_group(settings.get("ddp_backend") or both, timeout=timeout)
-        host_group()
+        try:
+            dist.init_process_group(settings.get("ddp_backend") or both, timeout=timeout)
+            host_group()
+        except dist.DistError as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise ConnectionError(
+                f"process {rank()} of {world_size()} could not connect to the others at {where}: start all of them, with a "
+                f"port that is free ({str(error).splitlines()[0]})"
+            ) from error
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """A run's directory: what a second run does with it, and how a stopped one is resumed."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import IO, Any, cast
@@ -8,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import TrainerState
 
 from foredraft.train.runtime import checkpoints, distributed
+from foredraft.train.runtime.locks import FILE as LOCK
 from foredraft.train.runtime.locks import hold, write_atomically
 
 LOCKS: list[IO[bytes]] = []  # of the run in this process
@@ -74,7 +76,10 @@ def claim(directory: Path) -> IO[bytes]:
     """Create it for this process alone, until the result is closed. A finished run that lies there gets a numbered name.
     Raises ValueError as `hold`."""
     directory.mkdir(parents=True, exist_ok=True)
-    lock = hold(directory, "output_dir")
+    lock, file = hold(directory, "output_dir"), directory / LOCK
+    if not (file.exists() and os.path.samestat(file.stat(), os.fstat(lock.fileno()))):  # it moved before it was locked
+        lock.close()
+        return claim(directory)
     if not (directory / METRICS).exists():
         return lock
     number = next(n for n in range(1, 10_000) if not Path(f"{directory}.{n}").exists())
@@ -85,7 +90,7 @@ def claim(directory: Path) -> IO[bytes]:
             f"output_dir={directory} holds a finished run and cannot be renamed ({error.strerror}): give another output_dir"
         ) from error
     print(f"{directory} holds a finished run; it is kept as {directory}.{number}", flush=True)
-    LOCKS.append(lock)  # who opened the file before it moved would take its lock for that of `directory`
+    lock.close()
     return claim(directory)
 
 
