@@ -118,6 +118,19 @@ EQUIVALENT = {
     "inference/sampling.py gumbel: wrap(MULTIPLIERS_32[1], 32) -> wrap(MULTIPLIERS_32[1], 33)": "the same modulo 2^32",
     "inference/sampling.py gumbel: (shift(mix(keys), 40).float() + 0.5) * 2.0 ** (-24) -> "
     "(shift(mix(keys), 40).float() - 0.5) * 2.0 ** (-24)": "matters for one number in 2^55",
+    "inference/sampling.py SamplingParams.filters: return bool(self.top_k or self.top_p or self.min_p or self.grammar) -> "
+    "return None": FASTER,
+    "inference/sampling.py SamplingParams.filters: self.top_k or self.top_p or self.min_p or self.grammar -> "
+    "self.top_k and self.top_p and self.min_p and self.grammar": FASTER,
+    "inference/sampling.py Noise.add: (scores > float('-inf')).nonzero -> (scores >= float('-inf')).nonzero": FASTER,
+    "inference/sampling.py gumbel: wrap(MULTIPLIERS_32[0], 32) -> wrap(MULTIPLIERS_32[0], 33)": "the same modulo 2^32",
+    "inference/sampling.py nucleus: break -> pass": FASTER,
+    "inference/sampling.py top_p: (total[..., -1:] < wanted) & (p < 1) -> (total[..., -1:] <= wanted) & (p < 1)": FASTER,
+    "inference/sampling.py top_p_on_cpu: (row, place, 0) -> (row, place, 1)": "one NaN makes all of them NaN",
+    "inference/sampling.py Sampling.warp: min(self.largest_k, logits.shape[-1]) -> "
+    "max(self.largest_k, logits.shape[-1])": FASTER,
+    "inference/sampling.py Sampling.process: torch.where(logits > 0, logits / penalty, logits * penalty) -> "
+    "torch.where(logits >= 0, logits / penalty, logits * penalty)": "0 stays 0",
     "inference/sampling.py token_hashes: 4 -> 5": FASTER,
     "heads/caches/kv_cache.py KVCache.__init__: width < self.key_block -> width <= self.key_block": FASTER,
     "heads/caches/layers.py CacheLayer.erase: 0 -> 1": "any finite number will do",

@@ -89,10 +89,12 @@ def test_warpers_are_transformers_own():
 
 
 def test_filters_keep_no_more_than_they_say():
-    """Take a top-k that its buffer just holds, a top-p that some tokens have exactly, and the lowest temperature."""
+    """Take a top-k that its buffer just holds, a top-p that some tokens have exactly, and other settings at their limits."""
     for k, largest in ((64, 64), (100, 128)):
         sampling = Sampling.of([SamplingParams(1.0, top_k=k)], 1000)
         assert sampling.largest_k == largest and sampling.warp(torch.randn(1, 1, 1000))[0].isfinite().sum() == k
+    likeliest, _ = Sampling.of([SamplingParams(1.0, min_p=1)], 3).warp(torch.tensor([[[1.0, 3.0, 2.0]]]))
+    assert likeliest.isfinite().tolist() == [[[False, True, False]]]
     equal, half = torch.zeros(1, 1, 4), torch.full((1, 1, 1), 0.5)
     for kept in (top_p(equal, half, 4)[0], top_p_on_cpu(equal, half)):
         assert kept.isfinite().tolist() == [[[True, True, False, False]]]
