@@ -1,13 +1,14 @@
 """Layers with a sliding window keep what it can still see: memory, and what depends on what is kept."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers as hf
 
 from foredraft.heads import Target
-from foredraft.heads.attention.masks import Masks, within_window
+from foredraft.heads.attention.masks import Masks, mentions_windows, within_window
 from foredraft.heads.caches import layers
 from foredraft.heads.caches.device import FEWEST_ROWS
 from foredraft.heads.caches.kv_cache import KVCache
@@ -44,6 +45,24 @@ def test_a_long_text_keeps_a_window_of_sliding_layers(monkeypatch):
     assert len(sizes) > 8 and all(size == ENTRY * (capacity + 5 * ring) for capacity, size in sizes)
     theirs = plain.generate(torch.tensor([ids]), max_new_tokens=20, do_sample=False, eos_token_id=-1, pad_token_id=0)
     assert found == theirs[0, 512:].tolist()
+
+
+def test_a_window_is_as_long_as_its_config_says_and_off_where_that_says_so():
+    model = pair("mistral", "sdpa").target.model
+    for use, window in ((None, 4), (True, 4), (False, None)):
+        config = SimpleNamespace(sliding_window=4, use_sliding_window=use)
+        assert Masks.of(config, model) == Masks(window, mixed=False)  # type: ignore[arg-type]
+    assert mentions_windows("sys")  # of a module without Python code nothing is known
+    entries = torch.arange(5)[None]
+    seen = Masks(4, mixed=False)(torch.ones(1, 1, 5, dtype=torch.bool), torch.float32, entries[:, 4:], entries, entries)
+    assert (seen == 0).flatten().tolist() == [False, True, True, True, True]
+
+
+def test_a_text_goes_on_from_as_far_before_its_end_as_a_ring_has_spare_entries():
+    sliding = layers.Sliding(frozenset({0}), window=8, nodes=16)
+    cache = KVCache(2, num_slots=1, capacity=1000, device="cpu", sliding=sliding)
+    assert cache.can_rewind(500, 500 - layers.SLACK) and not cache.can_rewind(500, 499 - layers.SLACK)
+    assert cache.can_rewind(layers.SLACK + 8, 8) and not cache.can_rewind(500, 0)
 
 
 @pytest.mark.parametrize("rows", [[0, 1], [2, 0]])
