@@ -86,6 +86,11 @@ class Drafter(ABC):
         for part in self.parts:
             part.observe_seconds(seconds)
 
+    def save(self) -> None:
+        """Write what the next run can use, as happens by itself unless a signal ends the process."""
+        for part in self.parts:
+            part.save()
+
 
 class Wrapper(Drafter):
     """Change what another drafter proposes."""

@@ -205,6 +205,10 @@ class AutoTree(Drafter):
                 if path:
                     self.hits.add(self.plan, [ranks[row][node - 1] for node in path[1:]])
 
+    def save(self) -> None:
+        if self.memory.file is not None:
+            self.memory.file()
+
     def observe_seconds(self, seconds: float | None) -> None:
         seconds = self.broadcast(seconds)
         arm, nodes = ("suffix", self.size) if self.by_suffix else ("head", self.plan.nodes)

@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerFast
 
 from foredraft.heads import Target
 from foredraft.heads.target_model.capabilities import Capabilities
-from foredraft.inference import Engine, Request, SamplingParams
+from foredraft.inference import Engine, Request, SamplingParams, load_drafter
 from foredraft.inference.drafters import DraftModel, NgramDrafter
 from foredraft.inference.drafters.base import NoDrafter
+from foredraft.inference.drafters.measurements import Case
 from foredraft.inference.serve.accepted_log import AcceptedLog
 from foredraft.inference.serve.cache_budget import slot_limits
 from foredraft.inference.serve.errors import ApiError
@@ -177,6 +178,20 @@ def test_a_worker_stops_after_its_step(target, monkeypatch):
     computing.wait()
     worker.stop()
     assert not worker.is_alive()
+
+
+def test_a_worker_that_stops_leaves_what_its_drafter_measured(target, tiny_path, tmp_path, monkeypatch):
+    """SIGTERM ends a server without the functions that Python calls at exit."""
+    monkeypatch.setenv("FOREDRAFT_REMEMBER", "1")
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path))
+    drafter = load_drafter(f"draft:{tiny_path}", target)
+    for _ in range(9):
+        drafter.memory.costs_of(Case(1, True)).add("head", 1, 1.0)
+    worker = Worker(target, drafter)
+    worker.start()
+    assert not (tmp_path / "drafting").exists()
+    worker.stop()
+    assert len(list((tmp_path / "drafting").iterdir())) == 1
 
 
 @pytest.mark.parametrize("what", ["one out-of-memory", "a poison request"])
