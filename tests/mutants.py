@@ -58,6 +58,9 @@ EQUIVALENT = {
     ),
     "heads/caches/kv_cache.py KVCache._is_empty: return not any(self.lengths) and self.num_uncommitted == 0 -> "
     "return None": FASTER,
+    "heads/caches/kv_cache.py KVCache._is_empty: not any(self.lengths) and self.num_uncommitted == 0 -> "
+    "not any(self.lengths) and self.num_uncommitted != 0": FASTER,
+    "heads/caches/layers.py CacheLayer.written: return slice(length) -> return None": "more than the text is copied",
     "heads/caches/kv_cache.py KVCache.commit: self.kv_bucket is not None -> self.kv_bucket is None": FASTER,
     "heads/caches/state_cache.py StateCache.forward_chain: slot.num_computed_tokens <= boundary < length -> "
     "slot.num_computed_tokens <= boundary <= length": FASTER,
