@@ -26,7 +26,7 @@ from hydra.errors import HydraException, InstantiationException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
-from foredraft.config import checked_jobs, first_line, flat, opened, without_hydra
+from foredraft.config import checked_jobs, first_line, opened, without_hydra
 from foredraft.config_help import describe, docstring
 from foredraft.words import CONF, WORDS, overrides_of
 
@@ -126,10 +126,6 @@ def run_job(main: Main, program: str, cfg: DictConfig, jobs: int) -> int:
         # In `regenerate` a server may answer.
         if "target" in cfg and OmegaConf.is_missing(cfg.target, "path") and cfg.get("endpoint") is None:
             raise ValueError(NEEDS_TARGET.format(program))
-        word_for = {key: key for key in map(str, cfg)} | {WORDS[word]: word for word in WORDS if word != "target"}
-        missing = [f"{word_for[key]}=..." for key, node in flat(cfg) if key in word_for and node._is_missing()]
-        if missing and (CONF / f"{program}.yaml").is_file():  # those of scripts/bench may do without some
-            raise ValueError(f"{program} needs {', '.join(missing)}: --help explains what to give")
         main(cfg)
     except Exception as error:
         return explain(error, str(cfg.get("output_dir") or os.getcwd()))
@@ -166,7 +162,7 @@ def user_message(error: BaseException, folder: str) -> str | None:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"
     if isinstance(error, MissingMandatoryValue):
-        key = str(error.full_key)
+        key = next((word for word, path in WORDS.items() if path == error.full_key), str(error.full_key))
         return f"{key} has no value: give {key}=..., as --help explains"
     if isinstance(error, InterpolationResolutionError):
         return first_line(error)

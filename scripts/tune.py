@@ -36,8 +36,9 @@ def main(cfg: DictConfig) -> None:
     check_at_least(cfg, 0, "limit", "temperature")
     prompt_sets.check_name(cfg.prompts)
     Path(cfg.output).parent.mkdir(parents=True, exist_ok=True)  # before anything is measured
+    path = cfg.drafter.path  # where it is missing, that is said before the target is loaded
     target: Target = instantiate(cfg.target)
-    head = load_head(cfg.drafter.path, target)
+    head = load_head(path, target)
     prompts = [prompt.tokens for prompt in find_prompts(cfg, target)]
     pack(head)
     tree = drafter_for(head, target)
@@ -56,7 +57,7 @@ def main(cfg: DictConfig) -> None:
     print(f"accepted at depths 1 to {lengths[-1]}: {' '.join(f'{share:.2f}' for share in tuning.reached)}")
     schedule = tuning.schedule()
     first, last, drafts = next((span for span in schedule if span[2]), schedule[0])
-    commands = settings(schedule, drafts, cfg.drafter.path, head, target)
+    commands = settings(schedule, drafts, path, head, target)
     for engine, command in commands.items():
         which = "" if engine == VLLM else f", {drafts} drafts, which is best for {first} to {last} requests"
         print(f"\n{engine}{which}:\n{command}")

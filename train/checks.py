@@ -39,8 +39,6 @@ def check_config(cfg: DictConfig) -> None:
         check_at_least(cfg, 1, "eval.num_prompts")
     check_at_least(cfg, 0, "seed", "data_seed", "self_generated_tokens", "eval.steps")
     check_at_least(cfg, 0, "trainer.learning_rate", "trainer.max_minutes")
-    if cfg.init_from is not None:
-        client.find(cfg.init_from)  # before data and text take their time
     if cfg.lora_r is not None and cfg.init_from is None:
         raise ValueError(f"lora_r={cfg.lora_r} adapts a head that was trained before: give it as init_from")
     rank = cfg.lora_r or cfg.get("head", {}).get("lora_r")  # head=auto has no head of the run
@@ -48,6 +46,8 @@ def check_config(cfg: DictConfig) -> None:
         raise ValueError(f"lora_r={rank} works with strategy=single or ddp, and this is {cfg.strategy}")
     losses.build(cfg.loss, cfg.loss_args)
     check_context_parallel(cfg, distributed.world_size(), cfg.strategy)
+    if cfg.init_from is not None:
+        client.find(cfg.init_from)  # before data and text take their time
     if not cfg.fresh_text:
         return
     if not cfg.self_generated_tokens:

@@ -510,9 +510,9 @@ def test_a_command_that_is_not_told_its_target_says_how(monkeypatch, capsys, com
     "typed, sentence",
     [
         ("generate traget=test_model prompt=a", "traget is not known; did you mean target?"),
-        ("export", "export needs checkpoint=..., format=..., output_dir=...: --help explains what to give"),
+        ("export", "format has no value: give format=..., as --help explains"),
         ("export drafter=outputs/head format=vllm", "drafter is not known. Known: checkpoint, dtype, format, "),
-        ("tune target=test_model", "tune needs drafter=...: --help explains what to give"),
+        ("tune target=none", "drafter has no value: give drafter=..., as --help explains"),
         ("preview target=test_model data=text", "data.path has no value: give data.path=..., as --help explains"),
         ("preview target=test_model samples=0", "samples=0 must be at least 1"),
         ("lossless target=test_model max_new_tokens=0", "max_new_tokens=0 must be at least 1"),  # else it passes
