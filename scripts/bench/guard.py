@@ -4,8 +4,8 @@
     python scripts/bench/guard.py after.json before.json      record it and print what differs from before.json
 
 Every head of conf/head is trained for 20 steps on the test model. Then each head, alone and joined with suffix matching, and
-each drafter without a head decode four prompts with the fixed tree, as one batch, greedy and sampled with a seed. About
-15 minutes on one core. What a machine or a torch version changes differs too, so record both files on one machine.
+each drafter without a head decode four prompts with the fixed tree, as one batch, greedy and sampled with a seed. What a
+machine or a torch version changes differs too, so record both files on one machine.
 """
 
 import hashlib
@@ -32,6 +32,7 @@ PROMPTS = [
 ]
 TRAINING = ["trainer.max_steps=20", "trainer.logging_steps=1", "trainer.bf16=false", "max_length=512", "eval.steps=0"]
 TRAINING += ["eval.final_num_prompts=2", "eval.timed_prompts=1", "eval.max_new_tokens=8", "eval.check_float32=false"]
+TRAINING += ["self_generated_tokens=0"]
 
 
 def train(head: str, directory: Path) -> list[float]:
