@@ -158,7 +158,7 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
     known = dict(flat(base))
     for key in values:
         if key not in known:
-            key = key if key.partition(".")[0] in known else word_for.get(key, key)
+            key = key if key.partition(".")[0] in known else word_for.get(key, key)  # drafter.path was typed as drafter
             raise HydraException(new_key(key, {*known, *groups}) or unknown_key(key, known))
     try:
         final = compose(program, overrides, number, sweep)

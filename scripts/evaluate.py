@@ -30,7 +30,7 @@ from foredraft.train.data.corpus import count_tokens
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.prompt_sets import Prompt
 from foredraft.train.runtime.environment import facts_of_measurement
-from foredraft.train.runtime.locks import hold
+from foredraft.train.runtime.locks import hold, write_atomically
 
 
 @entry("evaluate")
@@ -113,7 +113,7 @@ def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
             f"output_dir={file.parent} contains a run with other settings or weights ({file}). Use another output_dir, or "
             "remove it."
         )
-    file.write_text(json.dumps(settings, indent=1) + "\n")
+    write_atomically(file, json.dumps(settings, indent=1) + "\n")
 
 
 def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
@@ -122,7 +122,7 @@ def read_prompts(cfg: DictConfig, target: Target, file: Path) -> list[Prompt]:
     if file.exists():
         return [Prompt(*prompt) for prompt in json.loads(file.read_text())]
     prompts = find_prompts(cfg, target, cfg.lengths)
-    file.write_text(json.dumps(prompts) + "\n")
+    write_atomically(file, json.dumps(prompts) + "\n")
     return prompts
 
 

@@ -196,7 +196,7 @@ def check_same_settings(output: Path, writer: Writer) -> None:
         raise ValueError(
             f"output={output} was written with other settings ({', '.join(different)}): give the same, or another output"
         )
-    note.write_text(json.dumps(now, indent=1) + "\n")
+    write_atomically(note, json.dumps(now, indent=1) + "\n")
 
 
 def answered(output: Path, rows: Sequence[Row]) -> dict[int, Answer]:

@@ -68,7 +68,7 @@ def main(cfg: DictConfig) -> None:
             "\nno number of drafts is faster here than decoding without: train the head for longer, or serve without it"
         )
     found = {"schedule": schedule, "accepted": tuning.reached, "seconds": tuning.seconds, "commands": commands}
-    about = facts_of_measurement(target) | {"head": cfg.drafter.path, "prompts": cfg.prompts, "n": len(prompts)}
+    about = facts_of_measurement(target) | {"head": path, "prompts": cfg.prompts, "n": len(prompts)}
     Path(cfg.output).write_text(json.dumps(found | {"about": about}, indent=1, default=str) + "\n")
     print(f"\nwritten: {cfg.output}")
 

@@ -209,8 +209,9 @@ class Worker(threading.Thread):
         """End the thread after its step, and wait for that: a process that ends while a thread computes is aborted."""
         self.inbox.put(None)
         self.join(LAST_STEP)
-        for engine in () if self.is_alive() else self.engines:
-            engine.drafter.save()
+        if not self.is_alive():
+            for engine in self.engines:
+                engine.drafter.save()
 
     # -- called in the thread ----------------------------------------------------------------------------------------------
 

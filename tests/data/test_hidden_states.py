@@ -126,7 +126,6 @@ def test_killed_writers_go_on_and_leave_the_same_manifest(target, whole: Path, t
     for rank in (0, 1):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(offline, "save_file", save)
-            patch.setattr("os.getpid", lambda rank=rank: rank)  # not that of the process that goes on
             facts = offline.describe(rows(), target, LAYERS, "float32", 2)
             offline.write(rows(), target, facts, path, 2, rank, 2)
     there = {file.name: file.stat().st_mtime_ns for file in path.glob("shard-*.safetensors")}

@@ -17,7 +17,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +83,11 @@ def offline(
     # One run at a time writes. The first process decides for all, since another run may write the manifest meanwhile.
     with hold(directory, "hidden_states.path", wait=True) if rank == 0 and not file.exists() else nullcontext():
         if not distributed.broadcast(file.exists()):
-            if rank == 0:
-                clear_unfinished(directory)
             write(packed, target, facts, directory, batch, rank, distributed.world_size())
             distributed.barrier()
             distributed.appear([directory / name for name in names(facts)])
             if rank == 0:
+                clear_unfinished(directory)
                 write_probe(target, facts["layers"], directory)
                 manifest = facts | {"shards": [{"file": name} for name in names(facts)]}
                 write_atomically(file, json.dumps(manifest, indent=2) + "\n")
@@ -166,8 +165,9 @@ def bytes_per_position(target: Target, layers: list[int], dtype: str) -> int:
 def clear_unfinished(directory: Path) -> None:
     """Delete what killed writers left. Where a file system has no locks, another run may be writing: its files are newer."""
     for half in directory.glob("shard-*.part"):
-        if half.stat().st_mtime < time.time() - UNFINISHED_S:
-            half.unlink()
+        with suppress(FileNotFoundError):  # it may be complete by now
+            if half.stat().st_mtime < time.time() - UNFINISHED_S:
+                half.unlink()
 
 
 def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: int, rank: int, processes: int) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from foredraft.train.runtime.locks import write_atomically
+
 
 def check(report_to: Sequence[str]) -> None:
     """Raise ValueError if a logger is not installed."""
@@ -23,7 +25,7 @@ def prepare(report_to: list[str], directory: Path) -> None:
         os.environ.setdefault("WANDB_DIR", str(directory))
         kept = directory / "wandb_id"  # a resumed run continues the same curves
         if not kept.exists():
-            kept.write_text(uuid.uuid4().hex[:8])
+            write_atomically(kept, uuid.uuid4().hex[:8])
         os.environ.setdefault("WANDB_RUN_ID", kept.read_text())
         os.environ.setdefault("WANDB_RESUME", "allow")
         if not has_wandb_key():
