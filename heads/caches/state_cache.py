@@ -57,10 +57,6 @@ class SlotState:
     newest: Any = None  # of its newest forward: the state, the drafts (1, nodes), the number of tokens in the state
     finished: bool = False
 
-    @property
-    def num_uncommitted(self) -> int:
-        return 0 if self.finished or self.text is None else self.text.shape[1] - self.num_computed_tokens
-
     def compute(self, target: "Target", layers: Sequence[int] = ()) -> TargetOutput:
         """Run a forward of the part of the text that is not computed."""
         assert self.text is not None
@@ -174,7 +170,7 @@ class StateCache:
         crosses = boundary is not None and slot.num_computed_tokens <= boundary < length
         if crosses:
             slot.state, slot.num_computed_tokens = None, 0
-        if crosses or (nodes > 1 and slot.state is not None and slot.num_uncommitted > MAX_UNCOMMITTED):
+        if crosses or (nodes > 1 and slot.state is not None and length - slot.num_computed_tokens > MAX_UNCOMMITTED):
             slot.compute(target)
         # A single bonus token is always accepted, so it may change the state.
         state, parts = slot.state if nodes == 1 or can_crop(slot.state) else copy.deepcopy(slot.state), []

@@ -57,7 +57,7 @@ def test_a_slot_sees_its_text(rows, window):
 def test_a_mask_without_memory_is_a_tensor_for_others():
     mask = PackedMask(packed(*ROWS["short"]).document_starts(), torch.float32, 7)
     assert torch.equal(mask[..., :5], mask.dense()[..., :5])
-    assert mask.double().dtype == torch.float64
+    assert mask.double().dtype == torch.float64 and mask.shape == mask.dense().shape
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def cut(x: Tensor, columns: Tensor) -> Tensor:
 def test_the_tables_of_parts_are_those_of_the_definition(process, window):
     text = packed((100, 200, 20), (320,))
     parts, columns = parts_of(text.document_starts(), process)
+    assert text._replace(parts=parts).document_starts() is parts.starts
     mask = flex.text_mask(parts.starts, window, parts)
     near = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH) < (window or LENGTH)
     assert torch.equal(dense(mask), (text.mask() & near)[:, columns.flatten()])

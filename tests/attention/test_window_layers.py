@@ -63,6 +63,8 @@ def test_a_text_goes_on_from_as_far_before_its_end_as_a_ring_has_spare_entries()
     cache = KVCache(2, num_slots=1, capacity=1000, device="cpu", sliding=sliding)
     assert cache.can_rewind(500, 500 - layers.SLACK) and not cache.can_rewind(500, 499 - layers.SLACK)
     assert cache.can_rewind(layers.SLACK + 8, 8) and not cache.can_rewind(500, 0)
+    last = sliding.ring - sliding.nodes  # the longest text whose first entry no draft has replaced
+    assert cache.can_rewind(last, 5) and not cache.can_rewind(last + 1, 5)
 
 
 @pytest.mark.parametrize("rows", [[0, 1], [2, 0]])
@@ -149,6 +151,21 @@ def test_a_forward_sees_the_whole_blocks_that_uncommitted_entries_reach():
     for cache.num_uncommitted in (0, 1):
         widths.append(cache.width(1))
     assert widths == [64, 80]
+    cache.clear()
+    assert cache.lengths == [0] and cache.causal_mask(4) is None
+    cache.keeps_bits = True  # also an empty cache has a mask, as one with text has
+    assert torch.equal(cache.causal_mask(4)[0, :, :4], torch.ones(4, 4).tril().bool())
+
+
+def test_a_slot_is_erased_from_its_first_entry_on():
+    target = pair("mistral", "eager").target
+    cache = target.new_cache(2, 60)
+    target.prefill(torch.tensor([text(30, 1)] * 2), [30, 30], cache)
+    states = [states for layer in cache.kv_layers for states in layer.states]
+    for one in states:
+        one[:, :, :30] = float("nan")
+    cache.erase(1)
+    assert states and not any(one[1].any() for one in states) and all(one[0].isnan().any() for one in states)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

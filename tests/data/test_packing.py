@@ -33,9 +33,30 @@ def test_the_rest_of_a_long_document_stands_behind_its_prompt(block: int, monkey
             wanted.append((tokens[:3] + tokens[begin : begin + 13], mask[:3] + rest))
     packed = Packed(texts, length=16, seed=0)
     assert sorted(pieces(packed)) == sorted(wanted)
+    assert packed.tokens == sum(len(tokens) for tokens, _ in wanted)
     assert packed.card["documents_longer_than_a_row"] == 3
     assert packed.card["tokens_cut_off"] == 24  # of the one whose prompt takes more than half a row
     assert packed.card["headless_share"] == 0
+
+
+@pytest.mark.parametrize("prompt, cut_off", [(6, 0), (7, 0), (8, 14), (9, 14)])
+def test_the_rest_of_a_document_is_left_out_if_its_prompt_takes_half_a_row(prompt: int, cut_off: int):
+    assert Packed(documents(30, prompt=prompt), length=16, seed=0).card["tokens_cut_off"] == cut_off
+
+
+def test_a_row_holds_eight_tokens_or_more():
+    assert len(Packed(documents(8), length=8, seed=0)) == 1
+    assert Packed(documents(8), length=12, seed=0).card["padding_share"] == 0.333333
+    with pytest.raises(ValueError, match=r"^max_length=7 is too short"):
+        Packed(documents(8), length=7, seed=0)
+
+
+def test_other_rows_have_another_digest():
+    texts = documents(30, 5, 46)
+    digests = [Packed(texts, 16, 0).digest, Packed(texts, 16, 1).digest, Packed(texts, 17, 0).digest]
+    digests += [Packed(texts, 16, 0, long="truncate").digest, Packed(texts[:2], 16, 0).digest]
+    assert len(set(digests)) == 5 and {len(digest) for digest in digests} == {16}
+    assert Packed(list(texts), 16, 0).digest == digests[0]
 
 
 def test_the_rest_of_a_text_without_a_bos_token_is_counted():
@@ -43,6 +64,7 @@ def test_the_rest_of_a_text_without_a_bos_token_is_counted():
     assert sorted(pieces(packed)) == [(list(range(1, 17)), [True] * 16), (list(range(17, 31)), [True] * 14)]
     assert packed.card["headless_share"] == round(12 / 26, 6)
     with_bos = Packed([Document(list(range(31)), [False] + [True] * 30)], length=16, seed=0)
+    assert with_bos.learned().tolist() == [14, 14]
     assert with_bos.card["headless_share"] == 0 and [0, *range(16, 31)] in [tokens for tokens, _ in pieces(with_bos)]
 
 
@@ -62,6 +84,7 @@ def test_truncated_documents_stay_whole_or_are_cut_at_the_row_and_counted():
 
 
 def test_best_fit_fills_rows():
+    assert best_fit([7, 5, 3], 10) == [[0, 2], [1]] and best_fit([1, 1], 8) == [[0, 1]]
     sizes = torch.randint(1, 40, (200,)).tolist()
     rows = best_fit(sizes, 64)
     assert sorted(number for row in rows for number in row) == list(range(200))

@@ -105,6 +105,7 @@ def test_some_positions_begin_drafts_and_others_in_the_next_step(target):
     text = text._replace(loss_mask=text.positions >= 10)
     first, second = (made.choose_anchors(text, step) for step in (0, 1))
     assert first.shape == (1, 8) and not torch.equal(first, second)
+    assert torch.equal(made.prepare(text, 1)["anchors"], second)
     assert (first.diff() > 0).all() and (first >= 0).all()
     useful = [any(draft_loss_mask(text, d)[0, t + d - 1] for d in (1, 2, 3) if t + d - 1 < 40) for t in range(40)]
     assert all(useful[t] for t in first[0].tolist())

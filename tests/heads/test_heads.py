@@ -59,10 +59,14 @@ def test_no_draft_crosses_documents_or_learns_from_padding():
     assert not draft_loss_mask(padded, 1)[0, 3:].any()
 
 
+def test_a_head_says_where_it_is(target):
+    assert make_head("medusa", target).device == torch.device("cpu")
+
+
 def test_drafts_that_start_at_anchors_alone_count():
-    text = batch(8)._replace(anchors=torch.tensor([[0, 2, -1]]))
+    text = batch(8)._replace(anchors=torch.tensor([[2, 1, 7, -1]]))
     counted = [draft_loss_mask(text, depth)[0].nonzero()[:, 0].tolist() for depth in (1, 2, 4)]
-    assert counted == [[0, 2], [1, 3], [3, 5]]
+    assert counted == [[1, 2], [2, 3], [4, 5]]  # after 7 there is nothing to draft
 
 
 def test_hidden_states_that_a_target_has_not_are_named(target):

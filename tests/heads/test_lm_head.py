@@ -42,6 +42,12 @@ def test_rows_of_the_target_do_not_train(fresh, kind, tmp_path):
     assert not any(p.requires_grad for projection in continued.projections for p in projection.parameters())
 
 
+def test_a_target_without_rows_to_copy_leaves_the_new_ones(fresh, monkeypatch):
+    monkeypatch.setattr(type(fresh), "lm_head_rows", None)
+    head = new_head("eagle3", fresh)
+    assert not head.lm_head_is_targets and all(projection.weight.requires_grad for projection in head.projections)
+
+
 @pytest.mark.parametrize("kind", PROJECTING)
 def test_files_may_leave_out_the_rows_of_the_target(fresh, kind, tmp_path, tmp_path_factory):
     whole = new_head(kind, fresh)

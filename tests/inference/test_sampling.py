@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from foredraft.inference.sampling import SCALE, Noise, Sampling, SamplingParams, gumbel_of, top_p, top_p_on_cpu
+from foredraft.inference.sampling import SCALE, Noise, Sampling, SamplingParams, gumbel, gumbel_of, top_p, top_p_on_cpu
 
 
 def test_noise_is_standard_gumbel_and_independent():
@@ -36,6 +36,15 @@ def test_noise_is_finite_and_falls_with_the_bits():
     bits = torch.tensor([0, 0, 1, -3, 2**30, 2**31 - 1, -(2**31)], dtype=torch.int32)
     noise = gumbel_of(bits, torch.tensor([2.0**-25, 1 - 2.0**-24, *[0.5] * 5]))
     assert noise.isfinite().all() and (noise.diff() <= 0).all() and noise[0] > 38 and noise[-1] < -2.7
+
+
+def test_the_fraction_below_the_bits_of_noise_is_uniform(monkeypatch: pytest.MonkeyPatch):
+    fractions: list[torch.Tensor] = []
+    monkeypatch.setattr("foredraft.inference.sampling.gumbel_of", lambda bits, fraction: fractions.append(fraction))
+    gumbel(torch.arange(10_000)[:, None], torch.zeros(1, dtype=torch.int32))
+    found = fractions[0].double().flatten().sort().values
+    assert (found - (torch.arange(10_000) + 0.5) / 10_000).abs().max() < 0.02  # Kolmogorov-Smirnov
+    assert found[0] > 0 and found[-1] < 1
 
 
 def test_noise_of_tokens_that_filters_left_is_the_same():
@@ -91,13 +100,16 @@ def test_warpers_are_transformers_own():
 def test_filters_keep_no_more_than_they_say():
     """Take a top-k that its buffer just holds, a top-p that some tokens have exactly, and other settings at their limits."""
     for k, largest in ((64, 64), (100, 128)):
-        sampling = Sampling.of([SamplingParams(1.0, top_k=k)], 1000)
-        assert sampling.largest_k == largest and sampling.warp(torch.randn(1, 1, 1000))[0].isfinite().sum() == k
+        sampling = Sampling.of([SamplingParams(1.0, top_k=k), SamplingParams(1.0, top_k=2)], 1000)
+        kept = sampling.warp(torch.randn(2, 1, 1000))[0].isfinite().sum(-1).flatten()
+        assert sampling.largest_k == largest and kept.tolist() == [k, 2]
     likeliest, _ = Sampling.of([SamplingParams(1.0, min_p=1)], 3).warp(torch.tensor([[[1.0, 3.0, 2.0]]]))
     assert likeliest.isfinite().tolist() == [[[False, True, False]]]
-    equal, half = torch.zeros(1, 1, 4), torch.full((1, 1, 1), 0.5)
-    for kept in (top_p(equal, half, 4)[0], top_p_on_cpu(equal, half)):
-        assert kept.isfinite().tolist() == [[[True, True, False, False]]]
+    equal = torch.zeros(1, 1, 4)
+    for share, count in ((0.5, 2), (0.25, 1), (0.01, 1)):
+        p = torch.full((1, 1, 1), share)
+        for kept in (top_p(equal, p, 4)[0], top_p_on_cpu(equal, p)):
+            assert kept.isfinite().tolist() == [[[place < count for place in range(4)]]]
     coldest, _ = Sampling.of([SamplingParams(temperature=1e-40)], 3).warp(torch.tensor([[[1.0, 2.0, 3.0]]]))
     assert coldest.isfinite().all() and coldest.argmax() == 2
 
@@ -141,7 +153,7 @@ def test_top_p_leaves_alone_who_does_not_use_it_and_what_is_not_a_number():
     shares = torch.tensor([1.0, 0.5, 0.5])[:, None, None]
     for kept in (top_p_on_cpu(logits, shares), top_p(logits, shares, 20)[0]):
         assert torch.equal(kept[0], logits[0]) and kept[1].isnan().any() and kept[2].isinf().any()
-    assert not top_p(logits, shares, 20)[1][0]
+    assert not top_p(logits, shares, 20)[1][0] and not top_p(torch.zeros(1, 1, 500), shares[:1], 20)[1]
 
 
 def test_settings_at_their_limits_are_taken_and_beyond_them_refused():

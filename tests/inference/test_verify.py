@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from foredraft.inference.tree import TokenTree, chain, from_parents, pad_nodes
-from foredraft.inference.verify import Validity, Verification, argmax, validity, verify
+from foredraft.inference.verify import Outcome, Validity, Verification, argmax, to_host, validity, verify
 
 
 class Cases(NamedTuple):
@@ -79,6 +79,14 @@ def test_one_node_without_a_choice_is_enough(node: int):
     assert validity(found, here).tolist() == [Validity.INVALID if accepted else Validity.REJECTED_NAN]
     assert validity(found, nowhere, here).tolist() == [Validity.TOO_FEW if accepted else Validity.VALID]
     assert validity(found, here, here).tolist() == [Validity.INVALID if accepted else Validity.REJECTED_NAN]
+
+
+def test_the_host_gets_all_results() -> None:
+    verification = Verification(
+        torch.tensor([1, 3]), torch.tensor([[0, 3, 4], [0, 1, 2]]), torch.arange(6).view(2, 3), None
+    )
+    expected = Outcome([0, 2], [1, 3], [[0, 3, 4], [0, 1, 2]], [[0, 1, 2], [3, 4, 5]])
+    assert to_host(verification, torch.tensor([0, 2])) == expected
 
 
 def test_padding_of_a_tree_hangs_below_the_bonus_token():

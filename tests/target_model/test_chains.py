@@ -26,7 +26,7 @@ from foredraft.inference.serve.worker import Worker
 from foredraft.train.hidden_states.online import forward_target
 from tests.conformance.families import check_family, families
 from tests.conformance.targets import small_family
-from tests.support import architectures, decoding, nightly_but
+from tests.support import architectures, batches, decoding, nightly_but
 from tests.support.architectures import HYBRID_WINDOW, HYBRIDS, VOCAB, hybrid
 from tests.support.batches import filled, packed
 from tests.support.decoding import Oracle, Random
@@ -83,6 +83,26 @@ def test_what_cannot_continue_from_a_cache_writes_as_transformers_does(family: s
     assert not target.capabilities.caching and check_family(target, new_tokens=8) == ["decoded plainly"]
 
 
+def test_transformers_own_steps_continue_from_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a Llama, of which nothing was measured, write as the families above do."""
+    target, read = Target(copy.deepcopy(architectures.pair("llama", "sdpa").plain)), []
+    target.capabilities.why, vars(target.capabilities)["_continues"] = "nothing was measured", None
+    assert not target.capabilities.caching
+    facts = {"max_new_tokens": 6, "eos_token_id": -1}
+    theirs = target.model.generate(torch.tensor([PROMPTS[0]]), do_sample=False, **facts)[0, len(PROMPTS[0]) :].tolist()
+    forward = target.model.forward
+    monkeypatch.setattr(
+        target.model,
+        "forward",
+        lambda input_ids, **kwargs: read.append(input_ids.shape[1]) or forward(input_ids, **kwargs),
+    )
+    assert generate(target, None, *batch([0]), **facts).new_tokens == [theirs]
+    assert read == [len(PROMPTS[0]), 1, 1, 1, 1, 1]
+    cache = StateCache(1, "cpu")
+    output = target.prefill(torch.tensor([PROMPTS[0]]), [len(PROMPTS[0])], cache)
+    assert output.logits.shape == (1, 1, VOCAB) and output.aux_hidden_states.shape == (1, len(PROMPTS[0]), 0)
+
+
 @torch.no_grad()
 def test_an_erased_slot_computes_nothing_more() -> None:
     """Erase the text whose logits were no numbers. The other one goes on."""
@@ -95,6 +115,57 @@ def test_an_erased_slot_computes_nothing_more() -> None:
     expected = target.forward(torch.tensor([[*PROMPTS[1][::-1], 8]])).logits[0, -1]
     assert not logits[0].any() and cache.slots[0].state is None
     torch.testing.assert_close(logits[1, 0], expected, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["qwen3_5", "llama4"])
+def test_a_slot_has_the_hidden_states_of_its_text(kind: str) -> None:
+    """Check prompts of two lengths and drafts after them, and that a slot whose text has ended computes nothing more."""
+    target, prompts, chains = hybrid(kind).target, [PROMPTS[0], PROMPTS[1]], [[7, 8], [9, 10]]
+    cache, padding = StateCache(2, "cpu"), [0] * 15
+    states = target.prefill(torch.tensor([prompts[0], prompts[1] + padding]), [20, 5], cache, [1]).aux_hidden_states
+    cache.set_lengths([20, 5])
+    drafted = target.forward_tree(torch.tensor(chains), None, None, cache, [1]).aux_hidden_states
+    for row, (prompt, chain) in enumerate(zip(prompts, chains, strict=True)):
+        whole = target.forward(torch.tensor([prompt + chain]), layers=[1]).aux_hidden_states[0]
+        torch.testing.assert_close(states[row, : len(prompt)], whole[:-2], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(drafted[row], whole[-2:], rtol=1e-3, atol=1e-3)
+    cache.commit([[], [0]])
+    ended = cache.slots[0].text
+    output = target.forward_tree(torch.tensor(chains), None, None, cache, [1])
+    assert not output.logits[0].any() and not output.aux_hidden_states[0].any() and output.logits[1].any()
+    assert output.logits.shape == (2, 2, VOCAB) and output.aux_hidden_states.shape == drafted.shape
+    cache.commit([[], [0, 1]])
+    assert cache.lengths == [20, 8] and cache.slots[0].text is ended and cache.slots[1].text.shape == (1, 8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["qwen3_5", "llama4", "openai-gpt"])
+def test_a_rejected_draft_of_two_leaves_no_trace(kind: str) -> None:
+    target, text, cache = hybrid(kind).target, list(PROMPTS[1]), StateCache(1, "cpu")
+    target.prefill(torch.tensor([text]), [len(text)], cache)
+    cache.set_lengths([len(text)])
+    for step in range(4):
+        chain = [7 + step, 20 + step]
+        logits = target.forward_tree(torch.tensor([chain]), None, None, cache).logits[0]
+        whole = target.forward(torch.tensor([text + chain])).logits[0, -2:]
+        torch.testing.assert_close(logits, whole, rtol=1e-3, atol=1e-3)
+        cache.commit([[0]])
+        text.append(chain[0])
+
+
+@torch.no_grad()
+def test_a_chain_ends_where_the_context_does() -> None:
+    """Draft four tokens where two have positions, with a model that computes the whole text in each forward."""
+    target = hybrid("openai-gpt").target
+    assert target.context is not None
+    cache, text, chain = StateCache(1, "cpu"), [number % 40 + 3 for number in range(target.context - 2)], [7, 8, 9, 10]
+    target.prefill(torch.tensor([text]), [len(text)], cache)
+    cache.set_lengths([len(text)])
+    logits = target.forward_tree(torch.tensor([chain]), None, None, cache).logits[0]
+    whole = target.forward(torch.tensor([text + chain[:2]])).logits[0, -2:]
+    torch.testing.assert_close(logits[:2], whole, rtol=1e-3, atol=1e-3)
+    assert logits.shape == (4, VOCAB) and not logits[2:].any()
 
 
 def test_where_rounding_may_pick_another_key_it_is_said_before_anything_is_drafted() -> None:
@@ -253,6 +324,45 @@ def test_states_are_taken_as_they_are_and_go_back_by_text(kind: str) -> None:
     cache.commit([[0], [], [0, 1, 2]])
     for name, states, key in cache.tensors():
         assert torch.equal(states[key][1], kept[name][1]) and not torch.equal(states[key][2], kept[name][2])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["qwen3_5", "lfm2", "falcon_h1"])
+def test_states_go_with_their_texts(kind: str) -> None:
+    """Decode slots in any order, swap two, copy one to another, begin one anew, and erase two."""
+    target, texts = hybrid(kind).target, [list(prompt) for prompt in PROMPTS]
+    cache = filled(target, texts, 300)
+
+    def check(rows: list[int]) -> None:
+        cache.use(rows)
+        chains = [[3 + row, 4, 5] for row in rows]
+        logits = read(target, cache, chains)
+        for number, row in enumerate(rows):
+            whole = target.forward(torch.tensor([texts[row] + chains[number]])).logits[0, -3:]
+            torch.testing.assert_close(logits[number], whole, rtol=1e-3, atol=1e-3)
+            texts[row] += chains[number][:2]
+        cache.commit([[0, 1]] * len(rows))
+
+    check([2, 0])
+    cache.swap(0, 1)
+    texts[:2] = texts[1::-1]
+    check([1])
+    check([0, 1, 2])
+    cache.copy(2, 0, len(texts[2]))
+    texts[0] = list(texts[2])
+    check([0, 2])
+    cache.truncate(1, 0)
+    texts[1] = list(PROMPTS[1])
+    cache.use([1])
+    target.prefill(torch.tensor([texts[1]]), [len(texts[1])], cache)
+    cache.set_lengths([len(texts[1])])
+    check([1, 2])
+    cache.use([0, 1])
+    cache.erase(1)
+    cache.erase(2)
+    cache.store()
+    for states in (*cache.stored.values(), *batches.states_of(cache)):
+        assert states[0].any() and not states[1:].any()
 
 
 @pytest.mark.parametrize("kind", READING)

@@ -191,6 +191,11 @@ def test_documents_of_a_packed_batch_are_what_transformers_makes_of_each(target:
     assert (batch["documents"].amax(1) - batch["documents"].amin(1)).max() > 1  # several in a row
     first = collate([packed[0]])["images"]
     assert torch.equal(first["position_ids"], batch["images"]["position_ids"][:, :1])
+    shortest, *_, longest = sorted(read.train.with_images().nonzero()[0], key=read.train.sizes.__getitem__)
+    (alone,) = Packed(read.train.select([shortest]), 224, seed=0)
+    assert alone["images"]["at"].unique(dim=0).tolist() == [[0, 0]]
+    fits = Packed(read.train.select([shortest, longest]), int(read.train.sizes[shortest]), seed=0)
+    assert (len(fits), fits.card["image_documents_longer_than_a_row"], fits.card["padding_share"]) == (1, 1, 0)
     layers = [1, 3]
     states, last = online.forward_target(target, PackedBatch.of(batch), layers)
     seen = 0

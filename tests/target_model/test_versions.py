@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import Cache, LlamaForCausalLM
+from transformers.cache_utils import DynamicLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from transformers.utils import ModelOutput
 
@@ -93,6 +94,8 @@ def test_a_cache_is_cropped_only_if_that_leaves_no_trace(kind: str, monkeypatch:
     _, state = architectures.hybrid(kind).target.forward_from(PROMPT, 0, None)
     monkeypatch.delattr(MiniMaxCache, "is_croppable", raising=False)  # as before 5.23
     assert can_crop(state) == CROPS[kind]
+    state.layers.append(type("Other", (DynamicLayer,), {})())
+    assert not can_crop(state)
 
 
 def test_a_model_that_runs_its_layers_in_loops_drafts_no_trees() -> None:

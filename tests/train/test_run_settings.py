@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from transformers import TrainerState
 
 from foredraft.heads import Target, save_head
@@ -80,14 +81,22 @@ def test_a_step_has_the_rows_of_all_processes(monkeypatch):
     )
     monkeypatch.setattr(run_state.distributed, "world_size", lambda: 2)
     assert run_state.rows_per_step(cfg) == 12
-    for steps, written in ((-1, 5000), (1, 12 * 64), (3, 3 * 12 * 64), (9, 5000)):  # of text, no more than is read
+    for steps, written in (
+        (-1, 5000),
+        (0, 5000),
+        (1, 12 * 64),
+        (3, 3 * 12 * 64),
+        (9, 5000),
+    ):  # of text, no more than is read
         cfg.trainer.max_steps, cfg.max_length, cfg.self_generated_tokens = steps, 64, 5000
         assert run_state.written_tokens(cfg) == written
+    assert run_state.written_tokens(OmegaConf.create({"trainer": {"max_steps": -1}})) == 0
 
 
 def test_a_group_of_settings_may_be_gone():
     assert run_state.differences({"a": {"b": 1}}, {"a": None}) == ["a is {'b': 1} there, None here"]
     assert run_state.differences({"a": 2}, {"a": {"b": 1}}) == ["a is 2 there, {'b': 1} here"]
+    assert run_state.differences({"a": 2}, {}) == ["a is 2 there, None here"]
 
 
 def test_as_many_checkpoints_stay_as_are_asked_for_and_the_best_weights(tmp_path: Path):
@@ -122,8 +131,13 @@ def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypa
     half = checkpoint.parent / checkpoints.UNFINISHED / "checkpoint-9"  # a kill came before it got its name
     half.mkdir(parents=True)
     assert opened("seed=3", "trainer.max_steps=7") == opened("seed=3", "trainer.max_steps=8") == str(checkpoint)
-    assert "resuming with other settings: trainer.max_steps is 7 there, 8 here" in capsys.readouterr().out
-    assert not half.exists()
+    said = f"resuming with other settings: trainer.max_steps is 7 there, 8 here\nresuming from {checkpoint}\n"
+    assert capsys.readouterr().out.endswith(said)
+    assert not half.exists() and len(run_state.LOCKS) == 1
+    with pytest.raises(
+        ValueError, match=r"; trainer.seed is 3 there, 0 here\): give another output_dir, the .* resume it, or delete"
+    ):
+        opened("trainer.max_steps=8")
     spread = "trainer.per_device_train_batch_size=2", "trainer.gradient_accumulation_steps=3"
     with pytest.raises(
         ValueError,
@@ -159,6 +173,16 @@ def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypa
         opened("init_from=head")
     run_state.unlock()
     assert not run_state.LOCKS
+
+
+def test_a_directory_is_claimed_with_those_above_it(tmp_path: Path):
+    run_state.claim(tmp_path / "a" / "b").close()
+    run_state.claim(tmp_path / "a" / "b").close()
+
+
+def test_the_seconds_of_a_run_are_those_of_its_newest_entry():
+    history = [{"train_seconds": 1.5}, {"loss": 2.0}, {"train_seconds": 5.0}, {"train_seconds": 7.0}]
+    assert run_state.seconds_of(Fake(log_history=history)) == 7 and run_state.seconds_of(Fake(log_history=[])) == 0
 
 
 def test_a_lock_that_was_opened_before_a_finished_run_moved_is_not_taken(tmp_path: Path, monkeypatch):

@@ -164,5 +164,5 @@ def differences(old: Any, new: Any, name: str = "") -> list[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         keys = sorted(old.keys() | new.keys())
         return [d for key in keys for d in differences(old.get(key), new.get(key), f"{name}.{key}".lstrip("."))]
-    same = old == new or SAME_RUN & {name, name.partition(".")[0], name.rpartition(".")[2]}
+    same = old == new or SAME_RUN & {name, name.rpartition(".")[2]}
     return [] if same else [f"{name} is {old} there, {new} here"]
