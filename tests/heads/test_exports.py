@@ -361,7 +361,7 @@ def test_the_gate_stops_files_that_gain_less(deep, tmp_path, monkeypatch):
 LOADED = {  # engine: format of export, None for the files as training writes them
     "eagle3": {"vLLM": None, "SGLang": None, "llama.cpp": "gguf"},
     "eagle3 qk_norm": {"vLLM": None},
-    "medusa": {"Text Generation Inference": None},
+    "medusa": {"Text Generation Inference": "medusa"},
     "domino": {"SGLang": None},
     "dspark pruned": {"vLLM": "vllm", "llama.cpp": "gguf"},
     "p_eagle": {"vLLM": None},
