@@ -19,6 +19,7 @@ from foredraft.heads.hub.card import model_card
 from foredraft.heads.hub.client import file_sha256
 from foredraft.heads.target_model.files import weight_map
 from foredraft.inference import load_drafter
+from foredraft.scripts import plan, preview
 from foredraft.train import publish
 from tests.support import golden
 from tests.support.gguf_heads import gguf_head
@@ -353,6 +354,30 @@ def test_a_target_and_its_tokenizer_are_of_the_revision_that_was_asked_for(serve
     (tmp_path / "staged").mkdir()
     publish.stage(tmp_path / "head", tmp_path / "staged", NAME, older, None)
     assert f"| revision of the target | {first} |" in (tmp_path / "staged" / "README.md").read_text()
+
+
+def test_programs_read_the_revision_that_was_asked_for(server, tiny_path, tmp_path, call):
+    """Use a newest version with another config, and a token that the older one does not have."""
+    server.repos["org/target"] = repo = Repo(private=False)
+    repo.files = {path.name: path.read_bytes() for path in tiny_path.iterdir()}
+    first = repo.sha
+    repo.history[first] = dict(repo.files)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "newer")
+    repo.files |= {path.name: path.read_bytes() for path in (tmp_path / "newer").iterdir()}
+    config = json.loads(repo.files["config.json"])
+    repo.files["config.json"] = json.dumps(config | {"num_hidden_layers": 9}).encode()
+    repo.commits.append("newer")
+    assert plan.read_config("org/target").num_hidden_layers == 9
+    assert plan.read_config("org/target", revision=first).num_hidden_layers == config["num_hidden_layers"]
+    (tmp_path / "text.txt").write_text("<new> " * 500)
+    given = "target=org/target", "data=text", "data.path=text.txt", "samples=1"
+    newer, older = (
+        int(re.findall(r"(\d+) tokens", call(preview.main, *given, *more).out)[0])
+        for more in ((), (f"target.revision={first}",))
+    )
+    assert older > 2 * newer
 
 
 def test_pushing_needs_a_directory(server, target):
