@@ -102,8 +102,8 @@ def head_paths(cfg: DictConfig) -> list[str]:
 
 
 def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
-    """Save the settings and digests of the weights. Raises ValueError if the directory contains a run with others; repeats
-    may differ."""
+    """Save the settings and digests of the weights. Raises ValueError if the directory contains texts of a run with others;
+    repeats may differ. Prompts of a run that failed before its first text are removed."""
     settings = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(settings, dict)
     for name in ("repeats", "temperature", "rivals", "audit", "output_dir"):
@@ -114,10 +114,12 @@ def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
             settings["weights"] |= {path: weights_sha256(find(path))} if Path(path).expanduser().is_dir() else {}
     before = json.loads(file.read_text()) if file.exists() else {}
     if settings | before != settings:
-        raise ValueError(
-            f"output_dir={file.parent} contains a run with other settings or weights ({file}). Use another output_dir, or "
-            "remove it."
-        )
+        if Lines(file.parent / "lines.jsonl").of("text"):
+            raise ValueError(
+                f"output_dir={file.parent} contains a run with other settings or weights ({file}). Use another output_dir, "
+                "or remove it."
+            )
+        (file.parent / "prompts.json").unlink(missing_ok=True)
     write_atomically(file, json.dumps(settings, indent=1) + "\n")
 
 

@@ -37,6 +37,7 @@ def open_target(settings: DictConfig, head: str | Path) -> Target:
         return instantiate(settings)
     config = read_config(hub.find(head))
     path = config.get("foredraft", {}).get("target", {}).get("name") or config.get("base_model_name_or_path")
+    path = path or config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
     if not path:
         raise ValueError(f"the config of {head} names no target: give it, target.path=...")
     try:

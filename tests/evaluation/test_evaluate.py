@@ -479,6 +479,7 @@ def test_heads_are_found_wherever_they_are_named(tmp_path, monkeypatch, target, 
     cfg = composed("evaluate", f"target={tiny_path}", "drafter=[mine,'a+b/head','suffix+other/head']")
     assert evaluate.head_paths(cfg) == heads
     evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
+    (tmp_path / "lines.jsonl").write_text('{"kind": "text"}\n')
     save_head(make_head("eagle3", target), tmp_path / "mine", target)
     with pytest.raises(ValueError, match="other settings or weights"):
         evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
@@ -517,3 +518,12 @@ def test_transformers_decodes_without_the_penalties_of_the_checkpoint(fresh, mon
         ids[0][0, 20:].tolist() == generate(fresh, None, torch.tensor([text.tokens]), max_new_tokens=40).new_tokens[0]
     )
     assert fresh.model.generation_config is own
+
+
+def test_a_run_that_failed_before_its_first_text_is_no_run(run, tmp_path):
+    (tmp_path / "set.jsonl").write_text('{"prompt": "one"}\n')
+    (tmp_path / "other.jsonl").write_text('{"prompt": "one"}\n' * 2)
+    given = "max_new_tokens=2 repeats=1 rivals=false temperature=[0.0]"
+    assert "could be loaded" in complaint(run(*typed(f"prompts=set.jsonl drafter=/no/head {given}")))
+    assert run(*typed(f"prompts=other.jsonl drafter=ngram {given}")).code == 0
+    assert len(json.loads((tmp_path / "out" / "prompts.json").read_text())) == 2

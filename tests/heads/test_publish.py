@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from foredraft.heads import hub, load_head, save_head
@@ -91,6 +92,14 @@ def test_a_target_that_has_moved_is_asked_for(script, trained, tmp_path):
     ended = script("parity", "checkpoint=head")
     assert ended.code == 2 and "target ./gone is not a directory" in ended.err
     assert ended.err.endswith("(the config of head names it: set target=PATH)\n")
+
+
+def test_a_published_head_names_its_target_as_speculators_does(trained, target, tmp_path):
+    shutil.copytree(trained / "eagle3/head", tmp_path / "head")
+    named = {"speculators_config": {"verifier": {"name_or_path": target.name}}}
+    edit(tmp_path / "head", lambda config: config.update(named, foredraft={}))
+    settings = OmegaConf.create({"_target_": "foredraft.loading.open_target", "path": None, "device": "cpu"})
+    assert publish.open_target(settings, tmp_path / "head").name == target.name
 
 
 @pytest.mark.nightly  # three new interpreters; by day test_hub.py pushes in this one
