@@ -20,6 +20,7 @@ from foredraft.cli import check_at_least, entry
 from foredraft.heads import Target, load_head
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.hub import find, weights_sha256
+from foredraft.heads.target_model.files import weight_map
 from foredraft.inference import generate, load_drafter
 from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
@@ -109,6 +110,10 @@ def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
     for name in ("repeats", "temperature", "rivals", "audit", "output_dir"):
         del settings[name]
     settings["weights"] = {"target": fingerprint(target)["embedding_digest"]}
+    files = {
+        path: path.stat() for path in sorted(set(weight_map(target).values()))
+    }  # a fine-tune may have the same embedding
+    settings["target_files"] = [[path.name, facts.st_size, facts.st_mtime_ns] for path, facts in files.items()]
     for path in head_paths(cfg):
         with contextlib.suppress(ValueError):  # a drafter that cannot be loaded is omitted later
             settings["weights"] |= {path: weights_sha256(find(path))} if Path(path).expanduser().is_dir() else {}

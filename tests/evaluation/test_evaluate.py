@@ -1,5 +1,6 @@
 """scripts/evaluate.py as a user types it, and what its figures are made of."""
 
+import contextlib
 import csv
 import fcntl
 import itertools
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foredraft.heads import Target, save_head
@@ -527,3 +529,17 @@ def test_a_run_that_failed_before_its_first_text_is_no_run(run, tmp_path):
     assert "could be loaded" in complaint(run(*typed(f"prompts=set.jsonl drafter=/no/head {given}")))
     assert run(*typed(f"prompts=other.jsonl drafter=ngram {given}")).code == 0
     assert len(json.loads((tmp_path / "out" / "prompts.json").read_text())) == 2
+
+
+def test_another_target_in_the_same_place_is_another_run(tiny_path, tmp_path):
+    """Change a layer, which the digest of the embedding does not cover."""
+    shutil.copytree(tiny_path, tmp_path / "target")
+    cfg = composed("evaluate", f"target={tmp_path}/target", "drafter=ngram")
+    for weight in (0.0, 1.0):
+        weights = load_file(tmp_path / "target" / "model.safetensors")
+        weights["model.layers.0.mlp.up_proj.weight"].fill_(weight)
+        save_file(weights, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
+        target = Target.from_pretrained(tmp_path / "target", dtype="float32", device="cpu")
+        with pytest.raises(ValueError, match="other settings or weights") if weight else contextlib.nullcontext():
+            evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
+        (tmp_path / "lines.jsonl").write_text('{"kind": "text"}\n')
