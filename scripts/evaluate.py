@@ -110,10 +110,9 @@ def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
     for name in ("repeats", "temperature", "rivals", "audit", "output_dir"):
         del settings[name]
     settings["weights"] = {"target": fingerprint(target)["embedding_digest"]}
-    files = {
-        path: path.stat() for path in sorted(set(weight_map(target).values()))
-    }  # a fine-tune may have the same embedding
-    settings["target_files"] = [[path.name, facts.st_size, facts.st_mtime_ns] for path, facts in files.items()]
+    # A fine-tune may have the same embedding.
+    files = [(path.name, path.stat()) for path in sorted(set(weight_map(target).values())) if path.is_file()]
+    settings["target_files"] = [[name, facts.st_size, facts.st_mtime_ns] for name, facts in files]
     for path in head_paths(cfg):
         with contextlib.suppress(ValueError):  # a drafter that cannot be loaded is omitted later
             settings["weights"] |= {path: weights_sha256(find(path))} if Path(path).expanduser().is_dir() else {}
