@@ -146,7 +146,7 @@ def try_rename(directory: Path, place: Path) -> bool:
 
 def is_own_card(file: Path) -> bool:
     """Return whether this file is a model card that states the digest of weights."""
-    return file.name == CARD and STATED_SHA.search(file.read_text("utf-8")) is not None
+    return file.name == CARD and STATED_SHA.search(file.read_text("utf-8", "replace")) is not None
 
 
 def read_head(path: str | Path, target: Target, revision: str | None = None, strict: bool = False) -> DraftHead:
@@ -197,7 +197,7 @@ def drafting_dtype(head: DraftHead, target: Target) -> torch.dtype:
 def check_card(directory: Path) -> None:
     """Raise ValueError if the model card next to the weights was written for other weights."""
     card = directory / CARD
-    stated = STATED_SHA.search(card.read_text("utf-8")) if card.is_file() else None
+    stated = STATED_SHA.search(card.read_text("utf-8", "replace")) if card.is_file() else None
     if stated and stated[1] != weights_sha256(directory):
         raise ValueError(
             f"the weights in {directory} are not those of its {CARD} (SHA-256 {stated[1][:12]}...): the download or the "

@@ -20,6 +20,7 @@ from foredraft.cli import check_at_least, entry
 from foredraft.heads import Target, load_head
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.hub import find, weights_sha256
+from foredraft.heads.target_model.files import weight_map
 from foredraft.inference import generate, load_drafter
 from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
@@ -91,28 +92,38 @@ def paths_of(cfg: DictConfig) -> list[str]:
     return [given if isinstance(given, str) else str(given.get("path", "")) for given in cfg.drafter]
 
 
+def parts_of(cfg: DictConfig) -> list[str]:
+    """Return the drafters, and each of those that a + joins, as `load_drafter` reads it."""
+    return [part for path in paths_of(cfg) for part in ([path] if Path(path).is_dir() else path.split("+"))]
+
+
 def head_paths(cfg: DictConfig) -> list[str]:
     """Return the directories or repositories of the heads among the drafters."""
-    return [path for path in (spec.partition("+")[0] for spec in paths_of(cfg)) if "/" in path and ":" not in path]
+    return [part for part in parts_of(cfg) if ":" not in part and ("/" in part or Path(part).is_dir())]
 
 
 def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
-    """Save the settings and digests of the weights. Raises ValueError if the directory contains a run with others; repeats
-    may differ."""
+    """Save the settings and digests of the weights. Raises ValueError if the directory contains texts of a run with others;
+    repeats may differ. Prompts of a run that failed before its first text are removed."""
     settings = OmegaConf.to_container(cfg, resolve=True)
     assert isinstance(settings, dict)
     for name in ("repeats", "temperature", "rivals", "audit", "output_dir"):
         del settings[name]
     settings["weights"] = {"target": fingerprint(target)["embedding_digest"]}
+    # A fine-tune may have the same embedding.
+    files = [(path.name, path.stat()) for path in sorted(set(weight_map(target).values())) if path.is_file()]
+    settings["target_files"] = [[name, facts.st_size, facts.st_mtime_ns] for name, facts in files]
     for path in head_paths(cfg):
         with contextlib.suppress(ValueError):  # a drafter that cannot be loaded is omitted later
-            settings["weights"] |= {path: weights_sha256(find(path))} if Path(path).is_dir() else {}
+            settings["weights"] |= {path: weights_sha256(find(path))} if Path(path).expanduser().is_dir() else {}
     before = json.loads(file.read_text()) if file.exists() else {}
     if settings | before != settings:
-        raise ValueError(
-            f"output_dir={file.parent} contains a run with other settings or weights ({file}). Use another output_dir, or "
-            "remove it."
-        )
+        if Lines(file.parent / "lines.jsonl").of("text"):
+            raise ValueError(
+                f"output_dir={file.parent} contains a run with other settings or weights ({file}). Use another output_dir, "
+                "or remove it."
+            )
+        (file.parent / "prompts.json").unlink(missing_ok=True)
     write_atomically(file, json.dumps(settings, indent=1) + "\n")
 
 
@@ -140,7 +151,8 @@ def find_prompts(cfg: DictConfig, target: Target, lengths: Sequence[int] = ()) -
         if lengths:
             make = long_prompts.asked if cfg.prompts == "long" else long_prompts.continued
             return make(tokenizer, long_prompts.texts_of(tokenizer, data, count, lengths), lengths)
-        return prompt_sets.held_out(tokenizer, data, count, cfg.prompt_tokens)
+        found = prompt_sets.held_out(tokenizer, data, count, cfg.prompt_tokens)
+        return [Prompt.of(prompt.category, prompt.tokens, prompt.ends, most) for prompt in found]
 
     def answer(ids: list[int]) -> list[int]:
         input_ids = torch.tensor([ids], device=target.device)
@@ -183,7 +195,7 @@ def with_variants(name: str, drafter: Drafter, target: Target, length: int) -> I
 
 def assistants(cfg: DictConfig) -> dict[str, str]:
     """Return the smaller models among the drafters, with which transformers can draft too."""
-    return {path: path.removeprefix("draft:") for path in paths_of(cfg) if path.startswith("draft:")}
+    return {part: part.removeprefix("draft:") for part in parts_of(cfg) if part.startswith("draft:")}
 
 
 if __name__ == "__main__":

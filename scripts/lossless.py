@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from foredraft.cli import check_at_least, entry
 from foredraft.heads import Target
-from foredraft.inference.drafters import AutoTree, Drafter, NoDrafter
+from foredraft.inference.drafters import AutoTree, Chain, Drafter, NoDrafter, Union
 from foredraft.inference.evaluation.lossless import SETTINGS, PaddedDrafter, compare_bits, divergences
 from foredraft.inference.evaluation.measure import identical_share
 from foredraft.train.data.corpus import prompts
@@ -23,12 +23,18 @@ def main(cfg: DictConfig) -> None:
     check_at_least(cfg, 1, "num_prompts", "prompt_tokens", "max_new_tokens", "batch")
     exact: Target = instantiate(cfg.target, dtype="float32")
     rows = prompts(exact.text_tokenizer, load_corpus(cfg.data, exact).test, cfg.num_prompts, cfg.prompt_tokens)
+    longest = max(map(len, rows)) + cfg.max_new_tokens
+    if longest > (exact.context or longest):
+        raise ValueError(
+            f"prompt_tokens={cfg.prompt_tokens} and max_new_tokens={cfg.max_new_tokens} make texts of {longest} tokens, more "
+            f"than the context of {exact.context}: lower one of them"
+        )
     print(
         f"{len(rows)} prompts of {cfg.prompt_tokens} tokens, {cfg.max_new_tokens} new tokens each, drafter {cfg.drafter.path}"
     )
-    wrong = check_level("L1  float32", exact, in_every_step(instantiate(cfg.drafter, target=exact)), rows, cfg)
+    wrong = check_level("L1  float32", exact, in_every_step(instantiate(cfg.drafter, target=exact), exact), rows, cfg)
     half: Target = instantiate(cfg.target, dtype=cfg.dtype)
-    drafter, dtype = in_every_step(instantiate(cfg.drafter, target=half)), str(half.dtype).removeprefix("torch.")
+    drafter, dtype = in_every_step(instantiate(cfg.drafter, target=half), half), str(half.dtype).removeprefix("torch.")
     if half.capabilities.prefers_chains and (half.capabilities.keeps_bits or not drafter.branches):
         wrong += check_level(f"L2  {dtype}", half, drafter, rows, cfg)
         for temperature in (0.0, 1.0):
@@ -51,11 +57,14 @@ def main(cfg: DictConfig) -> None:
     conclude(wrong)
 
 
-def in_every_step(drafter: Drafter) -> Drafter:
-    """Return what drafts without a head in every step, not only when it pays: steps without drafts would prove nothing."""
-    if isinstance(drafter, AutoTree) and isinstance(drafter.inner, NoDrafter) and drafter.suffix:
-        return drafter.suffix
-    return drafter
+def in_every_step(drafter: Drafter, target: Target) -> Drafter:
+    """Return what drafts in every step, not only when it pays: steps without drafts would prove nothing."""
+    if not isinstance(drafter, AutoTree):
+        return drafter
+    parts = [part for part in drafter.parts if not isinstance(part, NoDrafter)]
+    if len(parts) == 1:
+        return parts[0]
+    return Chain(Union(parts)) if target.capabilities.prefers_chains else Union(parts)
 
 
 def check_level(

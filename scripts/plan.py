@@ -19,16 +19,16 @@ from foredraft.train.checks import check_context_parallel
 from foredraft.train.runtime.memory_plan import memory_per_gpu, stored_quantization, strategy_of, study
 
 
-def read_config(target: str, gguf_file: str | None = None) -> Any:
+def read_config(target: str, gguf_file: str | None = None, revision: str | None = None) -> Any:
     """Read the target's config. Raises ValueError that says what to give instead. A GGUF file is converted first, as the run
     would do it."""
-    if gguf_of(target, gguf_file, None) is not None:
-        target = resolve_path(target, gguf_file=gguf_file)
+    if gguf_of(target, gguf_file, revision) is not None:
+        target = resolve_path(target, gguf_file=gguf_file, revision=revision)
     path = Path(target)
     if not path.exists() and (path.suffix == ".json" or target.count("/") > 1 or target.startswith((".", "/", "~"))):
         raise ValueError(f"target={target} does not exist: give a config.json, a directory that holds one, or a Hub id")
     try:
-        return loading.read_config(target)
+        return loading.read_config(target, revision)
     except OSError as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
@@ -46,7 +46,7 @@ def plan(cfg: DictConfig) -> dict[str, Any]:
         raise ValueError(f"target.sharding={cfg.target.sharding}: a plan knows {', '.join(COLLECTIVE)}, or null")
     if cfg.head._target_.startswith("foredraft.heads.draft_model."):
         raise ValueError("head=draft_model is a separate model, and a plan counts heads: plan one of those")
-    config = read_config(cfg.target.path, cfg.target.get("gguf_file"))
+    config = read_config(cfg.target.path, cfg.target.get("gguf_file"), cfg.target.revision)
     quantization, stored = cfg.target.quantization, getattr(config, "quantization_config", None)
     if quantization and stored:
         raise ValueError(f"target.quantization={quantization}: {cfg.target.path} is quantized already: leave it out")
@@ -77,7 +77,8 @@ def fitting(cfg: DictConfig) -> tuple[str, float] | None:
     changes = [f"trainer.per_device_train_batch_size=1 trainer.gradient_accumulation_steps={rows}", "strategy=fsdp"]
     changes += ["head.draft_vocab_size=32000"] if cfg.head.get("draft_vocab_size", 0) is None else []
     changes += ["target.sharding=fsdp"]
-    if getattr(read_config(cfg.target.path, cfg.target.get("gguf_file")), "quantization_config", None) is None:
+    config = read_config(cfg.target.path, cfg.target.get("gguf_file"), cfg.target.revision)
+    if getattr(config, "quantization_config", None) is None:
         changes += ["target.quantization=8bit", "target.quantization=4bit"]
     shares = strategy_of(cfg) in ("ddp", "fsdp") and cfg.target.sharding != "tensor"
     changes += [f"context_parallel={count}" for count in (2, 4, 8) if shares and cfg.gpus % count == 0]

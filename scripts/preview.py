@@ -9,9 +9,10 @@ from itertools import groupby
 
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from foredraft.cli import check_at_least, entry
+from foredraft.heads.target_model.loading import read_tokenizer
 from foredraft.heads.target_model.resolve_path import resolve_path
 from foredraft.inference.text import Detokenizer
 from foredraft.train.data import data_card
@@ -24,9 +25,10 @@ GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
 @entry("preview")
 def main(cfg: DictConfig) -> None:
     check_at_least(cfg, 1, "samples")
-    path = resolve_path(cfg.target.path, gguf_file=cfg.target.get("gguf_file"))
+    revision = cfg.target.revision
+    path = resolve_path(cfg.target.path, gguf_file=cfg.target.get("gguf_file"), revision=revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = read_tokenizer(path, revision)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"target.path={cfg.target.path} has no tokenizer: {str(error).splitlines()[0]}") from error
     # Whether the target, or a server, writes the missing text.

@@ -16,6 +16,7 @@ from foredraft.heads import Target, load_head
 from foredraft.heads.base import DraftHead, ParallelHead
 from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.formats.engines import SGLANG_TREE, engines
+from foredraft.heads.hub import find
 from foredraft.heads.target_model.packing import pack
 from foredraft.inference.drafters import HeadTree, chain_of, drafter_for
 from foredraft.inference.evaluation.measure import run
@@ -99,7 +100,10 @@ def settings(schedule: list[list[int]], drafts: int, path: str, head: DraftHead,
     most, found = max(drafts for _, _, drafts in schedule), dict[str, str]()
     if not drafts:
         return found
-    both = (engines(head, target, target.name, count) for count in (drafts, drafts + 1))
+    path = (
+        str(find(path)) if Path(path).expanduser().is_dir() else path
+    )  # engines read the head in the directory of a run
+    both = (engines(head, target, target.checkpoint, count) for count in (drafts, drafts + 1))
     for one, other in zip(*both, strict=True):
         engine, command = one["engine"], one["command"]
         if command == other["command"]:  # it drafts whole blocks

@@ -17,6 +17,7 @@ from transformers import TrainerState
 from foredraft.heads import lora
 from foredraft.heads.base import DraftHead, ParallelHead
 from foredraft.heads.checkpoint import published_dtype, read_head
+from foredraft.heads.hub import weights_sha256
 from foredraft.heads.hub.card import aligned, measured, model_card
 from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import AutoTree, Drafter, load_drafter
@@ -283,7 +284,7 @@ def write_results(directory: Path, head: DraftHead, target: Target, data: Corpus
     head_directory = directory / "head"
     (head_directory / "README.md").write_text(model_card(metrics, facts, dict(data_card.lines(data.card))))
     # Next to the weights too, where `scripts/push.py` makes the Hub's card of it.
-    record = metrics | {"about": facts, "data": data.card}
+    record = metrics | {"about": facts | {"sha256": weights_sha256(head_directory)}, "data": data.card}
     (head_directory / "metrics.json").write_text(json.dumps(record, indent=2) + "\n")
     write_report(directory, page)
     write_atomically(directory / METRICS, json.dumps(metrics, indent=2) + "\n")

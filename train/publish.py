@@ -14,9 +14,14 @@ from omegaconf import DictConfig
 from foredraft.heads import formats, hub
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import load_head, read_config
+from foredraft.heads.formats.base import projection_names
 from foredraft.heads.formats.engines import engines
+from foredraft.heads.formats.files import weights_file
+from foredraft.heads.formats.gguf.layout import GGUFFormat
+from foredraft.heads.formats.gguf.tensors import FILE
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.files import commit_of
 from foredraft.inference.drafters import load_drafter
 from foredraft.inference.evaluation.measure import run, texts
 from foredraft.inference.generation import tokens_per_forward
@@ -32,6 +37,7 @@ def open_target(settings: DictConfig, head: str | Path) -> Target:
         return instantiate(settings)
     config = read_config(hub.find(head))
     path = config.get("foredraft", {}).get("target", {}).get("name") or config.get("base_model_name_or_path")
+    path = path or config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
     if not path:
         raise ValueError(f"the config of {head} names no target: give it, target.path=...")
     try:
@@ -76,8 +82,16 @@ def gate(trained: Path, target: Target, files: Path) -> float:
     return lengths[0]
 
 
-def head_metadata(head: DraftHead, target: Target) -> dict[str, Any]:
-    """Return what the model card says about a head itself."""
+def layout_of(files: formats.HeadFiles) -> formats.Format:
+    """Return the layout of a head's files. Tensors of a GGUF file are read with the names of our own files."""
+    layout = formats.detect(files)
+    return GGUFFormat(layout, "float16") if weights_file(files.directory).name == FILE else layout
+
+
+def head_metadata(head: DraftHead, target: Target, written: formats.Format | None = None) -> dict[str, Any]:
+    """Return what the model card says about a head itself. written: layout of its files; None for the one that training
+    writes."""
+    written = written or formats.default_format(head)
     return {
         "kind": head.kind,
         "target": target.name,
@@ -87,10 +101,10 @@ def head_metadata(head: DraftHead, target: Target) -> dict[str, Any]:
         "layers": head.layers,
         "draft_vocab_size": None if head.draft_ids is None else len(head.draft_ids),
         "license": None,
-        "format": formats.default_format(head).title,
+        "format": written.title,
         "module": None if type(head).__module__.startswith("foredraft.") else type(head).__module__,
         # Other engines read the model as transformers saves it, not the GGUF file.
-        "engines": engines(head, target, "TARGET" if target.gguf else target.name),
+        "engines": engines(head, target, "TARGET" if target.gguf else target.name, written=written),
     }
 
 
@@ -98,21 +112,23 @@ def stage(head: Path, folder: Path, repo: str, target: Target, license: str | No
     """Copy to `folder` what the Hub gets of the head in `head`: its files, card, metrics, config and report. Raises
     ValueError for files that only foredraft can read."""
     for path in sorted(head.iterdir()):
-        if path.is_file() and path.name in (*hub.WEIGHTS, "config.json", "config.yaml", METRICS):
+        wanted = path.name in (*hub.WEIGHTS, "config.json", "config.yaml", METRICS) or path.suffix == ".safetensors"
+        if path.is_file() and wanted:
             shutil.copy(path, folder)
     if (head.parent / REPORT).is_file() and (head.parent / METRICS).is_file():
         shutil.copy(head.parent / REPORT, folder)
     recorded = json.loads((head / METRICS).read_text()) if (head / METRICS).is_file() else {}
-    loaded = load_head(head, target)
-    if loaded.lm_head_is_targets and not formats.default_format(loaded).export_weights(loaded, target).keys() <= (
-        formats.read(head).weights.keys()
-    ):
+    files, sha256 = formats.read(head), hub.weights_sha256(folder)
+    if recorded.get("about", {}).get("sha256", sha256) != sha256:
+        raise ValueError(f"head={head}: its {METRICS} was measured with other weights than those next to it: remove it")
+    loaded, layout = load_head(head, target), layout_of(files)
+    if loaded.lm_head_is_targets and not projection_names(layout, loaded) <= files.weights.keys():
         raise ValueError(
             f"head={head} leaves out the rows of the target's lm_head, which other engines need: push what foredraft export "
             "writes of it"
         )
-    facts = head_metadata(loaded, target) | recorded.get("about", {})
-    facts |= {"repo": repo, "sha256": hub.weights_sha256(folder), "revision": hub.cached_commit(target.checkpoint)}
+    facts = head_metadata(loaded, target, layout) | recorded.get("about", {})
+    facts |= {"repo": repo, "sha256": sha256, "revision": commit_of(target)}
     if license is not None:
         facts["license"] = license
     (folder / CARD).write_text(model_card(recorded, facts, recorded.get("data")))
@@ -128,9 +144,11 @@ def push(
     license: str | None = None,
 ) -> str:
     """Pass the gate with staged files and send them; return a sentence on what was done."""
+    head = head.expanduser()
     if not head.is_dir():
         raise ValueError(f"head={head} is not a directory: a head is pushed from where training wrote it")
     hub.check_name(repo)
+    head = hub.find(head)  # in the directory of a run
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         stage(head, folder, repo, target, license)

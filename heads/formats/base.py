@@ -238,13 +238,18 @@ def complete_vocabulary(
     return weights | {"t2d": vocab.to_offsets(ids, vocab_size)[1]}
 
 
+def projection_names(layout: Format, head: DraftHead) -> set[str]:
+    """Return the names that the head's projections to the vocabulary have in files of this layout."""
+    projections = {id(projection.weight) for projection in head.projections}
+    return {layout.disk_name(name) for name, weight in head.named_parameters() if id(weight) in projections}
+
+
 def complete_projections(
     files: HeadFiles, layout: Format, weights: dict[str, Tensor], head: DraftHead, target: Target
 ) -> dict[str, Tensor]:
     """Return `weights` with the target's rows for projections that files omit because they are those rows. Raises ValueError
     if the target's lm_head is quantized."""
-    projections = {id(projection.weight) for projection in head.projections}
-    names = {layout.disk_name(name) for name, weight in head.named_parameters() if id(weight) in projections}
+    names = projection_names(layout, head)
     if files.config.get("foredraft", {}).get("lm_head") != "target" or names <= weights.keys():
         return weights
     rows = target.lm_head_rows

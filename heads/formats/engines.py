@@ -27,7 +27,7 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.mtp import PREFIX, MTPHead
 from foredraft.heads.p_eagle import PEagleHead
 from foredraft.heads.target_model import Target
-from foredraft.heads.target_model.files import weight_map
+from foredraft.heads.target_model.files import WEIGHTS, weight_map
 from foredraft.heads.xpress import XPressHead
 
 VLLM = """vllm serve {target} --speculative-config '{{"method": "{method}", "model": "{head}", \
@@ -311,18 +311,21 @@ def export_for(
     return Export(rule.layout(*arguments), use, "\n".join(filter(None, notes)))
 
 
-def engines(head: DraftHead, target: Target, name: str, drafts: int | None = None) -> list[dict[str, Any]]:
-    """Return, for the model card, each engine that loads the head, the `format` of export (None for the files that training
-    writes), and the `command`, with {head} still to be filled in. name: of the target, for the commands. drafts: as for
-    `Export.command`."""
-    trained, supported = formats.default_format(head), []
+def engines(
+    head: DraftHead, target: Target, name: str, drafts: int | None = None, written: Format | None = None
+) -> list[dict[str, Any]]:
+    """Return, for the model card, each engine that loads the head, the `format` of export (None where the engine loads the
+    head's own files), and the `command`, with {head} still to be filled in. name: of the target, for the commands. drafts: as
+    for `Export.command`. written: layout of the head's files; None for the one that training writes."""
+    written, supported = written or formats.default_format(head), []
     for engine, names in ENGINES.items():
         for layout in names:
             try:
                 export = export_for(layout, head, target)
             except ValueError:
                 continue
-            same = type(export.layout) is type(trained) and vars(export.layout) == vars(trained)
+            same = type(export.layout) is type(written) and vars(export.layout) == vars(written)
+            same = same and WEIGHTS in export.layout.weight_files  # TGI reads another name
             command = export.command(head, name, "{head}", drafts)
             supported.append({"engine": engine, "format": None if same else layout, "command": command})
             break

@@ -126,19 +126,26 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_shards(index: Path) -> dict[str, Tensor]:
-    """Read the tensors of a model that was saved in parts. Each part must be next to the index."""
+    """Read the tensors of a model that was saved in parts."""
+    tensors: dict[str, Tensor] = {}
+    for part in shards(index):
+        tensors |= read_safetensors(part)
+    return tensors
+
+
+def shards(index: Path) -> list[Path]:
+    """Return the parts that an index names. Raises ValueError unless each of them is next to it."""
     entries = read_json(index)
     parts = entries.get("weight_map") if isinstance(entries, dict) else None
     if not isinstance(parts, dict):
         raise ValueError(f"{index} has no weight_map")
-    tensors: dict[str, Tensor] = {}
-    for name in sorted(set(map(str, parts.values()))):
+    names = sorted(set(map(str, parts.values())))
+    for name in names:
         if name != PurePosixPath(name).name or not name.endswith(".safetensors"):
             raise ValueError(f"{index} names {name!r}: a part must be a .safetensors file in the same directory")
         if not (index.parent / name).is_file():
             raise ValueError(f"{index} names {name}, which is missing")
-        tensors |= read_safetensors(index.parent / name)
-    return tensors
+    return [index.parent / name for name in names]
 
 
 def read_pickled(path: Path) -> dict[str, Tensor]:

@@ -48,7 +48,7 @@ class HydraFormat(Format):
         return weights
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
-        return {"base_model_name_or_path": target.name} | head.to_config()
+        return {"base_model_name_or_path": target.checkpoint} | head.to_config()
 
 
 def check_tied(engine: str, head: Any, target: Target) -> None:

@@ -50,8 +50,9 @@ def layer_settings(
         files.notes.append(f"sliding_window={window} is not applied, drafts see the whole text")
         settings = settings | {"layer_types": None}
     new = settings.get("rope_parameters") or {}
-    if "rope_theta" in settings and new.get("rope_theta", settings["rope_theta"]) != settings["rope_theta"]:
-        raise files.error(f"config.json has rope_theta={settings['rope_theta']} and rope_parameters={new}")
+    theta = settings.get("rope_theta")  # null means absent
+    if theta is not None and new.get("rope_theta", theta) != theta:
+        raise files.error(f"config.json has rope_theta={theta} and rope_parameters={new}")
     if width := (new or settings.get("rope_scaling") or {}).get("rope_dim"):  # vLLM prefers it, and SGLang for DFlash
         dim = settings.get("head_dim") or settings["hidden_size"] // heads
         old = new or {"rope_theta": settings.get("rope_theta")} | settings["rope_scaling"]

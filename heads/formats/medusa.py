@@ -61,4 +61,4 @@ class MedusaFormat(Format):
         return files.weights | dict.fromkeys(names, rows.detach().cpu())
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
-        return {"base_model_name_or_path": target.name} | head.to_config()
+        return {"base_model_name_or_path": target.checkpoint} | head.to_config()

@@ -188,7 +188,7 @@ def package_config(
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": head.depth, "verifier_accept_k": 1}],
-            "verifier": {"name_or_path": target.name, "architectures": target.config.architectures or []},
+            "verifier": {"name_or_path": target.checkpoint, "architectures": target.config.architectures or []},
         },
         "transformer_layer_config": layer,
         "draft_vocab_size": head.to_config()["draft_vocab_size"],

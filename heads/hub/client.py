@@ -2,18 +2,19 @@
 overwritten, and what is deleted when a head is replaced, and turns errors into one sentence."""
 
 import fnmatch
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi, ModelInfo, get_token, snapshot_download, try_to_load_from_cache
+from huggingface_hub import HfApi, ModelInfo, get_token, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import validate_repo_id
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from foredraft.heads.formats.files import CONFIG, FILE, INDEX, PICKLED, SAFE, WEIGHTS, read_config, weights_file
+from foredraft.heads.formats.files import CONFIG, FILE, INDEX, PICKLED, SAFE, WEIGHTS, read_config, shards, weights_file
 from foredraft.heads.target_model.cache_directory import file_sha256
 
 HEAD = "head"  # directory in that of a run, and of each of its checkpoints
@@ -156,16 +157,11 @@ def check_replaceable(api: HfApi, there: ModelInfo, folder: Path, repo: str, pri
 
 
 def weights_sha256(folder: Path) -> str:
-    """Return the digest of the weights in `folder`, which identifies a head."""
-    return file_sha256(weights_file(folder))
-
-
-def cached_commit(name: str) -> str | None:
-    """Return the commit of a model that was loaded from the Hub; None for one from a directory."""
-    if Path(name).is_dir():
-        return None
-    cached = try_to_load_from_cache(name, "config.json")
-    return Path(cached).parent.name if isinstance(cached, str) else None
+    """Return the digest of the weights in `folder`, which identifies a head. Of several files it is that of their digests."""
+    file = weights_file(folder)
+    if file.name != INDEX:
+        return file_sha256(file)
+    return hashlib.sha256("".join(map(file_sha256, shards(file))).encode()).hexdigest()
 
 
 @contextmanager

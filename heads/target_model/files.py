@@ -26,12 +26,20 @@ def check_no_pointer(file: Path) -> None:
 
 def checkpoint_file(target: "Target", name: str) -> Path | None:
     """Return a file of the target's checkpoint, in its directory or the Hub's cache."""
+    if not target.checkpoint:  # a model that was made in memory
+        return None
     if Path(target.checkpoint).is_dir():
         return Path(target.checkpoint) / name if (Path(target.checkpoint) / name).is_file() else None
     if target.checkpoint.count("/") != 1:
         return None
-    cached = try_to_load_from_cache(target.checkpoint, name, revision=target.model.config._commit_hash)
+    cached = try_to_load_from_cache(target.checkpoint, name, revision=target.revision)
     return Path(cached) if isinstance(cached, str) else None
+
+
+def commit_of(target: "Target") -> str | None:
+    """Return the commit of a target from the Hub, of which the cache has a folder; None for one from a directory."""
+    file = checkpoint_file(target, "config.json")
+    return None if file is None or Path(target.checkpoint).is_dir() else file.parent.name
 
 
 def weight_map(target: "Target") -> dict[str, Path]:

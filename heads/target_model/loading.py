@@ -221,15 +221,19 @@ def check_scales(path: str, model: PreTrainedModel, unexpected: Iterable[str]) -
         )
 
 
+def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Read a model's tokenizer. AutoTokenizer uses the class of the model's family, which splits and normalizes as that
+    family's first models did; a GGUF file's own tokenizer may not."""
+    kind = AutoTokenizer if record_of(path) is None else PreTrainedTokenizerFast
+    return kind.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+
+
 def load_tokenizer(
     path: str, model: PreTrainedModel, revision: str | None, trust_remote_code: bool
 ) -> tuple[PreTrainedTokenizerBase | None, str | None]:
     """Return the tokenizer, or None and the reason: decoding and drafting only need ids."""
-    # AutoTokenizer uses the class of the model's family, which splits and normalizes as that family's first models did. A
-    # GGUF file's own tokenizer may not.
-    kind = AutoTokenizer if record_of(path) is None else PreTrainedTokenizerFast
     try:
-        tokenizer = kind.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = read_tokenizer(path, revision, trust_remote_code)
     except Exception as error:  # no tokenizer, or a missing package: what transformers raises differs by kind
         for file in Path(path).glob("tokenizer.*"):
             check_no_pointer(file)

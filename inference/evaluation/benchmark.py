@@ -7,6 +7,7 @@ change of the machine's speed affects all alike.
 Batches are faster, but only acceptance can be measured in them. A system with `batched` decodes all texts in batches first.
 """
 
+import contextlib
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import GenerationConfig
 
 from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Drafter
@@ -74,13 +76,26 @@ class System(NamedTuple):
             limits: dict[str, Any] = {} if text.ends else {"eos_token_id": None}
             limits |= {"max_new_tokens": new_tokens, "attention_mask": torch.ones_like(ids), "pad_token_id": 0}
             torch.manual_seed(seed)
-            rows = target.model.generate(ids, **limits, **sampling, **self.drafter)
+            with plain_settings(target):
+                rows = target.model.generate(ids, **limits, **sampling, **self.drafter)
             return rows.shape[1] - ids.shape[1], None
         if self.drafter is not None:
             self.drafter.forget_outputs()
         settings = length_settings(new_tokens, text.ends) | {"temperature": temperature, "seed": seed}
         out = generate(target, self.drafter, ids, timings=timings, **settings)
         return len(out.new_tokens[0]), out
+
+
+@contextlib.contextmanager
+def plain_settings(target: Target) -> Iterator[None]:
+    """Let transformers decode as foredraft does: without the penalties and filters in the checkpoint's generation config, of
+    which the first changes greedy texts, too (Qwen2.5 has both)."""
+    own = target.model.generation_config
+    target.model.generation_config = GenerationConfig(eos_token_id=target.eos_token_ids or None)
+    try:
+        yield
+    finally:
+        target.model.generation_config = own
 
 
 class Lines:
@@ -210,7 +225,8 @@ class Benchmark:
 
 
 def rivals(target: Target, assistants: dict[str, str]) -> Iterator[System]:
-    """Yield transformers' own ways to generate. assistants: label and path of smaller models for assisted generation.
+    """Yield transformers' own ways to generate. assistants: label and path of smaller models for assisted generation; those
+    that cannot be loaded are omitted, as their drafters are.
 
     The static cache is included only on a GPU: elsewhere transformers does not compile for it."""
     yield System("transformers", {})
@@ -218,5 +234,6 @@ def rivals(target: Target, assistants: dict[str, str]) -> Iterator[System]:
     if target.device.type == "cuda":
         yield System("transformers, static cache, compiled", {"cache_implementation": "static"})
     for label, path in assistants.items():
-        small = Target.from_pretrained(path, dtype=target.dtype, device=target.device)
-        yield System(f"transformers, assisted by {label}", {"assistant_model": small.model})
+        with contextlib.suppress(ValueError):
+            small = Target.from_pretrained(path, dtype=target.dtype, device=target.device)
+            yield System(f"transformers, assisted by {label}", {"assistant_model": small.model})

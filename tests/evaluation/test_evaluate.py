@@ -1,5 +1,6 @@
 """scripts/evaluate.py as a user types it, and what its figures are made of."""
 
+import contextlib
 import csv
 import fcntl
 import itertools
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foredraft.heads import Target, save_head
@@ -22,7 +24,7 @@ from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter, DraftModel, drafter_for, load_drafter
 from foredraft.inference.drafters.base import Accepted, Wrapper
 from foredraft.inference.evaluation.alignment import Alignment, RecordingDrafter
-from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, Stopwatch, System, Text
+from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, Stopwatch, System, Text, rivals
 from foredraft.inference.evaluation.report import tables
 from foredraft.inference.evaluation.results import (
     Results,
@@ -40,6 +42,7 @@ from foredraft.train.data import prompt_sets
 from foredraft.train.data.prompt_sets import questions, tokenize
 from tests.support import typed
 from tests.support.chats import CHATML, tokenizer
+from tests.support.configs import composed
 from tests.support.head_factory import make_head
 from tests.support.processes import complaint
 
@@ -466,3 +469,77 @@ def test_two_of_them_do_not_write_into_one_folder(run, tmp_path):
         message = complaint(run("drafter=[ngram]"))
     assert f"output_dir=out is being written by process {os.getpid()}: wait until that has ended" in message
     assert {path.name for path in (tmp_path / "out").iterdir()} == {".lock"}
+
+
+def test_heads_are_found_wherever_they_are_named(tmp_path, monkeypatch, target, tiny_path):
+    """Name a directory without a slash, one with a +, and one after another drafter. Each has a digest, so a run with other
+    weights is refused."""
+    monkeypatch.chdir(tmp_path)
+    heads = ["mine", "a+b/head", "other/head"]
+    for place in heads:
+        save_head(make_head("medusa", target), tmp_path / place, target)
+    cfg = composed("evaluate", f"target={tiny_path}", "drafter=[mine,'a+b/head','suffix+other/head']")
+    assert evaluate.head_paths(cfg) == heads
+    evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
+    (tmp_path / "lines.jsonl").write_text('{"kind": "text"}\n')
+    save_head(make_head("eagle3", target), tmp_path / "mine", target)
+    with pytest.raises(ValueError, match="other settings or weights"):
+        evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
+
+
+def test_a_draft_model_is_an_assistant_wherever_it_is_named(tiny_path, target):
+    drafters = f"drafter=['draft:{tiny_path}+suffix','draft:/nothing']"
+    named = evaluate.assistants(composed("evaluate", f"target={tiny_path}", drafters))
+    assert named == {f"draft:{tiny_path}": str(tiny_path), "draft:/nothing": "/nothing"}
+    assisted = [system.name for system in rivals(target, named) if "assisted" in system.name]
+    assert assisted == [f"transformers, assisted by draft:{tiny_path}"]  # the other one failed as a drafter, too
+
+
+def test_held_out_prompts_leave_room_for_the_answer(tiny_path, folder, target):
+    """Use prompts of 200 tokens, before answers of 100, in a context of 256."""
+    given = (
+        f"target={tiny_path} drafter=suffix data=text data.path={folder} prompt_tokens=200 max_new_tokens=100 limit=2"
+    )
+    assert target.context == 256
+    prompts = evaluate.find_prompts(composed("evaluate", *typed(given)), target)
+    assert {len(prompt.tokens) for prompt in prompts} == {156} and all(prompt.cut for prompt in prompts)
+    assert "the beginning of 2 cut off" in prompt_sets.summary(prompts)
+
+
+def test_transformers_decodes_without_the_penalties_of_the_checkpoint(fresh, monkeypatch):
+    fresh.model.generation_config.update(repetition_penalty=1.3, eos_token_id=[0])
+    own, text, ids, decode = (
+        fresh.model.generation_config,
+        Text("code", list(range(5, 25)), True),
+        [],
+        fresh.model.generate,
+    )
+    monkeypatch.setattr(fresh.model, "generate", lambda *a, **k: ids.append(decode(*a, **k)) or ids[-1])
+    System("transformers", {}).decode(fresh, text, 40, 0.0, 1)
+    assert (
+        ids[0][0, 20:].tolist() == generate(fresh, None, torch.tensor([text.tokens]), max_new_tokens=40).new_tokens[0]
+    )
+    assert fresh.model.generation_config is own
+
+
+def test_a_run_that_failed_before_its_first_text_is_no_run(run, tmp_path):
+    (tmp_path / "set.jsonl").write_text('{"prompt": "one"}\n')
+    (tmp_path / "other.jsonl").write_text('{"prompt": "one"}\n' * 2)
+    given = "max_new_tokens=2 repeats=1 rivals=false temperature=[0.0]"
+    assert "could be loaded" in complaint(run(*typed(f"prompts=set.jsonl drafter=/no/head {given}")))
+    assert run(*typed(f"prompts=other.jsonl drafter=ngram {given}")).code == 0
+    assert len(json.loads((tmp_path / "out" / "prompts.json").read_text())) == 2
+
+
+def test_another_target_in_the_same_place_is_another_run(tiny_path, tmp_path):
+    """Change a layer, which the digest of the embedding does not cover."""
+    shutil.copytree(tiny_path, tmp_path / "target")
+    cfg = composed("evaluate", f"target={tmp_path}/target", "drafter=ngram")
+    for weight in (0.0, 1.0):
+        weights = load_file(tmp_path / "target" / "model.safetensors")
+        weights["model.layers.0.mlp.up_proj.weight"].fill_(weight)
+        save_file(weights, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
+        target = Target.from_pretrained(tmp_path / "target", dtype="float32", device="cpu")
+        with pytest.raises(ValueError, match="other settings or weights") if weight else contextlib.nullcontext():
+            evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
+        (tmp_path / "lines.jsonl").write_text('{"kind": "text"}\n')

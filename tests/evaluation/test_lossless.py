@@ -7,15 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from foredraft.heads import Target
+from foredraft.heads import Target, save_head
 from foredraft.inference import generate, target_sampler
-from foredraft.inference.drafters import NgramDrafter, NoDrafter
+from foredraft.inference.drafters import NgramDrafter, NoDrafter, load_drafter
 from foredraft.inference.evaluation import lossless as levels
 from foredraft.inference.evaluation import measure
 from foredraft.inference.evaluation.lossless import PaddedDrafter
 from foredraft.scripts import lossless
 from tests.support import typed
 from tests.support.batches import prompt
+from tests.support.head_factory import make_head
 
 
 @pytest.fixture
@@ -27,6 +28,20 @@ def run(tiny_path, folder, call):
 def test_the_ngram_drafter_is_lossless(run):
     said = run().out
     assert said.count("L1  float32") == 4 == said.count("100.0% identical\n") and said.endswith("lossless\n")
+
+
+@pytest.mark.parametrize("joined", ["", "+suffix"])
+def test_a_head_drafts_in_every_step_that_is_checked(target, tmp_path, joined):
+    """Use a head whose drafts are wrong, after which tree=auto decodes without."""
+    save_head(make_head("medusa", target), tmp_path / "head", target)
+    drafter = lossless.in_every_step(load_drafter(f"{tmp_path}/head{joined}", target), target)
+    steps = generate(target, drafter, prompt(9), max_new_tokens=24, eos_token_id=-1).steps
+    assert min(step.nodes for step in steps[:-1]) > 1
+
+
+def test_texts_that_the_context_does_not_hold_are_not_checked(run):
+    ended = run("max_new_tokens=240")
+    assert "make texts of 264 tokens, more than the context of 256" in ended.err and "identical" not in ended.out
 
 
 def test_a_verifier_that_changes_the_text_is_caught(run, monkeypatch):

@@ -90,6 +90,13 @@ def test_every_engine_gets_its_own_settings(deep):
     assert commands["llama.cpp"].endswith("-md exported-gguf/head.gguf --spec-type draft-eagle3 --spec-draft-n-max 2")
 
 
+def test_engines_get_the_head_of_a_run_and_the_directory_of_a_target_in_gguf(deep, tmp_path, monkeypatch):
+    save_head(head := make_head("eagle3", deep), tmp_path / "run/head", deep)
+    monkeypatch.setattr(deep, "name", "FILE.gguf")
+    command = tune.settings(KNOWN.schedule(), 2, str(tmp_path / "run"), head, deep)["vLLM"]
+    assert f'"model": "{tmp_path}/run/head"' in command and command.startswith(f"vllm serve {deep.checkpoint} ")
+
+
 def test_blocks_are_drafted_whole_where_an_engine_has_no_number_for_them(deep):
     commands = tune.settings([[1, 2, 0], [3, 1024, 2]], 2, "mine/head", make_head("dflash", deep), deep)
     assert "SGLang" not in commands and "[[1, 2, 0], [3, 1024, 2]]" in commands["vLLM"]

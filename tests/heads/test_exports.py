@@ -358,10 +358,19 @@ def test_the_gate_stops_files_that_gain_less(deep, tmp_path, monkeypatch):
         publish.gate(tmp_path / "head", deep, tmp_path / "head")
 
 
+@pytest.mark.parametrize(("layout", "kind"), [("speculators", "eagle3"), ("medusa", "medusa"), ("hydra", "hydra")])
+def test_the_files_name_what_an_engine_loads_of_a_target_in_gguf(layout, kind, deep, monkeypatch):
+    monkeypatch.setattr(deep, "name", "FILE.gguf")
+    head = ours(kind, deep)
+    config = engines.export_for(layout, head, deep).layout.export_config(head, deep)
+    named = config["speculators_config"]["verifier"]["name_or_path"] if layout == "speculators" else None
+    assert (named or config["base_model_name_or_path"]) == deep.checkpoint
+
+
 LOADED = {  # engine: format of export, None for the files as training writes them
     "eagle3": {"vLLM": None, "SGLang": None, "llama.cpp": "gguf"},
     "eagle3 qk_norm": {"vLLM": None},
-    "medusa": {"Text Generation Inference": None},
+    "medusa": {"Text Generation Inference": "medusa"},
     "domino": {"SGLang": None},
     "dspark pruned": {"vLLM": "vllm", "llama.cpp": "gguf"},
     "p_eagle": {"vLLM": None},

@@ -17,7 +17,9 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.hub.client import file_sha256
+from foredraft.heads.target_model.files import weight_map
 from foredraft.inference import load_drafter
+from foredraft.scripts import plan, preview
 from foredraft.train import publish
 from tests.support import golden
 from tests.support.gguf_heads import gguf_head
@@ -331,16 +333,6 @@ def test_a_name_that_cannot_be_is_refused_first(server, run, target, name):
     assert not server.log
 
 
-def test_a_target_of_the_hub_has_its_revision_in_the_card(server, monkeypatch, tmp_path):
-    assert hub.cached_commit(str(tmp_path)) is None
-    place, commit = tmp_path / "cache" / "models--org--target", "ab" * 20
-    for file, text in ((f"snapshots/{commit}/config.json", "{}"), ("refs/main", commit)):
-        (place / file).parent.mkdir(parents=True)
-        (place / file).write_text(text)
-    assert hub.cached_commit("org/target") == commit
-    assert commit in model_card({}, {"kind": "eagle3", "target": "org/target", "revision": commit}, None)
-
-
 def test_a_target_and_its_tokenizer_are_of_the_revision_that_was_asked_for(server, tiny_path, tmp_path):
     """Use a newest tokenizer with more tokens: it would not fit the older model's vocabulary."""
     server.repos["org/target"] = repo = Repo(private=False)
@@ -356,6 +348,36 @@ def test_a_target_and_its_tokenizer_are_of_the_revision_that_was_asked_for(serve
     assert older.tokenizer is not None and len(older.tokenizer) <= older.vocab_size
     with pytest.raises(ValueError, match="they do not belong together"):
         Target.from_pretrained("org/target", dtype="float32", device="cpu")
+    save_head(Eagle3Head.for_target(older, 3), tmp_path / "head", older)
+    assert {path.parent.name for path in weight_map(older).values()} == {first}
+    assert load_head(tmp_path / "head", older).imported is False
+    (tmp_path / "staged").mkdir()
+    publish.stage(tmp_path / "head", tmp_path / "staged", NAME, older, None)
+    assert f"| revision of the target | {first} |" in (tmp_path / "staged" / "README.md").read_text()
+
+
+def test_programs_read_the_revision_that_was_asked_for(server, tiny_path, tmp_path, call):
+    """Use a newest version with another config, and a token that the older one does not have."""
+    server.repos["org/target"] = repo = Repo(private=False)
+    repo.files = {path.name: path.read_bytes() for path in tiny_path.iterdir()}
+    first = repo.sha
+    repo.history[first] = dict(repo.files)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_path)
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save_pretrained(tmp_path / "newer")
+    repo.files |= {path.name: path.read_bytes() for path in (tmp_path / "newer").iterdir()}
+    config = json.loads(repo.files["config.json"])
+    repo.files["config.json"] = json.dumps(config | {"num_hidden_layers": 9}).encode()
+    repo.commits.append("newer")
+    assert plan.read_config("org/target").num_hidden_layers == 9
+    assert plan.read_config("org/target", revision=first).num_hidden_layers == config["num_hidden_layers"]
+    (tmp_path / "text.txt").write_text("<new> " * 500)
+    given = "target=org/target", "data=text", "data.path=text.txt", "samples=1"
+    newer, older = (
+        int(re.findall(r"(\d+) tokens", call(preview.main, *given, *more).out)[0])
+        for more in ((), (f"target.revision={first}",))
+    )
+    assert older > 2 * newer
 
 
 def test_pushing_needs_a_directory(server, target):

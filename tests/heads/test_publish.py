@@ -2,16 +2,22 @@
 
 import importlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
 
-from foredraft.heads import load_head, save_head
+from foredraft.heads import hub, load_head, save_head
+from foredraft.heads.checkpoint import write_head
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.formats import engines
 from foredraft.heads.medusa import MedusaHead
+from foredraft.train import publish
 from tests.support.head_factory import edit, same
 from tests.support.processes import Ended, succeeded
 
@@ -88,6 +94,14 @@ def test_a_target_that_has_moved_is_asked_for(script, trained, tmp_path):
     assert ended.err.endswith("(the config of head names it: set target=PATH)\n")
 
 
+def test_a_published_head_names_its_target_as_speculators_does(trained, target, tmp_path):
+    shutil.copytree(trained / "eagle3/head", tmp_path / "head")
+    named = {"speculators_config": {"verifier": {"name_or_path": target.name}}}
+    edit(tmp_path / "head", lambda config: config.update(named, foredraft={}))
+    settings = OmegaConf.create({"_target_": "foredraft.loading.open_target", "path": None, "device": "cpu"})
+    assert publish.open_target(settings, tmp_path / "head").name == target.name
+
+
 @pytest.mark.nightly  # three new interpreters; by day test_hub.py pushes in this one
 def test_push_as_it_is_typed(script, trained, server, monkeypatch):
     given = ("push", f"checkpoint={trained}/eagle3/head", "repo=org/name", "license=mit")
@@ -99,3 +113,59 @@ def test_push_as_it_is_typed(script, trained, server, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong-but-secret")
     ended = script(*given)
     assert ended.code == 2 and "hf auth login" in ended.err and "secret" not in ended.out + ended.err
+
+
+def staged(head: Path, place: Path, target) -> str:
+    """Return the card of what would be sent."""
+    place.mkdir()
+    publish.stage(head, place, "org/name", target, None)
+    return (place / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("layout", "title"), [("speculators", "the speculators package"), ("gguf", "GGUF as llama.cpp")]
+)
+def test_a_card_describes_the_files_that_are_pushed(layout, title, embedded, tmp_path):
+    head = Eagle3Head.for_target(embedded, 3, None, 200, torch.arange(embedded.vocab_size))  # with the target's rows
+    export = engines.export_for(layout, head, embedded)
+    write_head(head, tmp_path / "head", embedded, export.layout, export.layout.weight_files)
+    card = staged(tmp_path / "head", tmp_path / "staged", embedded)
+    assert re.search(rf"format of the files \| .*{title}", card)
+    assert "SGLang loads these files unchanged" not in card and "SGLang loads an export" in card
+
+
+def test_the_directory_of_a_run_is_its_head(trained, target, monkeypatch):
+    sent: list[Path] = []
+    monkeypatch.setattr(hub, "push", lambda folder, repo, **how: sent.extend(folder.iterdir()) or "sent")
+    monkeypatch.setenv("HOME", str(trained))
+    for place in (trained / "eagle3", Path("~/eagle3")):
+        publish.push(place, target, "org/name")
+    assert [path.name for path in sent].count("model.safetensors") == 2
+
+
+def test_figures_of_other_weights_are_not_published(trained, target, tmp_path):
+    shutil.copytree(trained / "eagle3/head", tmp_path / "head")
+    about = {"sha256": hub.weights_sha256(tmp_path / "head")}
+    (tmp_path / "head" / "metrics.json").write_text(json.dumps({"acceptance_length": 3.21, "about": about}))
+    assert "3.21" in staged(tmp_path / "head", tmp_path / "staged", target)
+    save_head(Eagle3Head.for_target(target, 3), tmp_path / "head", target)
+    with pytest.raises(ValueError, match=r"metrics\.json was measured with other weights .* remove it"):
+        staged(tmp_path / "head", tmp_path / "again", target)
+
+
+def test_all_parts_of_a_head_are_pushed_and_count_for_its_digest(trained, target, tmp_path):
+    shutil.copytree(trained / "eagle3/head", tmp_path / "head")
+    whole = tmp_path / "head" / "model.safetensors"
+    weights, names = load_file(whole), {}
+    for number, name in enumerate(sorted(weights)):
+        names[name] = f"model-{number % 2}.safetensors"
+    for part in set(names.values()):
+        save_file({name: weights[name] for name in names if names[name] == part}, whole.with_name(part))
+    whole.unlink()
+    (tmp_path / "head" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    digest = hub.weights_sha256(tmp_path / "head")
+    assert digest in staged(tmp_path / "head", tmp_path / "staged", target)
+    assert same(load_head(tmp_path / "staged", target), load_head(trained / "eagle3/head", target))
+    changed = {name: tensor + 1 for name, tensor in weights.items() if names[name] == "model-1.safetensors"}
+    save_file(changed, whole.with_name("model-1.safetensors"))
+    assert hub.weights_sha256(tmp_path / "head") != digest

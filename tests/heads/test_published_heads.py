@@ -121,6 +121,7 @@ TAKEN: dict[str, tuple[dict, Any, str]] = {
         "midlayer",
         "the default one up to .*1000000",
     ),
+    "a theta of null": (NAMED | {"rope_parameters": PARTIAL, "rope_theta": None}, "midlayer", "0.25"),
     "partial rope": (NAMED | {"rope_parameters": PARTIAL, "partial_rotary_factor": 0.25}, "midlayer", "0.25"),
     "EAGLE-1 of model_type mixtral": (MIXTRAL, eagle1, LENGTH),
     "EAGLE-1 in vLLM's first layout": ({"model_type": "eagle", "model": MIXTRAL}, eagle1, LENGTH),

@@ -21,6 +21,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target_model import loading
 from foredraft.heads.target_model import model as model_module
 from foredraft.heads.target_model.capabilities import allclose
+from foredraft.heads.target_model.files import weight_map
 from foredraft.heads.target_model.loading import read_config
 from foredraft.heads.target_model.sharding import replicated_params
 from foredraft.inference import drafter_for, generate
@@ -284,3 +285,9 @@ def test_a_target_whose_activations_are_quantised_together_is_decoded_plainly(ti
 def test_a_capability_is_measured_up_to_the_roundings_of_a_dtype(dtype, small, large):
     logits = torch.tensor([1.0, -2.0, 4.0], dtype=dtype)
     assert allclose(logits * (1 + small), logits) and not allclose(logits * (1 + large), logits)
+
+
+def test_a_model_made_in_memory_has_no_files(tiny_path, monkeypatch):
+    """Start where a checkpoint lies, which is not its own."""
+    monkeypatch.chdir(tiny_path)
+    assert weight_map(Target(LlamaForCausalLM(tiny_config()))) == {}

@@ -48,6 +48,11 @@ class Prompt(NamedTuple):
     ends: bool  # at an end token; a raw text continues
     cut: int = 0  # tokens of its beginning that were cut off, for the context to hold the rest and the answer
 
+    @classmethod
+    def of(cls, category: str, tokens: list[int], ends: bool, most: int) -> "Prompt":
+        """Return a prompt of the last `most` of these tokens."""
+        return cls(category, tokens[-most:], ends, max(0, len(tokens) - most))
+
 
 def check_name(name: str, lengths: Sequence[int] = ()) -> None:
     """Raise ValueError for prompts that are not known, before a target is loaded. lengths: as in conf/evaluate.yaml."""
@@ -144,15 +149,14 @@ def tokenize(
     for one in found:
         if not one.turns:
             raw = tokenizer(one.text, add_special_tokens=False, verbose=False)["input_ids"]
-            ids = with_start(tokenizer, raw)
-            yield Prompt(one.category, ids[-most:], False, max(0, len(ids) - most))
+            yield Prompt.of(one.category, with_start(tokenizer, raw), False, most)
             continue
         form = form or ChatFormat(tokenizer, template or (None if tokenizer.chat_template else "plain"), thinking)
         messages: list[Message] = []
         for number, said in enumerate(one.turns, start=1):
             messages += said
             ids = form.with_options(one.options).prompt(messages, one.tools)
-            yield Prompt(one.category, ids[-most:], True, max(0, len(ids) - most))
+            yield Prompt.of(one.category, ids, True, most)
             if number < len(one.turns):
                 messages.append(form.message(answer(ids[-most:]), ids))
 
