@@ -100,9 +100,8 @@ def settings(schedule: list[list[int]], drafts: int, path: str, head: DraftHead,
     most, found = max(drafts for _, _, drafts in schedule), dict[str, str]()
     if not drafts:
         return found
-    path = (
-        str(find(path)) if Path(path).expanduser().is_dir() else path
-    )  # engines read the head in the directory of a run
+    # Engines do not look for the head in the directory of a run.
+    path = str(find(path)) if Path(path).expanduser().is_dir() else path
     both = (engines(head, target, target.checkpoint, count) for count in (drafts, drafts + 1))
     for one, other in zip(*both, strict=True):
         engine, command = one["engine"], one["command"]

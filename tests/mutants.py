@@ -137,8 +137,6 @@ EQUIVALENT = {
     "(state, tokens, slot.text.shape[1] - 1)": "of a single token none is rejected",
     "heads/caches/stacked_cache.py stacks: bool(kinds & RECURRENT) and kinds <= STACKED -> "
     "bool(kinds & RECURRENT) or kinds <= STACKED": "a measurement finds that the others cannot be stacked",
-    "train/module.py rows_at_a_time: CHUNK if device_type == 'cpu' else GPU_CHUNK -> "
-    "CHUNK if device_type != 'cpu' else GPU_CHUNK": FASTER,
     "inference/sampling.py Sampling.of: 1 -> 2": "it is at least SMALL_K",
     "inference/sampling.py nucleus: max(1, int(p * SCALE)) -> max(2, int(p * SCALE))": "matters for p below 2 / SCALE",
     "inference/sampling.py nucleus: np.flatnonzero(probabilities >= least) -> np.flatnonzero(probabilities > least)": FASTER,
@@ -177,4 +175,8 @@ EQUIVALENT = {
     "train/module.py DistillationModel.guesses: self.target.logits(part).argmax(-1) -> "
     "self.target.logits(part).argmax(1)": "the logits have two dimensions",
     "heads/caches/kv_cache.py KVCache.commit: len(nodes) - 1 -> len(nodes) - 2": FASTER,
+    "heads/caches/kv_cache.py KVCache.get_seq_length: max(self.lengths) -> min(self.lengths)": "models get positions",
+    "train/module.py DistillationModel.guesses: last.flatten(0, 1) -> last.flatten(1, 1)": (
+        "only the memory that it takes differs"
+    ),
 }

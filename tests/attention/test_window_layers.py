@@ -9,7 +9,7 @@ import transformers as hf
 
 from foredraft.heads import Target
 from foredraft.heads.attention.masks import Masks, mentions_windows, within_window
-from foredraft.heads.caches import layers
+from foredraft.heads.caches import kv_cache, layers
 from foredraft.heads.caches.device import FEWEST_ROWS
 from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.inference import Engine, Request
@@ -150,7 +150,7 @@ def test_a_forward_sees_the_whole_blocks_that_uncommitted_entries_reach():
     cache.set_lengths([63])
     for cache.num_uncommitted in (0, 1):
         widths.append(cache.width(1))
-    assert widths == [64, 80]
+    assert widths == [64, 80] and kv_cache.key_block(torch.device("cuda")) == 1
     cache.clear()
     assert cache.lengths == [0] and cache.causal_mask(4) is None
     cache.keeps_bits = True  # also an empty cache has a mask, as one with text has

@@ -329,7 +329,7 @@ def test_states_are_taken_as_they_are_and_go_back_by_text(kind: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["qwen3_5", "lfm2", "falcon_h1"])
 def test_states_go_with_their_texts(kind: str) -> None:
-    """Decode slots in any order, swap two, copy one to another, begin one anew, and erase two."""
+    """Decode slots in any order, swap two, copy one to another, start one anew, and erase two."""
     target, texts = hybrid(kind).target, [list(prompt) for prompt in PROMPTS]
     cache = filled(target, texts, 300)
 

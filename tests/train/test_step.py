@@ -13,11 +13,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foredraft.heads import Target
 from foredraft.heads.base import PackedBatch
-from foredraft.train.module import DistillationModel
+from foredraft.train.module import DistillationModel, rows_at_a_time
 from tests.support import nightly_but
 from tests.support.batches import batch
 from tests.support.head_factory import criterion, make_head, make_trainer
 from tests.support.processes import SMALL, complaint
+
+
+def test_logits_are_held_for_as_many_rows_as_pay():
+    sizes = (300, "cpu"), (49_152, "cpu"), (128_256, "cuda"), (1 << 20, "cuda")
+    assert [rows_at_a_time(vocab, device) for vocab, device in sizes] == [3495, 256, 1046, 256]
+
+
+def test_a_target_that_changes_its_logits_behind_the_head_teaches_nothing(fresh: Target):
+    fresh.model.register_forward_hook(lambda module, args, output: output.update(logits=output.logits * 1.5))
+    with pytest.raises(ValueError, match="changes its logits after the lm_head"):
+        criterion("medusa", make_head("medusa", fresh), fresh)
+
 
 # Compiled
 
