@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.errors import InstantiationException
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +27,11 @@ def test_logits_are_held_for_as_many_rows_as_pay():
 
 
 def test_a_target_that_changes_its_logits_behind_the_head_teaches_nothing(fresh: Target):
-    fresh.model.register_forward_hook(lambda module, args, output: output.update(logits=output.logits * 1.5))
-    with pytest.raises(ValueError, match="changes its logits after the lm_head"):
+    def shift(module: Any, args: Any, output: Any) -> None:
+        output.logits *= 1.5
+
+    fresh.model.register_forward_hook(shift)
+    with pytest.raises(InstantiationException, match="changes its logits after the lm_head"):
         criterion("medusa", make_head("medusa", fresh), fresh)
 
 
