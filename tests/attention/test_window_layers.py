@@ -157,15 +157,55 @@ def test_a_forward_sees_the_whole_blocks_that_uncommitted_entries_reach():
     assert torch.equal(cache.causal_mask(4)[0, :, :4], torch.ones(4, 4).tril().bool())
 
 
-def test_a_slot_is_erased_from_its_first_entry_on():
-    target = pair("mistral", "eager").target
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_slot_is_erased_from_its_first_entry_on(family, narrow):
+    target = pair(family, "eager").target
     cache = target.new_cache(2, 60)
     target.prefill(torch.tensor([text(30, 1)] * 2), [30, 30], cache)
-    states = [states for layer in cache.kv_layers for states in layer.states]
-    for one in states:
-        one[:, :, :30] = float("nan")
+    for states in states_of(cache):
+        states[:, :, :30] = float("nan")
     cache.erase(1)
-    assert states and not any(one[1].any() for one in states) and all(one[0].isnan().any() for one in states)
+    assert states_of(cache) and not any(states[1].any() for states in states_of(cache))
+    assert all(states[0].isnan().any() for states in states_of(cache))
+
+
+def test_a_captured_forward_sees_no_more_columns_than_there_are():
+    cache, widths = KVCache(1, num_slots=1, capacity=300, device="cpu"), []
+    cache.graphs = SimpleNamespace(active=True)
+    for length in (0, 245, 280):
+        cache.set_lengths([length])
+        cache.set_bucket(12)
+        widths.append(cache.kv_bucket)
+    assert widths == [256, 300, 300]
+
+
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1]])
+def test_accepted_entries_move_behind_the_text_of_their_slot(rows):
+    cache = KVCache(1, num_slots=3, capacity=40, device="cpu")
+    cache.slot_lengths = [4, 9, 7]
+    cache.rows = []
+    cache.use(rows)
+    (layer,) = cache.layers
+    layer.update(*(torch.zeros(len(rows), 2, 5, 3) for _ in range(2)))
+    columns = torch.arange(layer.num_columns, dtype=torch.float32)[None, None, :, None]
+    for states in layer.states:
+        states.copy_(columns + 1000 * torch.arange(3)[:, None, None, None])
+    cache.commit([[0, 2, 4]] * len(rows))
+    for slot, length in enumerate([4, 9, 7]):
+        moved = [length, length + 2, length + 4] if slot in rows else [length, length + 1, length + 2]
+        for states in layer.states:
+            found = states[slot, :, : length + 3] - 1000 * slot
+            assert (found == torch.tensor([*range(length), *moved])[None, :, None]).all()
+        assert cache.slot_lengths[slot] == length + 3 * (slot in rows)
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_memory_of_a_cache_is_zero_and_can_be_written(platform, monkeypatch):
+    monkeypatch.setattr(layers.sys, "platform", platform)
+    states = layers.zeros((2, 3, 5), torch.bfloat16, torch.device("cpu"))
+    assert states.shape == (2, 3, 5) and states.dtype == torch.bfloat16 and not states.any()
+    states[1] += 2
+    assert states.sum() == 30
 
 
 @pytest.mark.parametrize("family", FAMILIES)
