@@ -179,4 +179,5 @@ EQUIVALENT = {
     "train/module.py DistillationModel.guesses: last.flatten(0, 1) -> last.flatten(1, 1)": (
         "only the memory that it takes differs"
     ),
+    "heads/caches/kv_cache.py KVCache.width: short >= width - before -> short >= width + before": FASTER,
 }

@@ -186,6 +186,7 @@ def test_accepted_entries_move_behind_the_text_of_their_slot(rows):
     cache.rows = []
     cache.use(rows)
     (layer,) = cache.layers
+    assert not cache.kv_layers
     layer.update(*(torch.zeros(len(rows), 2, 5, 3) for _ in range(2)))
     columns = torch.arange(layer.num_columns, dtype=torch.float32)[None, None, :, None]
     for states in layer.states:
