@@ -171,13 +171,15 @@ EQUIVALENT = {
         "a document as long as a row has no rest"
     ),
     "train/runtime/run_state.py open_directory: True -> False": "the line is printed later",
-    "train/runtime/run_state.py claim: range(1, 10000) -> range(1, 10001)": "nobody has as many runs",
+    "train/runtime/run_state.py set_aside: range(1, 10000) -> range(1, 10001)": "nobody has as many runs",
     "train/module.py DistillationModel.guesses: self.target.logits(part).argmax(-1) -> "
     "self.target.logits(part).argmax(1)": "the logits have two dimensions",
     "heads/caches/kv_cache.py KVCache.commit: len(nodes) - 1 -> len(nodes) - 2": FASTER,
-    "heads/caches/kv_cache.py KVCache.get_seq_length: max(self.lengths) -> min(self.lengths)": "models get positions",
     "train/module.py DistillationModel.guesses: last.flatten(0, 1) -> last.flatten(1, 1)": (
         "only the memory that it takes differs"
     ),
     "heads/caches/kv_cache.py KVCache.width: short >= width - before -> short >= width + before": FASTER,
+    "train/runtime/run_state.py set_aside: True -> False": "the line is printed later",
+    "heads/caches/kv_cache.py KVCache.__init__: ([0] * num_slots, 0) -> ([0] * num_slots, 1)": FASTER,
+    "heads/caches/kv_cache.py KVCache.commit: nodes[-1] != len(nodes) - 1 -> nodes[-1] != len(nodes) + 1": FASTER,
 }

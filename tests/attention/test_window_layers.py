@@ -192,6 +192,7 @@ def test_accepted_entries_move_behind_the_text_of_their_slot(rows):
     for states in layer.states:
         states.copy_(columns + 1000 * torch.arange(3)[:, None, None, None])
     cache.commit([[0, 2, 4]] * len(rows))
+    assert layer.get_seq_length() == cache.get_seq_length() == max(cache.lengths) and layer.get_max_length() == 40
     for slot, length in enumerate([4, 9, 7]):
         moved = [length, length + 2, length + 4] if slot in rows else [length, length + 1, length + 2]
         for states in layer.states:

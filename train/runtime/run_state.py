@@ -77,11 +77,19 @@ def claim(directory: Path) -> IO[bytes]:
     Raises ValueError as `hold`."""
     directory.mkdir(parents=True, exist_ok=True)
     lock, file = hold(directory, "output_dir"), directory / LOCK
-    if not (file.exists() and os.path.samestat(file.stat(), os.fstat(lock.fileno()))):  # it moved before it was locked
-        lock.close()
-        return claim(directory)
-    if not (directory / METRICS).exists():
+    stands = file.exists() and os.path.samestat(
+        file.stat(), os.fstat(lock.fileno())
+    )  # else it moved before it was locked
+    if stands and not (directory / METRICS).exists():
         return lock
+    with lock:
+        if stands:
+            set_aside(directory)
+    return claim(directory)
+
+
+def set_aside(directory: Path) -> None:
+    """Give a finished run a numbered name."""
     number = next(n for n in range(1, 10_000) if not Path(f"{directory}.{n}").exists())
     try:
         directory.rename(f"{directory}.{number}")
@@ -90,8 +98,6 @@ def claim(directory: Path) -> IO[bytes]:
             f"output_dir={directory} holds a finished run and cannot be renamed ({error.strerror}): give another output_dir"
         ) from error
     print(f"{directory} holds a finished run; it is kept as {directory}.{number}", flush=True)
-    lock.close()
-    return claim(directory)
 
 
 def unlock() -> None:
