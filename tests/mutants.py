@@ -182,4 +182,10 @@ EQUIVALENT = {
     "train/runtime/run_state.py set_aside: True -> False": "the line is printed later",
     "heads/caches/kv_cache.py KVCache.__init__: ([0] * num_slots, 0) -> ([0] * num_slots, 1)": FASTER,
     "heads/caches/kv_cache.py KVCache.commit: nodes[-1] != len(nodes) - 1 -> nodes[-1] != len(nodes) + 1": FASTER,
+    "heads/caches/layers.py CacheLayer.move: cache.batch == 1 and cache.kv_bucket is None -> "
+    "cache.batch == 1 and cache.kv_bucket is not None": FASTER,
+    "heads/caches/layers.py WindowLayer.written: return slice(self.num_columns) -> return None": "None is all columns, too",
+    "heads/caches/layers.py WindowLayer.update: cache.width(new) <= ring -> cache.width(new) < ring": (
+        "such a ring is in order"
+    ),
 }

@@ -208,6 +208,16 @@ def test_memory_of_a_cache_is_zero_and_can_be_written(platform, monkeypatch):
     assert states.shape == (2, 3, 5) and states.dtype == torch.bfloat16 and not states.any()
     states[1] += 2
     assert states.sum() == 30
+    assert layers.zeros((2, 3), torch.bfloat16, torch.device("meta")).shape == (2, 3)
+
+
+def test_a_long_prompt_writes_each_place_of_a_ring_once(narrow, monkeypatch):
+    """Two entries for one place would be a race on a GPU."""
+    target, written, write = pair("mistral", "eager").target, [], layers.WindowLayer.write
+    monkeypatch.setattr(layers.WindowLayer, "write", lambda *a: written.append(a[1]) or write(*a))
+    cache = target.new_cache(1, 120, nodes=8)
+    target.prefill(torch.tensor([text(100, 1)]), [100], cache)
+    assert written and all(len(set(columns[0].tolist())) == columns.shape[1] for columns in written)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
