@@ -46,7 +46,8 @@ class Encoder:
         words = self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else self.tokenizer.name_or_path
         file = template_file(self.template) if self.template else None
         written = file.read_text() if file is not None and file.is_file() else self.tokenizer.chat_template
-        settings = repr((self.source.digest(), written, self.thinking, self.tokenizer.special_tokens_map, words))
+        named = self.template, written  # a tokenizer may have several templates
+        settings = repr((self.source.digest(), named, self.thinking, self.tokenizer.special_tokens_map, words))
         settings += "" if self.images is None else self.images.digest
         code = [*sorted(Path(__file__).parent.glob("*.py")), Path(target_messages.__file__)]
         return hashlib.sha256(b"".join(map(Path.read_bytes, code)) + settings.encode()).hexdigest()[:16]
