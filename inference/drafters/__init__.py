@@ -30,9 +30,9 @@ def load_drafter(path: str | Path, target: Target, revision: str | None = None, 
     """Load the drafter that `path` names. `options` are passed to its constructor (foredraft/loading.py).
 
     path: "none" (autoregressive decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's
-    directory or Hub id (revision: branch, tag or commit of the heads and draft models), or several of these joined by "+" (`load_joined`). Heads and
-    draft models have the option `tree` (`drafter_for`), "auto" by default. Of "ngram" and "suffix" it is "auto", which drafts
-    only when it pays, or "fixed".
+    directory or Hub id, or several of these joined by "+" (`load_joined`). revision: branch, tag or commit on the Hub, of all
+    heads and draft models. Heads and draft models have the option `tree` (`drafter_for`), "auto" by default. Of "ngram" and
+    "suffix" it is "auto", which drafts only when it pays, or "fixed".
     """
     path = str(path)
     check_tree(options.get("tree", "auto"))
