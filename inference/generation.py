@@ -203,7 +203,7 @@ def read_settings(
         "params": SamplingParams(**params),
         "max_new_tokens": most,
         "eos_token_ids": frozenset(eos),
-        "pad_token_id": max(0, min(eos, default=0)) if pad is None else pad,
+        "pad_token_id": max([0, *eos[:1]]) if pad is None else pad,  # transformers pads by the first end token
         "stop_strings": tuple(filter(None, (stops,) if isinstance(stops, str) else stops)),
     }
 

@@ -121,7 +121,8 @@ class Encoder:
     def check(self) -> None:
         """Raise ValueError if there is no row, or if the template fits none of the first ones or has nothing in the loss."""
         rows, shares, refused = list(islice(self.source.rows(), TRIED)), [], None
-        if self.images is not None and any(has_images(row.value, self.source.messages) for row in rows):
+        readable = [row.value for row in rows if isinstance(row.value, dict)]
+        if self.images is not None and any(has_images(value, self.source.messages) for value in readable):
             _ = self.images.processor  # what is wrong with it is wrong with all rows that have images
         for row in rows:
             try:
