@@ -176,7 +176,7 @@ def read_settings(
             raise ValueError(f"speculative decoding does not support {name}={value}: remove it, or do not draft")
     params = {name: given[name] for name in PARAMS & given.keys() if given[name] is not None}
     sampled = given.get("do_sample")
-    sampled = (config is None and params.get("temperature", 0) != 0) if sampled is None else sampled
+    sampled = bool(keywords.get("temperature")) if sampled is None else sampled
     if sampled and params.get("temperature") == 0:
         raise ValueError("do_sample=true with temperature=0: set a temperature above 0, or remove do_sample")
     params["temperature"] = params.get("temperature", 1.0) if sampled else min(0.0, params.get("temperature", 0.0))
@@ -203,7 +203,7 @@ def read_settings(
         "params": SamplingParams(**params),
         "max_new_tokens": most,
         "eos_token_ids": frozenset(eos),
-        "pad_token_id": max(0, min(eos, default=0)) if pad is None else pad,
+        "pad_token_id": max([0, *eos[:1]]) if pad is None else pad,  # transformers pads by the first end token
         "stop_strings": tuple(filter(None, (stops,) if isinstance(stops, str) else stops)),
     }
 

@@ -92,14 +92,14 @@ def convert(file: Path, dtype: torch.dtype, directory: Path) -> None:
     check_kind(file, metadata)
     count = sum(int(tensor.n_elements) for tensor in tensors if tensor.name not in UNUSED)
     need = count * dtype.itemsize
+    part = directory.with_suffix(".part")  # a fixed name, so that the rest of a killed conversion is removed
+    shutil.rmtree(part, ignore_errors=True)  # before the disk is asked what is free
     if shutil.disk_usage(directory.parent).free < 1.1 * need:
         raise OSError(f"it needs {need / 1e6:,.0f} MB, more than the disk has free")
     note = f"{file.name} is dequantized once into {directory} ({need / 1e6:,.0f} MB)"
     print(note, file=sys.stderr, flush=True)  # programs write texts to stdout
     tokenizer = build_tokenizer(metadata, str(file))  # first, because it fails fast
     model = load(file, dtype, metadata, tensors, count)
-    part = directory.with_suffix(".part")  # a fixed name, so that the rest of a killed conversion is removed
-    shutil.rmtree(part, ignore_errors=True)
     try:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)

@@ -186,7 +186,7 @@ class Target:
     def eos_token_ids(self) -> list[int]:
         """Return the tokens that end a text: its generation config's, and the tokenizer's, which chat templates write."""
         eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        eos = self.config.eos_token_id if eos is None else eos
+        eos = getattr(self.config, "eos_token_id", None) if eos is None else eos  # Qwen3-VL's text config has none
         ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         extra = None if self.tokenizer is None else self.tokenizer.eos_token_id
         return ends if extra is None or extra in ends or extra >= self.vocab_size else [*ends, extra]

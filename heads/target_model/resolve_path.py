@@ -53,7 +53,7 @@ def resolve_path(
     path = NAMES.get(str(path), path)
     file = gguf_of(str(path), gguf_file, revision)
     if file is None:
-        return check_path(path)
+        return check_path(path, revision)
     if isinstance(dtype, str) and dtype == "auto":
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = torch.bfloat16 if has_bfloat16_products(device) else torch.float32
@@ -86,11 +86,11 @@ def gguf_of(path: str, gguf_file: str | None, revision: str | None) -> Path | No
         ) from error
 
 
-def check_path(path: str | Path) -> str:
+def check_path(path: str | Path, revision: str | None = None) -> str:
     """Return a directory or an id on the Hub. Raises ValueError if it contains no model."""
     path = Path(path).expanduser() if str(path).startswith("~") else path
     if not Path(path).is_dir():
-        check_exists(str(path))
+        check_exists(str(path), revision)
     elif (Path(path) / "adapter_config.json").is_file() and importlib.util.find_spec("peft") is None:
         raise ValueError(
             f"target {path} contains a LoRA adapter, which would be left out: give a directory of the merged model (peft's "
@@ -101,7 +101,7 @@ def check_path(path: str | Path) -> str:
     return str(path)
 
 
-def check_exists(name: str) -> None:
+def check_exists(name: str, revision: str | None = None) -> None:
     """Raise ValueError unless the Hub or its local cache has the model `name`. transformers would first try for a minute to
     reach the Hub."""
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
@@ -109,9 +109,9 @@ def check_exists(name: str) -> None:
             f"target {name} is not a directory: give one that transformers saved, or a Hub id like org/name"
         )
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
             return
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
+        get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=10)
     except Exception as error:
         near = "".join(f" (did you mean {known}?)" for known in difflib.get_close_matches(name, SHORT_NAMES, 1))
         raise ValueError(

@@ -30,25 +30,27 @@ def load_drafter(path: str | Path, target: Target, revision: str | None = None, 
     """Load the drafter that `path` names. `options` are passed to its constructor (foredraft/loading.py).
 
     path: "none" (autoregressive decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's
-    directory or Hub id (revision: its branch, tag or commit), or several of these joined by "+" (`load_joined`). Heads and
-    draft models have the option `tree` (`drafter_for`), "auto" by default. Of "ngram" and "suffix" it is "auto", which drafts
-    only when it pays, or "fixed".
+    directory or Hub id, or several of these joined by "+" (`load_joined`). revision: branch, tag or commit on the Hub, of all
+    heads and draft models. Heads and draft models have the option `tree` (`drafter_for`), "auto" by default. Of "ngram" and
+    "suffix" it is "auto", which drafts only when it pays, or "fixed".
     """
     path = str(path)
     check_tree(options.get("tree", "auto"))
     if "+" in path and not Path(path).is_dir():
-        return load_joined(path.split("+"), target, **options)
+        return load_joined(path.split("+"), target, revision, **options)
     return load(path, target, revision, "auto", **options)
 
 
-def load_joined(paths: list[str], target: Target, tree: str = "auto", window: int | None = None) -> Drafter:
+def load_joined(
+    paths: list[str], target: Target, revision: str | None = None, tree: str = "auto", window: int | None = None
+) -> Drafter:
     """Load several drafters. A head and "suffix": each step uses the one that promises more tokens per second (policy.py).
     Other drafters, or tree="fixed": the union of their trees. It sizes no head's tree, whose share of the time is unknown."""
     if "" in paths:
         raise ValueError(f"drafter {'+'.join(paths)!r} lacks a drafter next to a +: add it, or remove the +")
     windows = [{} if window is None or path in ("none", *LOOKUPS) else {"window": window} for path in paths]
     drafters = [
-        load(path, target, None, "fixed" if path in LOOKUPS else tree, **some)
+        load(path, target, revision, "fixed" if path in LOOKUPS else tree, **some)
         for path, some in zip(paths, windows, strict=True)
     ]
     if tree == "auto" and len(drafters) == 2:
@@ -70,7 +72,8 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
     if path in LOOKUPS:
         drafter = load_lookup(path, target, **facts)
     elif path.startswith("draft:"):
-        model = Target.from_pretrained(path.removeprefix("draft:"), dtype=target.dtype, device=target.device)
+        name = path.removeprefix("draft:")
+        model = Target.from_pretrained(name, dtype=target.dtype, device=target.device, revision=revision)
         drafter = drafter_for(model, target, **facts)
     elif "/" not in path and not Path(path).is_dir():
         raise ValueError(f"drafter {path!r} is not one of: {DRAFTER_NAMES}; or several of them joined by +")

@@ -131,6 +131,14 @@ def test_thoughts_that_were_cut_off_are_learned_up_to_there(model: str):
     assert whole.startswith(text) and text.endswith("2 and 3.")
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_a_question_may_be_a_part_of_a_mark(model: str):
+    form, answer = form_of(model), {"role": "assistant", "content": "yes", "reasoning_content": "because"}
+    questions = ("hi", "a", "assistant", "what is 2 + 2?")  # "hi" is in <think>
+    found = [learned(form, form.documents([{"role": "user", "content": asked}, answer])) for asked in questions]
+    assert found == found[-1:] * 4
+
+
 def test_ids_of_another_tokenizer_are_told_from_the_text():
     row = VLLM("qwen3", "one turn").regenerated({"messages": CONVERSATIONS["one turn"]})
     with pytest.raises(SkippedRow, match="tokens of another target"):

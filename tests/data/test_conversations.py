@@ -13,10 +13,12 @@ from foredraft.train.data.conversations import corpus
 from foredraft.train.data.corpus import count_tokens, has_chats, prompts
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.encoding import Encoder
+from foredraft.train.data.layouts import SkippedRow
 from foredraft.train.data.sources import Row, Source
 from tests.support.chats import CHATML, tokenizer
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+THOUGHT = {"role": "assistant", "content": "so", "reasoning_content": "hm"}
 
 
 def test_columns_can_be_named():
@@ -24,6 +26,17 @@ def test_columns_can_be_named():
     assert Source("x", prompt="q", response="a").conversation(row) == HI
     assert Source("x", messages="chat").conversation(row) == HI
     assert Source("x", text="t", prompt="none").conversation(row) == "text"
+    assert Source("x", text="t").conversation(row) == "text"
+    assert Source("x", messages="chat", text="t").conversation(row) == HI
+    messages = [{"role": "user", "content": "other"}]
+    more = Row("", row.value | {"messages": messages, "text": "page", "response": "theirs"})
+    assert Source("x", prompt="q", response="a").conversation(more) == HI
+    assert Source("x", response="a").conversation(more)[-1] == HI[-1]
+    assert Source("x", text="t").conversation(more) == "text"
+    with pytest.raises(SkippedRow, match="no column caht or m"):
+        Source("x", messages="caht", text="m").conversation(more)
+    with pytest.raises(SkippedRow, match="no conversation and no text"):  # "page" is not what was asked for
+        Source("x", prompt="questoin", response="a").conversation(more)
     asked = Source("x").conversation(Row("", {"turns": ["one", "two"]}))
     assert asked == [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
 
@@ -108,6 +121,9 @@ def test_of_a_folder_the_files_of_the_split_are_read(tmp_path: Path):
     assert names("test") == names("test_a") == both | {"test_a.jsonl"}
     assert names("dev") == both | {"rows.jsonl"}
     assert len(names("other")) == len(names("train[:10%]")) == 5  # no file is named for it
+    assert names("testing") == both | {"test_a.jsonl"} and names("validation") == both | {"rows.jsonl"}
+    (tmp_path / "data/train-00000.jsonl").rename(tmp_path / "training.jsonl")
+    assert names("train") == both | {"training.jsonl"}
 
 
 def test_a_file_next_to_its_compressed_copy_is_refused(tmp_path: Path):
@@ -139,6 +155,26 @@ def test_a_second_run_reads_the_cache_and_a_changed_file_is_read_anew(file: Path
     assert list(again.train) == list(first.train) and again.card == first.card
     write(file, [{"text": f"line {i}"} for i in range(9)])
     assert len(corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path)).train) < 9
+
+
+def test_each_template_of_a_tokenizer_has_its_own_cache(file: Path, tmp_path: Path):
+    words = tokenizer(None)
+    words.chat_template = {"default": CHATML, "other": CHATML.replace("_start|>", "_start|>an ")}
+    cached = {"path": str(file), "cache_dir": str(tmp_path)}
+    default, other = (corpus(words, template=name, **cached).train[0] for name in (None, "other"))
+    assert "an assistant" in words.decode(other.tokens) and "an assistant" not in words.decode(default.tokens)
+
+
+def test_a_card_counts_rows_also_if_each_gives_several_documents(tmp_path: Path):
+    thoughts = "{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    form = tokenizer(CHATML.replace("{{ m.content", thoughts + "{{ m.content"))
+    rows = [
+        {"messages": [one for at in range(3) for one in ({"role": "user", "content": f"{i} {at}"}, THOUGHT)]}
+        for i in range(30)
+    ]
+    data = corpus(form, path=str(write(tmp_path / "r.jsonl", rows)), cache_dir=str(tmp_path), val_split=0.2)
+    held = len(data.validation) + len(data.test)
+    assert len(data.train) + held == 90 and data.card["held_out"] == held / 3 < data.card["used"] == 30
 
 
 def test_raw_text_is_supervised_whole_and_held_out_as_text(tmp_path: Path):

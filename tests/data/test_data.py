@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from foredraft.inference import generate
-from foredraft.train.data import corpus, stdlib
+from foredraft.train.data import corpus, data_card, stdlib
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.layouts import SkippedRow
@@ -48,6 +48,14 @@ def test_text_files_are_split_by_file(target, tmp_path):
     trained = {target.tokenizer.decode(document.tokens[:8]).split("\n")[0] for document in data.train}
     held = {text.split("\n")[0] for text in data.validation + data.test}
     assert len(held) == 4 and len(trained) == 16 and not trained & held
+
+
+def test_a_text_that_is_held_out_is_trained_on_in_no_other_file(target, tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"file {number % 20}\n" + TEXT)
+    data = corpus.text_files(target.tokenizer, str(tmp_path))
+    trained = {target.tokenizer.decode(document.tokens[:8]).split("\n")[0] for document in data.train}
+    assert not trained & {text.split("\n")[0] for text in data.validation + data.test}
 
 
 def test_prompts_start_at_lines_and_have_their_length(target):
@@ -152,6 +160,7 @@ def test_a_row_with_a_token_that_the_target_lacks_is_dropped_and_named(target, t
     target_ = {"_target_": "foredraft.train.data.conversations.corpus"}
     data = load_corpus(OmegaConf.create(target_ | settings), target)
     assert data.card["dropped"] == {"a token that the target lacks: <extra>": 1}
+    assert "1 x a token that the target lacks: <extra>\n" in data_card.summary(data.card)
     rows = [*data.train, *data.validation.documents, *data.test.documents]
     assert len(rows) == 12 and all(max(document.tokens) < 320 for document in rows)
     corpus.count_tokens(data.train, target.vocab_size)

@@ -90,7 +90,14 @@ def test_an_answer_that_its_row_does_not_want_learned_is_context(row: dict, text
 
 
 @pytest.mark.parametrize(
-    "mask", [{"weights": [0, 0, 0, 1]}, {"weights": [0, 1]}, {"mask": [False, True]}, {"train": [1, 0, 1, 1]}]
+    "mask",
+    [
+        {"weights": [0, 0, 0, 1]},
+        {"weights": [0, 1]},
+        {"weights": "[0, 1]"},  # CSV
+        {"mask": [False, True]},
+        {"train": [1, 0, 1, 1]},
+    ],
 )
 def test_a_row_can_say_of_all_its_answers_which_are_learned(mask: dict):
     assert learned({"messages": [ASKED, answer("bad"), ASKED, answer("good")]} | mask) == ["good<|im_end|>"]

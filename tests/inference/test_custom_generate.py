@@ -24,7 +24,8 @@ def padded(target):
 def test_generate_writes_the_same(target):
     ours = as_custom_generate(target, NgramDrafter())
     ends = target.model.generate(**inputs(target), do_sample=False)[0, -15:-14].tolist()  # of one row before the other
-    for settings in ({}, {"repetition_penalty": 1.3}, {"eos_token_id": [*ends, 319]}):
+    padded_by_an_end = {"eos_token_id": [319, *ends], "pad_token_id": None}
+    for settings in ({}, {"repetition_penalty": 1.3}, {"eos_token_id": [*ends, 319]}, padded_by_an_end):
         common = inputs(target) | {"do_sample": False, "pad_token_id": 17} | settings
         plain = target.model.generate(**common)
         assert torch.equal(target.model.generate(**common, custom_generate=ours), plain)

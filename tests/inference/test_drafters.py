@@ -271,6 +271,17 @@ def test_short_words_name_drafters(target, tiny_path):
     assert isinstance(load(f"draft:{tiny_path}", tree="auto", nodes=4), AutoTree)
 
 
+def test_a_revision_is_that_of_every_part_of_a_drafter(target, monkeypatch):
+    def missing(path: str, revision: str | None = None, **_) -> None:
+        raise ValueError(f"{path} at {revision}")
+
+    monkeypatch.setattr("foredraft.inference.drafters.find", missing)
+    monkeypatch.setattr(Target, "from_pretrained", missing)
+    for path in ("org/head", "org/head+suffix", "suffix+org/head", "draft:org/head", "draft:org/head+suffix"):
+        with pytest.raises(ValueError, match="org/head at v2"):
+            load_drafter(path, target, "v2")
+
+
 def test_a_heads_window_can_be_set_for_drafting(target, tmp_path):
     for kind in ("eagle3", "medusa"):
         save_head(make_head(kind, target), tmp_path / kind, target)

@@ -128,6 +128,7 @@ def test_a_generation_config_is_read_as_transformers_reads_it(target):
     sampled, greedy = text(temperature=0.8), text()
     assert greedy != sampled == text(do_sample=True, temperature=0.8)
     assert text(generation_config=GenerationConfig(do_sample=True, temperature=0.8)) == sampled
+    assert text(generation_config=GenerationConfig(max_new_tokens=12), temperature=0.8) == sampled
     assert text(do_sample=False, temperature=0.8) == greedy == text(generation_config=GenerationConfig(temperature=0.8))
 
 

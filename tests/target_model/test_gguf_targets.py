@@ -255,7 +255,7 @@ def test_where_it_cannot_be_kept_is_said_with_the_remedy(file, monkeypatch, caps
     folder = file.parent / "cache" / "gguf"
     killed = folder / f"{gguf.digest_of(file)}-float32-{gguf.VERSION}.part"
     killed.mkdir(parents=True)
-    monkeypatch.setattr(gguf.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr(gguf.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9 * killed.exists()))
     with pytest.raises(ValueError, match="it needs 0 MB, more than the disk has free") as error:
         Target.from_pretrained(file, dtype="float32")
     assert "FOREDRAFT_CACHE" in str(error.value) and explain(error.value, "elsewhere") == 2

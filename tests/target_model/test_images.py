@@ -278,6 +278,24 @@ def test_a_text_only_target_learns_from_the_text_of_rows_with_images_and_says_so
     assert message["content"] == "what?"
 
 
+def test_a_line_that_is_no_row_is_dropped_for_a_target_that_sees_images_too(tmp_path):
+    target = Target.from_pretrained(save_target("qwen3_vl", tmp_path / "target"), device="cpu")
+    text = write(tmp_path / "rows.jsonl")
+    text.write_text('{"broken\n["a list"]\n' + text.read_text())
+    data = corpus(target.text_tokenizer, str(text), images=target.images, cache_dir=str(tmp_path), num_proc=1)
+    assert data.card["dropped"] == {"not JSON": 1, "not an object with columns": 1}
+
+
+def test_a_target_whose_config_names_no_end_token_has_the_tokenizers(tmp_path):
+    """The text configs of Qwen3-VL and GLM-4.5V have no default for it."""
+    path = save_target("qwen3_vl", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    del config["text_config"]["eos_token_id"]
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "generation_config.json").unlink()
+    assert Target.from_pretrained(path, device="cpu").eos_token_ids == [IDS["<|im_end|>"]]
+
+
 # Runs
 
 RUN = [

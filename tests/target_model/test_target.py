@@ -18,7 +18,7 @@ from transformers import (
 
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.target_model import loading
+from foredraft.heads.target_model import loading, resolve_path
 from foredraft.heads.target_model import model as model_module
 from foredraft.heads.target_model.capabilities import allclose
 from foredraft.heads.target_model.files import weight_map
@@ -285,6 +285,22 @@ def test_a_target_whose_activations_are_quantised_together_is_decoded_plainly(ti
 def test_a_capability_is_measured_up_to_the_roundings_of_a_dtype(dtype, small, large):
     logits = torch.tensor([1.0, -2.0, 4.0], dtype=dtype)
     assert allclose(logits * (1 + small), logits) and not allclose(logits * (1 + large), logits)
+
+
+def test_a_target_is_looked_for_at_its_revision(monkeypatch):
+    """The main branch of some repositories has no model, and the cache may only have another revision."""
+
+    def metadata(url: str, timeout: float) -> None:
+        raise OSError(f"nothing at {url}")
+
+    def cached(name: str, file: str, revision: str | None) -> str | None:
+        return file if revision == "v2" else None
+
+    monkeypatch.setattr(resolve_path, "try_to_load_from_cache", cached)
+    monkeypatch.setattr(resolve_path, "get_hf_file_metadata", metadata)
+    assert resolve_path.resolve_path("org/model", revision="v2") == "org/model"
+    with pytest.raises(ValueError, match=r"nothing at .*/org/model/resolve/v3/config\.json"):
+        resolve_path.resolve_path("org/model", revision="v3")
 
 
 def test_a_model_made_in_memory_has_no_files(tiny_path, monkeypatch):

@@ -165,8 +165,10 @@ class Turn(NamedTuple):
         stand_in = {"role": "assistant", "content": STAND_IN}
         header, found, _ = self.render(stand_in, thinking=thinking).partition(STAND_IN)
         asked = str(self.history[-1]["content"]).strip() if self.history else ""
-        begin = max(0, header.rfind(asked))
-        since = prompt[max(0, prompt.rfind(asked)) :]
+        turns = self.render(thinking=thinking)
+        end = len(turns) if prompt.startswith(turns) and header.startswith(turns) else None  # <think> has a "hi", too
+        begin = max(0, header.rfind(asked, 0, end))
+        since = prompt[max(0, prompt.rfind(asked, 0, end)) :]
         at = begin + len(self.form.shared(since, header[begin:]))
         more = at < len(header) and at < begin + len(since)
         if not found or text[:at] != header[:at] or (more and not EMPTY.fullmatch(header, at)):

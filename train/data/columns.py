@@ -104,7 +104,7 @@ def weighted(messages: list[Message], row: dict) -> list[Message]:
         for message in answers:
             message["weight"] = 0
     for name in ("weights", *OF_ROWS):
-        if not isinstance(weights := row.get(name), list):
+        if not isinstance(weights := parsed(row.get(name)), list):
             continue
         places = next((places for places in (messages, answers) if len(weights) == len(places)), None)
         if places is None:

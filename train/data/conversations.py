@@ -86,7 +86,7 @@ def assemble(
     where = whole.data.column("where")
     first = {reason: where[int(np.argmax(reasons == reason))].as_py() for reason in dropped}
     card: dict[str, Any] = {"source": path, "rows": int(firsts.sum()), "dropped": dict(dropped)}
-    card |= {"used": int(firsts[good].sum()), "first_dropped": first, "held_out": int(held.sum())}
+    card |= {"used": int(firsts[good].sum()), "first_dropped": first, "held_out": int(firsts[good][held].sum())}
     documents = Documents.joined([Documents.mapped(file["filename"]) for file in whole.cache_files])
     assert len(documents) == len(whole), "sets are files, read whole"
     card |= take_images(documents, whole.data.column("images"), encoders, good)

@@ -91,7 +91,8 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
         count = max(1, round(len(ranked) * val_split))
         test = [text for _, text in ranked[:count]]
         validation = [text for _, text in ranked[count : 2 * count]] if len(ranked) >= 3 * count else test
-        train = [text for _, text in ranked[count:] if text not in validation]
+        held_out = {*validation, *test}  # another file may have the same text
+        train = [text for _, text in ranked[count:] if text not in held_out]
     return from_texts(tokenizer, train, validation, test, {"source": str(path), "files": len(texts)})
 
 

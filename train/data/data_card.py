@@ -42,7 +42,8 @@ def lines(card: dict[str, Any]) -> list[tuple[str, str]]:
             continue
         if name == "dropped":
             first = card.get("first_dropped", {})
-            reasons = [f"{count} x {reason} (first: {first.get(reason)})" for reason, count in value.items()]
+            places = {reason: f" (first: {place})" for reason, place in first.items()}
+            reasons = [f"{count} x {reason}{places.get(reason, '')}" for reason, count in value.items()]
             value = "; ".join(reasons) or "none"
         elif isinstance(value, float):
             value = percent(value)

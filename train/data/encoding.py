@@ -46,7 +46,8 @@ class Encoder:
         words = self.tokenizer.backend_tokenizer.to_str() if self.tokenizer.is_fast else self.tokenizer.name_or_path
         file = template_file(self.template) if self.template else None
         written = file.read_text() if file is not None and file.is_file() else self.tokenizer.chat_template
-        settings = repr((self.source.digest(), written, self.thinking, self.tokenizer.special_tokens_map, words))
+        named = self.template, written  # a tokenizer may have several templates
+        settings = repr((self.source.digest(), named, self.thinking, self.tokenizer.special_tokens_map, words))
         settings += "" if self.images is None else self.images.digest
         code = [*sorted(Path(__file__).parent.glob("*.py")), Path(target_messages.__file__)]
         return hashlib.sha256(b"".join(map(Path.read_bytes, code)) + settings.encode()).hexdigest()[:16]
@@ -120,7 +121,8 @@ class Encoder:
     def check(self) -> None:
         """Raise ValueError if there is no row, or if the template fits none of the first ones or has nothing in the loss."""
         rows, shares, refused = list(islice(self.source.rows(), TRIED)), [], None
-        if self.images is not None and any(has_images(row.value, self.source.messages) for row in rows):
+        readable = [row.value for row in rows if isinstance(row.value, dict)]
+        if self.images is not None and any(has_images(value, self.source.messages) for value in readable):
             _ = self.images.processor  # what is wrong with it is wrong with all rows that have images
         for row in rows:
             try:

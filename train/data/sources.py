@@ -36,7 +36,10 @@ from foredraft.train.data.layouts import Message, SkippedRow, has_system, listed
 from foredraft.train.data.layouts import parsed as parsed_json
 
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".parquet")  # of files in a directory
-SPLITS = {"train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation"}
+# Names of splits in paths, as `datasets` knows them.
+SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
+SPLITS |= {"testing": "test", "eval": "test", "evaluation": "test"}
+SPLITS |= {split: split for split in ("train", "validation", "test")}
 SHARD = 1 << 24  # bytes of a file of JSON Lines that one process reads at a time
 SHARD_ROWS = 10_000  # and rows of a dataset from the Hub
 
@@ -85,18 +88,22 @@ class Source:
         if not isinstance(row.value, dict):
             raise SkippedRow("not an object with columns")
         value = cells(row.value)
+        named = {self.messages, self.prompt, self.response, self.text} - {None}
+        if named and not named & value.keys() and "error" not in value:
+            raise SkippedRow(f"no column {' or '.join(sorted(filter(None, named)))}")
         if found := self.turns(value, images):
             found = weighted(found, value)
             return found if has_system(found) else system(value) + found
         if "error" in value:
             raise SkippedRow("no answer came")  # regeneration says why
-        if column := pick(value, self.text, TEXTS):
+        if column := usual_unless(value, self.text, TEXTS, self.messages, self.prompt, self.response):
             return raw_text(value, column)
         raise SkippedRow("no conversation and no text in it")
 
     def turns(self, value: dict, images: bool) -> list[Message] | None:
         """Return the turns that are in this row's columns; None if it has none."""
-        column, prompt = pick(value, self.messages, LISTS), pick(value, self.prompt, PROMPTS)
+        column = usual_unless(value, self.messages, LISTS, self.prompt, self.response, self.text)
+        prompt = usual_unless(value, self.prompt, PROMPTS, self.messages, self.text)
         items = parsed_json(listed(value[column])) if column else None
         if isinstance(items, list) and (items or not prompt):
             beside = value.get("images", value.get("image", [])) if images else None
@@ -119,6 +126,11 @@ class Source:
             with file.open("rb") as opened:
                 total.update(hashlib.file_digest(opened, "sha256").digest())
         return total.hexdigest()[:16]
+
+
+def usual_unless(value: dict, named: str | None, usual: tuple[str, ...], *others: str | None) -> str | None:
+    """Return what `pick` does, but no usual column of a row with one of the others, which the user named in its place."""
+    return None if named is None and value.keys() & {*others} else pick(value, named, usual)
 
 
 def files(path: str, split: str) -> list[Path]:
@@ -154,9 +166,12 @@ def of_split(found: list[Path], root: Path, split: str) -> list[Path]:
     """Return the files without those that are named for another split (data/test-00000.parquet), if some are for this one."""
     words = {file: {*re.split(r"[^a-z0-9]+", str(file.relative_to(root)).lower())} for file in found}
     ours = {*re.split(r"[^a-z0-9]+", split.lower())}
+    if not any(ours <= words[file] for file in found):  # training.jsonl is for the split train
+        ours = {SPLITS.get(word, word) for word in ours}
+        words = {file: {SPLITS.get(word, word) for word in names} for file, names in words.items()}
     if not any(ours <= words[file] for file in found):
         return found
-    return [file for file in found if ours <= words[file] or not words[file] & SPLITS]
+    return [file for file in found if ours <= words[file] or not words[file] & SPLITS.keys()]
 
 
 def shards(file: Path) -> list[Shard]:
