@@ -11,7 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel
 
 from foredraft.heads.target_model.messages import normalize_messages, rendered, template_needs
-from foredraft.inference import Request
+from foredraft.inference import Engine, Request
+from foredraft.inference.drafters import NgramDrafter
 from foredraft.inference.grammar import Grammars
 from foredraft.inference.serve.openai.choice import Choice, Piece
 from foredraft.inference.serve.openai.protocol import ChatRequest, Tool
@@ -491,6 +492,20 @@ def choice_of(text: str, template: str, finish_reason: str = "stop", prompt: str
     choice = Choice(0, SimpleNamespace(request=request), asked, words)
     choice.push(RequestOutput(request, words(text).input_ids, None, 1, finish_reason))
     return choice.whole
+
+
+def test_the_steps_of_a_text_that_another_drafter_went_on_with_add_up_to_it(target):
+    asked = ChatRequest(messages=[{"role": "user", "content": "q"}])
+    engine, request = Engine(target, NgramDrafter()), Request([5, 6, 7, 5, 6, 7], max_new_tokens=20)
+    choice = Choice(0, SimpleNamespace(request=request), asked, target.text_tokenizer)
+    engine.add(request)
+    while engine.has_work:
+        for output in engine.step():
+            choice.push(output)
+        if len(choice.whole.ids) in (4, 5):
+            engine.swap(NgramDrafter())
+    assert len(choice.drafted) == len(choice.accepted)
+    assert len(choice.whole.ids) == 20 <= 1 + sum(count + 1 for count in choice.accepted)
 
 
 def named(choice: Piece) -> list[str]:

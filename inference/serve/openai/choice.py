@@ -80,8 +80,8 @@ class Choice:
             piece.logprobs = self.token_logprobs(output, places, output.trace, self.request.top_tokens)
         if self.request.trace:
             piece.trace = self.trace_entry(output, texts)
-        if output.accepted is not None:
-            self.accepted.append(output.accepted)
+        if output.accepted is not None or (self.whole.ids and output.tokens):  # or prefilled again, for another drafter
+            self.accepted.append(output.accepted or 0)
             self.drafted.append(min(output.depth, output.nodes - 1))
             self.emitted += len(output.tokens)
         return self.grow(piece)
