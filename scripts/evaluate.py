@@ -7,6 +7,7 @@ each stage of a step, and faults of drafters. The same command resumes an interr
 
 import contextlib
 import copy
+import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -102,6 +103,20 @@ def head_paths(cfg: DictConfig) -> list[str]:
     return [part for part in parts_of(cfg) if ":" not in part and ("/" in part or Path(part).is_dir())]
 
 
+def sample_digest(file: Path) -> str:
+    """Return a digest of the start of each tensor in a safetensors file. Copies of the file have the same one, unlike their
+    times, and large files need not be read whole."""
+    with file.open("rb") as opened:
+        header = opened.read(int.from_bytes(opened.read(8), "little"))
+        digest = hashlib.sha256(header)
+        for name, facts in json.loads(header).items():
+            if name != "__metadata__":
+                begin, end = facts["data_offsets"]
+                opened.seek(8 + len(header) + begin)
+                digest.update(opened.read(min(4096, end - begin)))
+    return digest.hexdigest()[:16]
+
+
 def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
     """Save the settings and digests of the weights. Raises ValueError if the directory contains texts of a run with others;
     repeats may differ. Prompts of a run that failed before its first text are removed."""
@@ -111,8 +126,8 @@ def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
         del settings[name]
     settings["weights"] = {"target": fingerprint(target)["embedding_digest"]}
     # A fine-tune may have the same embedding.
-    files = [(path.name, path.stat()) for path in sorted(set(weight_map(target).values())) if path.is_file()]
-    settings["target_files"] = [[name, facts.st_size, facts.st_mtime_ns] for name, facts in files]
+    files = [path for path in sorted(set(weight_map(target).values())) if path.is_file()]
+    settings["target_files"] = [[path.name, path.stat().st_size, sample_digest(path)] for path in files]
     for path in head_paths(cfg):
         with contextlib.suppress(ValueError):  # a drafter that cannot be loaded is omitted later
             settings["weights"] |= {path: weights_sha256(find(path))} if Path(path).expanduser().is_dir() else {}

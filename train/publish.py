@@ -16,7 +16,7 @@ from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import load_head, read_config
 from foredraft.heads.formats.base import projection_names
 from foredraft.heads.formats.engines import engines
-from foredraft.heads.formats.files import weights_file
+from foredraft.heads.formats.files import INDEX, shards, weights_file
 from foredraft.heads.formats.gguf.layout import GGUFFormat
 from foredraft.heads.formats.gguf.tensors import FILE
 from foredraft.heads.hub.card import model_card
@@ -111,9 +111,10 @@ def head_metadata(head: DraftHead, target: Target, written: formats.Format | Non
 def stage(head: Path, folder: Path, repo: str, target: Target, license: str | None) -> None:
     """Copy to `folder` what the Hub gets of the head in `head`: its files, card, metrics, config and report. Raises
     ValueError for files that only foredraft can read."""
+    weights = weights_file(head)
+    parts = [part.name for part in shards(weights)] if weights.name == INDEX else []  # no others, of an earlier head
     for path in sorted(head.iterdir()):
-        wanted = path.name in (*hub.WEIGHTS, "config.json", "config.yaml", METRICS) or path.suffix == ".safetensors"
-        if path.is_file() and wanted:
+        if path.is_file() and path.name in (*hub.WEIGHTS, *parts, "config.json", "config.yaml", METRICS):
             shutil.copy(path, folder)
     if (head.parent / REPORT).is_file() and (head.parent / METRICS).is_file():
         shutil.copy(head.parent / REPORT, folder)

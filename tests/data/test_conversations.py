@@ -33,6 +33,7 @@ def test_columns_can_be_named():
     assert Source("x", prompt="q", response="a").conversation(more) == HI
     assert Source("x", response="a").conversation(more)[-1] == HI[-1]
     assert Source("x", text="t").conversation(more) == "text"
+    assert Source("x", response="a").conversation(Row("", {"messages": HI, "a": "hello"})) == HI  # without a prompt
     with pytest.raises(SkippedRow, match="no column caht or m"):
         Source("x", messages="caht", text="m").conversation(more)
     with pytest.raises(SkippedRow, match="no conversation and no text"):  # "page" is not what was asked for

@@ -543,3 +543,6 @@ def test_another_target_in_the_same_place_is_another_run(tiny_path, tmp_path):
         with pytest.raises(ValueError, match="other settings or weights") if weight else contextlib.nullcontext():
             evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
         (tmp_path / "lines.jsonl").write_text('{"kind": "text"}\n')
+        if not weight:  # the same files, downloaded or copied again, are the same target
+            os.utime(tmp_path / "target" / "model.safetensors", (1, 1))
+            evaluate.check_same_run(tmp_path / "settings.json", cfg, target)

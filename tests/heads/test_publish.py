@@ -163,8 +163,10 @@ def test_all_parts_of_a_head_are_pushed_and_count_for_its_digest(trained, target
         save_file({name: weights[name] for name in names if names[name] == part}, whole.with_name(part))
     whole.unlink()
     (tmp_path / "head" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    shutil.copy(tmp_path / "head" / "model-0.safetensors", tmp_path / "head" / "model-00001-of-00009.safetensors")
     digest = hub.weights_sha256(tmp_path / "head")
     assert digest in staged(tmp_path / "head", tmp_path / "staged", target)
+    assert {path.name for path in (tmp_path / "staged").glob("*.safetensors")} == set(names.values())  # no stale part
     assert same(load_head(tmp_path / "staged", target), load_head(trained / "eagle3/head", target))
     changed = {name: tensor + 1 for name, tensor in weights.items() if names[name] == "model-1.safetensors"}
     save_file(changed, whole.with_name("model-1.safetensors"))

@@ -102,8 +102,10 @@ class Source:
 
     def turns(self, value: dict, images: bool) -> list[Message] | None:
         """Return the turns that are in this row's columns; None if it has none."""
-        column = usual_unless(value, self.messages, LISTS, self.prompt, self.response, self.text)
         prompt = usual_unless(value, self.prompt, PROMPTS, self.messages, self.text)
+        # Without a prompt, a named response answers nothing, and does not replace the messages.
+        response = self.response if prompt or self.prompt else None
+        column = usual_unless(value, self.messages, LISTS, self.prompt, response, self.text)
         items = parsed_json(listed(value[column])) if column else None
         if isinstance(items, list) and (items or not prompt):
             beside = value.get("images", value.get("image", [])) if images else None
