@@ -34,9 +34,10 @@ def test_columns_can_be_named():
     assert Source("x", response="a").conversation(more)[-1] == HI[-1]
     assert Source("x", text="t").conversation(more) == "text"
     assert Source("x", response="a").conversation(Row("", {"messages": HI, "a": "hello"})) == HI  # without a prompt
-    with pytest.raises(SkippedRow, match="no column caht or m"):
+    assert Source("x", response="a").conversation(Row("", {"messages": HI})) == HI
+    with pytest.raises(SkippedRow, match="nothing in column caht or m"):
         Source("x", messages="caht", text="m").conversation(more)
-    with pytest.raises(SkippedRow, match="no conversation and no text"):  # "page" is not what was asked for
+    with pytest.raises(SkippedRow, match="nothing in column questoin"):  # "page" is not what was asked for
         Source("x", prompt="questoin", response="a").conversation(more)
     asked = Source("x").conversation(Row("", {"turns": ["one", "two"]}))
     assert asked == [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]

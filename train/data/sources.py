@@ -88,9 +88,9 @@ class Source:
         if not isinstance(row.value, dict):
             raise SkippedRow("not an object with columns")
         value = cells(row.value)
-        named = {self.messages, self.prompt, self.response, self.text} - {None}
+        named = {name for name in (self.messages, self.prompt, self.text) if name is not None}
         if named and not named & value.keys() and "error" not in value:
-            raise SkippedRow(f"no column {' or '.join(sorted(filter(None, named)))}")
+            raise SkippedRow(f"nothing in column {' or '.join(sorted(named))}")
         if found := self.turns(value, images):
             found = weighted(found, value)
             return found if has_system(found) else system(value) + found
