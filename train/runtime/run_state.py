@@ -77,9 +77,8 @@ def claim(directory: Path) -> IO[bytes]:
     Raises ValueError as `hold`."""
     directory.mkdir(parents=True, exist_ok=True)
     lock, file = hold(directory, "output_dir"), directory / LOCK
-    stands = file.exists() and os.path.samestat(
-        file.stat(), os.fstat(lock.fileno())
-    )  # else it moved before it was locked
+    # Otherwise it moved before it was locked.
+    stands = file.exists() and os.path.samestat(file.stat(), os.fstat(lock.fileno()))
     if stands and not (directory / METRICS).exists():
         return lock
     with lock:
