@@ -125,6 +125,7 @@ NOT_LEARNED = [
         ({"prompt": "hi", "response": "hello", "mask": [0, 0, 1]}, "mask for neither"),
         ({"messages": [ASKED, answer("x", train_detail=[{"begin_offset": 0, "train": False}])]}, "only parts"),
         ({"text": "hello", "loss_mask": [0, 1]}, "mask of tokens"),
+        ({"text": "hello", "loss_mask": "[0, 1]"}, "mask of tokens"),
         ({"text": "hello", "weight": 0}, "says that it is not learned"),
         ({"message_id": "1", "parent_id": None, "text": "hi", "role": "prompter"}, "without its conversation"),
         ({"content": "hello", "reasoning_content": "so", "topic": "x"}, "without its conversation"),
