@@ -168,8 +168,8 @@ def test_each_template_of_a_tokenizer_has_its_own_cache(file: Path, tmp_path: Pa
 
 
 def test_a_card_counts_rows_also_if_each_gives_several_documents(tmp_path: Path):
-    thoughts = "{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    form = tokenizer(CHATML.replace("{{ m.content", thoughts + "{{ m.content"))
+    reasoning = "{% if loop.last and m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    form = tokenizer(CHATML.replace("{{ m.content", reasoning + "{{ m.content"))
     rows = [
         {"messages": [one for at in range(3) for one in ({"role": "user", "content": f"{i} {at}"}, THOUGHT)]}
         for i in range(30)
