@@ -103,7 +103,7 @@ def main(cfg: DictConfig) -> None:
     check_context_parallel(cfg, cfg.gpus, strategy_of(cfg))
     found = plan(cfg)
     kind = cfg.head._target_.split(".")[-3]  # foredraft.heads.eagle3.Eagle3Head.for_target
-    print(f"{kind} ({found['head_parameters'] / 1e6:.0f}M parameters) for {cfg.target.path}")
+    print(f"{kind} ({found['head_parameters'] / 1e6:.0f}M trained parameters) for {cfg.target.path}")
     print(f"on {cfg.gpus} GPU{'s' * (cfg.gpus > 1)} of {cfg.gpu_gib} GiB, strategy={strategy_of(cfg)}; GiB on each:")
     for name, (size, how) in found["gib"].items():
         print(f"  {name:17}{size:8.2f}  {how}")

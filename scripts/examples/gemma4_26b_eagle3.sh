@@ -2,8 +2,8 @@
 # EAGLE-3 for Gemma 4 26B-A4B, a mixture of experts, whose weights are in shards over a node.
 #
 # Hardware:    8 GPUs with 80 GB
-# Time:        0.7 hours for 500M tokens, planned by `foredraft plan` for H100s
-# Memory:      18.0 GiB on each, planned
+# Time:        0.81 hours for 500M tokens, planned by `foredraft plan` for H100s
+# Memory:      18.6 GiB on each, planned
 # Acceptance:  not measured yet
 # Needs:       pip install 'foredraft[train]', and own.jsonl with the target's answers (foredraft regenerate)
 set -euo pipefail

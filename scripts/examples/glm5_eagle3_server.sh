@@ -2,8 +2,8 @@
 # EAGLE-3 for GLM-5: another node serves the target, this one trains the head on the hidden states that it sends.
 #
 # Hardware:    8 GPUs with 80 GB for the trainer, and what the server of the target needs
-# Time:        0.8 hours of the trainer for 500M tokens, planned by `foredraft plan` for H100s; the server may be slower
-# Memory:      24.8 GiB on each GPU of the trainer, planned
+# Time:        1.3 hours of the trainer for 500M tokens, planned by `foredraft plan` for H100s; the server may be slower
+# Memory:      23.3 GiB on each GPU of the trainer, planned
 # Acceptance:  not measured yet
 # Needs:       pip install 'foredraft[train]', a vLLM server that both nodes share a disk with (docs/tutorials/hidden-states.md)
 set -euo pipefail

@@ -2,8 +2,8 @@
 # EAGLE-3 for gpt-oss-20b on a node of 8 GPUs, by its recipe.
 #
 # Hardware:    8 GPUs with 80 GB
-# Time:        0.76 hours for 500M tokens, planned by `foredraft plan` for H100s
-# Memory:      23.4 GiB on each, planned
+# Time:        0.70 hours for 500M tokens, planned by `foredraft plan` for H100s
+# Memory:      21.4 GiB on each, planned
 # Acceptance:  not measured yet
 # Needs:       pip install 'foredraft[train]', and own.jsonl with the target's answers (foredraft regenerate)
 set -euo pipefail

@@ -3,7 +3,7 @@
 #
 # Hardware:    one GPU with 80 GB
 # Time:        1.9 hours of training per 100M tokens, planned by `foredraft plan`; answers are not counted
-# Memory:      26.9 GiB, planned
+# Memory:      24.1 GiB, planned
 # Acceptance:  not measured yet
 # Needs:       pip install 'foredraft[train,regenerate,serve]', and vLLM in a separate environment
 set -euo pipefail

@@ -1,17 +1,21 @@
-"""Every recipe in conf/recipe composes, and says how it is run, on what, and what it costs by plan.py."""
+"""Every recipe in conf/recipe composes, and says how it is run, on what, and what it costs by plan.py. So do examples and
+documents."""
 
 import re
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from foredraft.scripts.plan import plan
+from foredraft.scripts.plan import main, plan
 from tests.support import nightly_but
 from tests.support.configs import composed
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
+TARGET_8B = f"target.path={CONF.parent}/scripts/targets/qwen3-8b.json"
 RECIPES = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
 
 
@@ -43,6 +47,47 @@ def test_a_recipe_costs_what_it_says(name: str):
     wanted.target.path = str(CONF.parent / wanted.target.path)
     found = plan(wanted)
     assert found["total"] == pytest.approx(gib, rel=0.02) and found["hours"] == pytest.approx(hours, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "file", sorted((CONF.parent / "scripts" / "examples").glob("*.sh")), ids=lambda file: file.stem
+)
+def test_an_example_costs_what_its_recipe_or_plan_says(file: Path):
+    text = file.read_text()
+    told = [float(number) for number in re.findall(r"(?:Time: +|Memory: +)([\d.]+) (?:hours|GiB)", text)]
+    if (recipe := re.search(r"recipe=(\w+)", text)) is not None:
+        gib, hours, _ = planned(recipe[1])
+        assert told == [hours, gib]
+    elif told:
+        found = plan(composed("plan", TARGET_8B, "head=eagle3", "tokens=100000000"))
+        assert told == pytest.approx([found["hours"], found["total"]], rel=0.03)
+
+
+def test_the_tutorial_shows_what_plan_prints(call: Callable, tmp_path: Path):
+    (tmp_path / "scripts").symlink_to(CONF.parent / "scripts")
+    page = (CONF.parent / "docs" / "tutorials" / "train-8b-one-gpu.md").read_text()
+    command, shown = re.findall(r"```(?:bash|text)\n(.*?)```", page.split("<!-- run -->")[1], re.S)[:2]
+    ended = call(main, *shlex.split(command.replace("\\\n", ""))[2:])
+    assert ended.code == 0
+    assert [line for line in shown.splitlines() if line.strip() != "..." and line not in ended.out.splitlines()] == []
+
+
+def test_what_documents_say_about_memory_is_what_plan_says():
+    changes: dict[str, list[str]] = {"": [], "8bit": ["target.quantization=8bit"], "4bit": ["target.quantization=4bit"]}
+    changes["short"] = ["max_length=1024", "head.draft_vocab_size=8192"]
+    found = {
+        name: round(plan(composed("plan", TARGET_8B, "head=eagle3", "strategy=single", *change))["total"], 1)
+        for name, change in changes.items()
+    }
+    tutorial, heads, trouble = (
+        " ".join((CONF.parent / "docs" / name).read_text().split())
+        for name in ("tutorials/train-8b-one-gpu.md", "heads/index.md", "troubleshooting.md")
+    )
+    assert f"says that {found['']} GiB are needed" in tutorial
+    assert f"`target.quantization=8bit` ({found['8bit']} GiB) or `4bit` ({found['4bit']} GiB)" in tutorial
+    assert f"`max_length=1024 head.draft_vocab_size=8192` needs {found['short']} GiB" in tutorial
+    assert f"`head=eagle3 target.quantization=8bit` ({found['8bit']} GiB by `plan`" in heads
+    assert f"needs {found['short']} GiB instead of {found['']} (by `plan`)" in trouble
 
 
 @pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: file.stem)
