@@ -46,6 +46,6 @@ def open_drafter(
     ngram: int | None = None,
     guesses: int | None = None,
 ) -> Drafter:
-    """Load a drafter with the options that are not null. Each drafter has some of them, and raises TypeError for others."""
+    """Load a drafter with the options that are not null. Each drafter has some of them, and raises ValueError for others."""
     options = {name: value for name, value in locals().items() if value is not None}
     return load_drafter(**options)

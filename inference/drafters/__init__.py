@@ -1,7 +1,9 @@
 """All drafters, and `load_drafter`, which loads one by name."""
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
 from foredraft.heads.checkpoint import find, load_head, read_config
@@ -22,6 +24,8 @@ from foredraft.inference.drafters.static import StaticTree
 from foredraft.inference.drafters.suffix import SuffixDrafter
 from foredraft.inference.drafters.union import Union
 
+NOT_OPTIONS = ("paths", "target", "revision", "head", "model", "accuracies")  # arguments that no user sets
+T = TypeVar("T")
 LOOKUPS = ("ngram", "suffix")  # look up what followed the newest tokens before
 DRAFTER_NAMES = "none, ngram, suffix, lookahead, draft:<path or id of a smaller model>, a head's directory or Hub id"
 
@@ -37,7 +41,7 @@ def load_drafter(path: str | Path, target: Target, revision: str | None = None, 
     path = str(path)
     check_tree(options.get("tree", "auto"))
     if "+" in path and not Path(path).is_dir():
-        return load_joined(path.split("+"), target, revision, **options)
+        return made(load_joined, path.split("+"), target, revision, **options)
     return load(path, target, revision, "auto", **options)
 
 
@@ -65,9 +69,10 @@ def load_joined(
 def load(path: str, target: Target, revision: str | None, default_tree: str, **options: Any) -> Drafter:
     """Load one drafter like `load_drafter`. default_tree: for drafters without the option `tree`."""
     if path == "none":
-        return NoDrafter(**options)
+        return made(NoDrafter, **options)
     if path == "lookahead":
-        return Chain(Lookahead(**options)) if target.capabilities.prefers_chains else Lookahead(**options)
+        lookahead = made(Lookahead, **options)
+        return Chain(lookahead) if target.capabilities.prefers_chains else lookahead
     facts: dict[str, Any] = {"tree": default_tree, **options}
     if path in LOOKUPS:
         drafter = load_lookup(path, target, **facts)
@@ -94,7 +99,7 @@ def load_lookup(path: str, target: Target, tree: str, **options: Any) -> Drafter
     """Return the drafter "ngram" or "suffix"."""
     if path == "suffix" and target.capabilities.prefers_chains:
         options = {"width": 1} | options
-    lookup = NgramDrafter(**options) if path == "ngram" else SuffixDrafter(**options)
+    lookup = made(NgramDrafter, **options) if path == "ngram" else made(SuffixDrafter, **options)
     if tree == "fixed":
         return lookup
     auto = AutoTree(NoDrafter(), target)
@@ -116,15 +121,27 @@ def drafter_for(
     check_tree(tree)
     inner: HeadTree
     if isinstance(head, Target | DraftModelHead):
-        inner = DraftModel(head, target, **options)
+        inner = made(DraftModel, head, target, **options)
     elif isinstance(head, RecurrentHead):
-        inner = DynamicTree(head, target, **options)
+        inner = made(DynamicTree, head, target, **options)
     elif isinstance(head, BlockHead):
-        inner = BlockTree(head, target, **options)
+        inner = made(BlockTree, head, target, **options)
     else:
         assert isinstance(head, ParallelHead)
-        inner = StaticTree(head, target, accuracies=accuracies, **options)
+        inner = made(StaticTree, head, target, accuracies=accuracies, **options)
     return inner if tree == "fixed" else AutoTree(inner, target)
+
+
+def made(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Return what `make` makes of these. Raises ValueError for an option that it does not have."""
+    names = list(inspect.signature(make).parameters)
+    if unknown := [name for name in options if name not in names]:
+        known = ", ".join(name for name in names if name not in NOT_OPTIONS) or "none"
+        some = "drafters joined by +" if make is load_joined else "this drafter"
+        raise ValueError(
+            f"{unknown[0]}={options[unknown[0]]} is not an option of {some}: leave it out (options: {known})"
+        )
+    return make(*arguments, **options)
 
 
 def check_tree(tree: str) -> None:

@@ -294,7 +294,7 @@ def test_a_heads_window_can_be_set_for_drafting(target, tmp_path):
         load_drafter(str(tmp_path / "eagle3"), target, window=2)
     joined = load_drafter(f"{tmp_path / 'eagle3'}+suffix", target, window=16)
     assert joined.inner.head.window == 16
-    with pytest.raises(TypeError, match="window"):
+    with pytest.raises(ValueError, match="window=16 is not an option of this drafter"):
         load_drafter(str(tmp_path / "medusa"), target, window=16)
 
 
