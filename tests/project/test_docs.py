@@ -15,6 +15,7 @@ import pytest
 import yaml
 from markdown.extensions.toc import slugify
 
+from foredraft.config import flat, read
 from foredraft.heads import Target, save_head
 from tests.conformance.checks import support
 from tests.conformance.families import families
@@ -136,6 +137,17 @@ def test_links_to_files_of_the_repository_exist(document: Path) -> None:
             assert (ROOT / link).exists(), link
             headings = re.findall(r"^#+ (.*)$", (ROOT / link).read_text(), re.M) if anchor else []
             assert not anchor or anchor in [slugify(heading, "-") for heading in headings], f"{link}#{anchor}"
+
+
+def test_keys_that_replace_those_of_other_trainers_are_known() -> None:
+    choices = ["head=eagle3", "head=eagle", "head=dspark hidden_states=offline", "head=p_eagle hidden_states=server"]
+    configs = [read("train", "target=ORG/NAME", "data.path=FILE", *choice.split()) for choice in choices]
+    first, *others = ({key for key, _ in flat(cfg)} for cfg in configs)
+    for document in (ROOT / "docs" / "migrate").glob("*.md"):
+        rows = re.findall(r"^\| [^|]+ \| ([^|]+)", document.read_text(), re.M)
+        typed = re.findall(r"`(\+?)((?:data|eval|head|hidden_states|objective|trainer)\.\w+)", " ".join(rows))
+        assert typed and not [key for plus, key in typed if not plus and key not in first.union(*others)]
+        assert not [f"+{key}" for plus, key in typed if plus and key in first]
 
 
 def test_every_extra_is_explained() -> None:

@@ -1,9 +1,12 @@
 """The parts of pages that scripts/docs.py fills in: each directive in docs names a generator that gives something."""
 
+import pkgutil
+import re
 from collections import defaultdict
 
 import pytest
 
+import foredraft
 from foredraft.scripts import docs, docs_heads
 from tests.support import ROOT
 
@@ -45,6 +48,16 @@ def test_a_head_has_its_rows_of_every_table() -> None:
     assert docs_heads.measured("xpress").count("**") == 6  # three tables
     assert "| no drafts |" in docs_heads.measured("eagle3") and "hydra" not in docs_heads.measured("eagle3")
     assert float(docs_heads.speedup("eagle3").rstrip("x")) > 1
+
+
+def test_the_page_of_the_python_api_names_what_exists() -> None:
+    page = (ROOT / "docs" / "reference" / "python-api.md").read_text()
+    for name, members in re.findall(r"^::: (\S+)\n(?:    options:\n      members: \[(.*)\])?", page, re.M):
+        shown = pkgutil.resolve_name(name)
+        assert not [member for member in filter(None, members.split(", ")) if not hasattr(shown, member)], name
+    assert {*re.findall(r"\w+", " ".join(re.findall("^from foredraft import (.*)", page, re.M)))} == {
+        *foredraft.__all__
+    }
 
 
 def test_every_head_has_a_page_with_six_sections() -> None:
