@@ -34,6 +34,8 @@ Main = Callable[[DictConfig], None]
 WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
 # A key that no constructor has, from a yaml or `+key=value`, or a new class without one of its methods.
 NEW_CODE = re.compile("unexpected keyword argument|^Can't instantiate abstract")
+# Packages of the extra `train` that some data and settings of other programs need.
+OF_TRAIN = ("accelerate", "datasets", "pyarrow")
 NO_TARGET = "Error loading "  # Hydra's words for the _target_ of a yaml
 NEEDS_TARGET = (
     "foredraft {} needs a target: add target=ORG/NAME or a directory; `foredraft demo` trains for the test model"
@@ -172,6 +174,8 @@ def user_message(error: BaseException, folder: str) -> str | None:
         return None if is_bug(error) else str(error)
     if isinstance(error, TypeError) and NEW_CODE.search(str(error)):
         return str(error)
+    if isinstance(error, ModuleNotFoundError) and (package := str(error.name).partition(".")[0]) in OF_TRAIN:
+        return f"this needs the package {package}: pip install 'foredraft[train]'"
     if isinstance(error, ImportError) and str(error).startswith(NO_TARGET):
         return " ".join(f"cannot load the _target_ {str(error).removeprefix(NO_TARGET)}".split())
     return None

@@ -193,6 +193,7 @@ def another_disk_full(cfg: DictConfig) -> None:
 
 WRONG, STOPPED = ValueError("the corpus is empty"), KeyboardInterrupt("the checkpoint is in outputs/x")
 SAFETENSORS = RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+NO_PACKAGE = ModuleNotFoundError("No module named 'pyarrow.parquet'", name="pyarrow.parquet")
 INT = {"_target_": "builtins.int", "_args_": ["x"]}
 LAYER = {"_target_": "torch.nn.Linear", "in_features": 1, "heads": 2}
 
@@ -205,6 +206,7 @@ LAYER = {"_target_": "torch.nn.Linear", "in_features": 1, "heads": 2}
         (raising(SAFETENSORS), 2, "error: no space left in outputs/eagle3\n"),
         (raising(STOPPED), 130, "interrupted: the checkpoint is in outputs/x\n"),
         (lambda cfg: Path("/no/corpus").read_text(), 2, "error: /no/corpus: no such file or directory\n"),
+        (raising(NO_PACKAGE), 2, "error: this needs the package pyarrow: pip install 'foredraft[train]'\n"),
         (lambda cfg: instantiate(INT), 2, "error: invalid literal for int() with base 10: 'x'\n"),
         (lambda cfg: instantiate(LAYER), 2, "error: Linear.__init__() got an unexpected keyword argument 'heads'\n"),
         pytest.param(
