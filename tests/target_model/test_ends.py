@@ -1,6 +1,7 @@
 """A target of which only embedding, final norm and lm_head are loaded: they are those of the whole one, and it trains."""
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,11 @@ def test_a_run_on_stored_states_needs_no_layers(
     assert "states are of another run (data_hash is " in said
     said = complaint(here(*given, *runs["again"], "self_generated_tokens=64", "output_dir=more"))
     assert said.startswith("only the ends of the target are loaded, and this needs its layers")
+    if head == "eagle3":
+        said = complaint(here(*given, *runs["again"], "head.target_layer_ids=[1,2]", "output_dir=more"))
+        assert re.match(
+            r"hidden_states.path=states has hidden states .*, and this head reads \d too: set another", said
+        )
 
 
 def test_what_is_spread_over_devices_is_the_layers(here, tiny_path: Path, folder: Path):

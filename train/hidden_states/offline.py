@@ -247,12 +247,18 @@ def write_probe(target: Target, layers: list[int], directory: Path) -> None:
 
 
 def stored_probe(target: Target, directory: Path) -> Callable[[Tensor, Sequence[int]], Tensor]:
-    """Return what replaces `Target.remote_hidden_states`."""
+    """Return what replaces `Target.remote_hidden_states`. It raises ValueError that names layers which are not stored."""
     probe, states = probe_tokens(target), load_file(directory / PROBE, device=str(target.device))
 
     def read(tokens: Tensor, layers: Sequence[int]) -> Tensor:
-        if not torch.equal(tokens, probe) or not {str(layer) for layer in layers} <= states.keys():
+        if not torch.equal(tokens, probe):
             refuse()
+        if lacking := [layer for layer in layers if str(layer) not in states]:
+            raise ValueError(
+                f"hidden_states.path={directory} has hidden states {', '.join(sorted(states, key=int))}, and this head reads "
+                f"{', '.join(map(str, lacking))} too: set another hidden_states.path, or delete these and list all layers in "
+                "hidden_states.extra_layer_ids of the run that writes them"
+            )
         return torch.cat([states[str(layer)] for layer in layers], dim=-1)[None]
 
     return read
