@@ -108,7 +108,7 @@ def start_process(cfg: DictConfig) -> None:
     if distributed.rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- one process prints, to its end
     preset, trainer = HydraConfig.get().runtime.choices["preset"], cfg.trainer
-    other = "cpu for an hour or two on a CPU" if preset == "gpu" else "gpu for published settings"
+    other = "cpu for an hour or two on a CPU" if preset == "gpu" else "gpu for hours or days on GPUs"
     print(
         f"preset {preset} (preset={other}): max_length={cfg.max_length} trainer.optim={trainer.optim} "
         f"trainer.learning_rate={trainer.learning_rate:g} trainer.num_train_epochs={trainer.num_train_epochs} "
