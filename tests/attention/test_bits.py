@@ -112,7 +112,7 @@ def test_prefill_changes_no_bit(llama, baselines, chunk):
     assert found.is_equal and found.rows > 40
 
 
-@pytest.mark.parametrize(("chunk", "width"), [(1, 32), (2, 48)])
+@pytest.mark.parametrize(("chunk", "width"), nightly_but([(1, 32), (2, 48)], (1, 32)))
 def test_a_chunk_of_few_tokens_changes_no_bit(chunk, width):
     """Check models of small layers. torch sums few rows in another way than many: up to four in those of 1,024 numbers, and
     up to two in those of 32 inputs and 48 outputs."""
@@ -259,6 +259,7 @@ def test_fewer_columns_than_a_block_are_measured(half, monkeypatch, tmp_path):
         measured_widths.cache_clear()
 
 
+@pytest.mark.nightly
 def test_the_audit_compares_bits_and_sees_a_single_rounding(half, monkeypatch):
     prompts = [(prompt(11, seed) * 3)[:30] for seed in range(2)]
     alone, together = (found for _, found in compare_bits(half, NgramDrafter(), prompts, 24, 0.0, batch=2))

@@ -162,7 +162,7 @@ def test_a_full_device_says_nothing_of_the_kernel(monkeypatch):
     assert len(asked) == 2
 
 
-@pytest.mark.parametrize("kind", nightly_but(["eagle3", "dflash", "hydra_pp"], "eagle3"))
+@pytest.mark.parametrize("kind", nightly_but(["eagle3", "dflash", "hydra_pp"]))
 def test_a_run_compiles_few_shapes(kind, tiny_path, folder, monkeypatch, call):
     """Count the shapes of a run that trains, measures held-out text and passes the parity gate: a GPU may need a minute to
     compile one."""

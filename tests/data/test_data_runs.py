@@ -68,6 +68,7 @@ def test_preview_shows_what_is_supervised(file: Path, tiny_path: Path, call):
     assert re.search(r"<\|endoftext\|>\]\]", out) and "1 x not JSON" in out
 
 
+@pytest.mark.nightly
 def test_regenerated_in_process_and_trained_on(file: Path, tiny_path: Path, tmp_path: Path, call):
     given = [f"target.path={tiny_path}", "target.device=cpu"]
     given += ["data=conversations", f"data.path={file}", PLAIN, "data.val_split=0.2"]

@@ -25,6 +25,7 @@ def run(tiny_path, folder, call):
     return partial(call, lossless.main, *typed(given))
 
 
+@pytest.mark.nightly
 def test_the_ngram_drafter_is_lossless(run):
     said = run().out
     assert said.count("L1  float32") == 4 == said.count("100.0% identical\n") and said.endswith("lossless\n")

@@ -134,6 +134,7 @@ def test_a_card_describes_the_files_that_are_pushed(layout, title, embedded, tmp
     assert "SGLang loads these files unchanged" not in card and "SGLang loads an export" in card
 
 
+@pytest.mark.nightly
 def test_the_directory_of_a_run_is_its_head(trained, target, monkeypatch):
     sent: list[Path] = []
     monkeypatch.setattr(hub, "push", lambda folder, repo, **how: sent.extend(folder.iterdir()) or "sent")

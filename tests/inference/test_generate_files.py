@@ -136,6 +136,7 @@ def test_settings_that_no_prompt_can_have_are_refused_once(tiny_path: Path, tmp_
     assert ended.code == 2 and "temperature=-1" in ended.err and ended.out == ""
 
 
+@pytest.mark.nightly
 def test_two_runs_do_not_write_one_file(tiny_path: Path, tmp_path: Path):
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n")
     given = [f"target={tiny_path}", "prompts=in.jsonl", "output=out.jsonl", "max_new_tokens=3"]

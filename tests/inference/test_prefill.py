@@ -369,8 +369,8 @@ def test_the_lm_head_takes_the_last_position_of_each_prompt_alone(target):
     assert [shape[:2] for shape in shapes] == [(4, 1)]
 
 
-@pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize("name", ["plain", "draft model"])
+@pytest.mark.parametrize("chunk", nightly_but([None, 16], 16))
+@pytest.mark.parametrize("name", nightly_but(["plain", "draft model"], "plain"))
 def test_texts_of_one_prompt_prefill_it_once(target, name, chunk, monkeypatch):
     """Add another one with the same prefix, and one without it, which need not wait."""
     common, other = ids(61, 1), ids(30, 2)

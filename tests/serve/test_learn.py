@@ -325,6 +325,7 @@ def test_a_process_ends_with_the_one_that_started_it():
     parent.wait()
 
 
+@pytest.mark.nightly
 @pytest.mark.linux
 def test_a_process_whose_starter_ended_at_once_does_not_run():
     parent = start(sys.executable, "-c", ENDS_AT_ONCE, cwd=Path.cwd(), real=True)
@@ -408,6 +409,7 @@ def served_by(server: Served, number: int, tenant: str = "") -> float:
     return server.metric("foredraft_forwards_total", f'head="{tenant}head-000{number}"')
 
 
+@pytest.mark.nightly
 def test_each_tenant_has_texts_and_a_head_of_its_own(tiny_path: Path, folder: Path):
     more = [word for word in facts(tiny_path) if not word.startswith("served_model_name=")]
     with served(folder, *more, "learn.tenants=[one,two]", "cache_gib=1") as server:

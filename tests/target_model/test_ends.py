@@ -71,7 +71,7 @@ def test_a_file_of_the_ends_that_is_missing_is_named(target: Target, tmp_path: P
         Target.from_pretrained(path, embeddings_only=True)
 
 
-@pytest.mark.parametrize("head", nightly_but(["eagle3", "hydra"], "eagle3"))
+@pytest.mark.parametrize("head", nightly_but(["eagle3", "hydra"]))
 def test_a_run_on_stored_states_needs_no_layers(
     head: str, target: Target, tiny_path: Path, folder: Path, here, tmp_path
 ):

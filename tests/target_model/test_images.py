@@ -317,7 +317,7 @@ def given(target: Path, rows: Path, *more: str) -> list[str]:
     return [*(one for one in RUN if one != "data=text"), f"target.path={target}", f"data.path={rows}", *more]
 
 
-@pytest.mark.parametrize("head", nightly_but(["eagle3", "medusa", "dflash"], "medusa"))
+@pytest.mark.parametrize("head", nightly_but(["eagle3", "medusa", "dflash"]))
 def test_a_run_learns_from_what_is_seen(head: str, qwen: Path, rows: Path, tmp_path: Path, here: Callable[..., Ended]):
     options = [one for one in given(qwen, rows) if head == "eagle3" or not one.startswith("head.")]
     options = [f"head={head}" if one == "head=eagle3" else one for one in options]

@@ -42,7 +42,8 @@ def test_from_disk_the_losses_are_those_of_training_online(kind, target, tmp_pat
     assert torch.equal(stored.hits, online.hits) and torch.equal(stored.counts, online.counts) and online.counts.all()
 
 
-@pytest.mark.parametrize(("head", "lora"), [(DSPARK, 2), pytest.param(P_EAGLE, None, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("head", "lora"), [(DSPARK, 2), (P_EAGLE, None)])
 def test_a_run_that_is_stopped_is_the_run_that_was_not(given, here, monkeypatch, target, head, lora):
     given = [*given, *head]
     if lora is not None:

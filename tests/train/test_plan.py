@@ -23,6 +23,14 @@ from tests.support.modes import LiveBytes
 from tests.support.tiny import tiny_config
 
 ROWS, LENGTH = 2, 128
+# Quantization methods of checkpoints: their settings, and the bits of a weight.
+STORED = {
+    "fp8": ({"weight_block_size": [128, 128]}, 8),
+    "awq": ({"bits": 4}, 4.5),
+    "compressed-tensors": ({"config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 8),
+    "bitsandbytes": ({"load_in_4bit": True}, 4.5),
+    "unknown": ({}, 16),
+}
 SIZE = ["trainer.bf16=false", f"trainer.per_device_train_batch_size={ROWS}", f"max_length={LENGTH}"]
 
 
@@ -172,21 +180,13 @@ def test_a_head_that_drafts_in_blocks_is_planned(tiny_path: Path, kind: str):
     assert found["gib"]["activations"][0] > 0 and found["head_parameters"] > 0
 
 
-@pytest.mark.parametrize(
-    "stored, bits",
-    [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 8),
-        ({"quant_method": "awq", "bits": 4}, 4.5),
-        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 8),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 4.5),
-        ({"quant_method": "unknown"}, 16),
-    ],
-)
-def test_a_quantized_checkpoint_is_planned_as_it_is_stored(stored: dict, bits: float, tiny_path: Path, tmp_path: Path):
+@pytest.mark.parametrize("method", nightly_but(STORED, "fp8"))
+def test_a_quantized_checkpoint_is_planned_as_it_is_stored(method: str, tiny_path: Path, tmp_path: Path):
     """Without this, FP8 checkpoints would need twice their memory. Another quantization on top is not a remedy."""
     settings = json.loads((tiny_path / "config.json").read_text())
+    stored, bits = STORED[method]
     found = []
-    for name, more in (("whole", {}), ("stored", {"quantization_config": stored})):
+    for name, more in (("whole", {}), ("stored", {"quantization_config": {"quant_method": method} | stored})):
         (file := tmp_path / f"{name}.json").write_text(json.dumps(settings | more))
         cfg = composed("plan", f"target.path={file}", *SIZE, "head.draft_vocab_size=128")
         found.append(memory_plan.study(cfg, plan.read_config(str(file)), torch.bfloat16)[1].ends)

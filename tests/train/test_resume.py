@@ -66,6 +66,7 @@ def test_kills_change_nothing(kills: int, given: list[str], reference: Path, tmp
     assert losses[0] == losses[1] and len(losses[0]) == 12
 
 
+@pytest.mark.nightly
 def test_a_finished_run_keeps_no_checkpoints(reference: Path):
     assert {path.name for path in reference.iterdir()} == {
         ".lock",
@@ -129,6 +130,7 @@ def test_the_best_weights_are_those_that_drafted_best():
     assert [checkpoints.best_step(history[:count]) for count in (2, 3, 4, 5)] == [2, 4, 6, 6]
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_that_lacks_weights_is_not_resumed(given: list[str], here, tmp_path: Path):
     """Use one of a version whose `fc` had no sizes."""
     run = [*given, "output_dir=out", "keep_checkpoints=true"]
@@ -149,6 +151,7 @@ main()
 """
 
 
+@pytest.mark.nightly
 def test_a_scheduler_that_signals_all_processes_twice_loses_nothing(given: list[str], tmp_path: Path):
     """Kill the workers that read samples, too."""
     (tmp_path / "leader.py").write_text(LEADER)

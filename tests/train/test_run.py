@@ -183,6 +183,7 @@ def test_a_sweep_trains_every_head_in_a_directory_of_its_own(sweep: Sweep):
         assert [entry["step"] for entry in history(sweep.directory / kind) if "acceptance_length" in entry] == [2, 4]
 
 
+@pytest.mark.nightly
 def test_a_finished_run_is_kept_under_a_number(sweep: Sweep, here, tmp_path: Path):
     old, kept = tmp_path / "out", tmp_path / "out.2"
     shutil.copytree(sweep.directory / "eagle3", old)
@@ -326,6 +327,7 @@ def test_a_signal_may_come_while_a_process_waits_for_the_others(monkeypatch: pyt
     assert [control.should_training_stop for control in controls] == [False, True]
 
 
+@pytest.mark.nightly
 def test_a_run_can_end_with_acceptance_by_context(here, tiny_path: Path, folder: Path, tmp_path: Path):
     given = [*SMALL_EAGLE3, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "trainer.max_steps=1"]
     fast = ["eval.steps=0", "eval.check_float32=false", "eval.timed_prompts=1"]
@@ -341,6 +343,7 @@ def test_a_run_can_end_with_acceptance_by_context(here, tiny_path: Path, folder:
 # Self-generated text
 
 
+@pytest.mark.nightly
 def test_no_more_text_is_written_than_the_run_reads(here, tiny_path: Path, folder: Path, tmp_path: Path):
     """Ask for a million tokens; three steps of four sequences of 64 tokens read 768. Resume with more steps."""
     given = [*SMALL, f"target.path={tiny_path}", f"data.path={folder}", "output_dir=out", "head=medusa"]

@@ -101,6 +101,7 @@ def test_a_trained_head_gets_the_window_and_the_rope_that_are_chosen(target: Tar
         torch.testing.assert_close(*angles)
 
 
+@pytest.mark.nightly
 def test_a_damaged_shard_that_a_loaders_worker_meets_is_named(here, tiny_path: Path, folder: Path, tmp_path: Path):
     data = [f"target.path={tiny_path}", f"data.path={folder}"]
     given = [*SHORT, *data, "hidden_states=offline", "hidden_states.path=stored"]

@@ -264,6 +264,7 @@ def test_a_strategy_that_accelerate_was_told_otherwise_says_so():
         strategy.check_distributed_type("ddp", DistributedType.FSDP)
 
 
+@pytest.mark.nightly
 def test_more_processes_than_rows(given: list[str], tmp_path: Path):
     """Check that every process ends by itself, with code 2, since it is bad input."""
     (tmp_path / "few.py").write_text("value = 1\n" * 40)

@@ -156,6 +156,7 @@ def test_what_a_new_kind_of_head_lacks_is_named(target: Target):
 # The gate in the target's own precision
 
 
+@pytest.mark.nightly
 def test_a_run_in_half_precision_loads_one_target(here, tiny_path, folder, tmp_path, monkeypatch):
     loaded, original = [], Target.from_pretrained.__func__
 
@@ -219,6 +220,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(target: Target, tmp_path: Path):
     assert checkpoints.newest(tmp_path / "checkpoints") == str(tmp_path / "checkpoints/checkpoint-10")
 
 
+@pytest.mark.nightly
 def test_some_steps_are_profiled(target: Target, tmp_path: Path, capsys):
     make_trainer(target, tmp_path, max_steps=8, profile=True, save_strategy="no").train()
     names = [event["name"] for event in json.loads((tmp_path / "profile.json").read_text())["traceEvents"]]

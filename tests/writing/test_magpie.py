@@ -130,10 +130,10 @@ def test_a_row_depends_on_its_number_alone_and_a_killed_writer_continues(chat, t
 def test_what_is_left_is_estimated_before_the_first_row_is_done(chat, tmp_path, monkeypatch, capsys):
     for name in ("FIRST", "EVERY"):
         monkeypatch.setattr(progress, name, -1)
-    written(chat, tmp_path / "rows.jsonl", 200, batch=4)
+    written(chat, tmp_path / "rows.jsonl", 60, batch=4)
     said = capsys.readouterr().err
     lines = [line for line in said.splitlines() if line.startswith("self-written text: ")]
-    assert lines[0].startswith("self-written text: 0 of 200 ") and " left; " not in lines[0]  # only questions
+    assert lines[0].startswith("self-written text: 0 of 60 ") and " left; " not in lines[0]  # only questions
     assert " left; 0 % of 0 rows kept" in "".join(lines)  # answers, before the first row
     assert said.count("data.tokens=0 then takes what the file holds") == 1
 

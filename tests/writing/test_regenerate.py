@@ -26,7 +26,7 @@ from foredraft.train.writing import writers as writing
 from foredraft.train.writing.regeneration import GenerationSettings, Questions, Regeneration, questions
 from foredraft.train.writing.writers import Server, in_process, through_server
 from foredraft.train.writing.written_rows import RowFile
-from tests.support import ROOT
+from tests.support import ROOT, nightly_but
 from tests.support.chats import CHATML, tokenizer
 from tests.support.processes import end, start, succeeded
 
@@ -164,6 +164,7 @@ def check(output: Path) -> None:
     assert json.loads(output.with_suffix(".about.json").read_text())["settings"]["model"] == "tiny"
 
 
+@pytest.mark.nightly
 def test_a_bad_server_costs_no_row(file: Path, tmp_path: Path):
     server = BadServer()
     regenerate(file, tmp_path / "out.jsonl", server)
@@ -277,7 +278,7 @@ def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
     assert "32 rows in " in ended.out and "1 of them lack an answer" in ended.out
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", nightly_but([0.0, 1.0], 1.0))
 def test_in_process_rows_do_not_depend_on_the_batch(file: Path, tmp_path: Path, target, temperature: float):
     form = ChatFormat(target.tokenizer, template=str(ROOT / "train" / "data" / "plain_chat.jinja"))
     sampling = SAMPLING._replace(temperature=temperature, max_new_tokens=6)
