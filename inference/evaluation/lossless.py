@@ -1,6 +1,7 @@
 """The meaning of "lossless" on a machine, in levels (rounding depends on the number of tokens per forward).
 
-L1  float32, any shapes: text with drafts identical to the baseline, greedy and sampled, with warpers and penalties
+L1  float32, any shapes: text with drafts identical to the baseline, greedy and sampled, with warpers and penalties, but for
+    ties within rounding, as in L3
 L2  half precision: identical to the baseline, logits in every bit, on a CPU that keeps them (`Capabilities.prefers_chains`,
     and `keeps_bits` for trees); otherwise texts identical to a baseline whose forwards have as many tokens
 L3  half precision, other shapes: where two texts first differ, the gap between the scores of the two tokens is at most the
@@ -21,7 +22,7 @@ from foredraft.inference.engine import Engine
 from foredraft.inference.evaluation.progress import track
 from foredraft.inference.generation import generate
 from foredraft.inference.request import Request
-from foredraft.inference.sampling import Noise, SamplingParams
+from foredraft.inference.sampling import Noise, Sampling, SamplingParams
 from foredraft.inference.tree import TokenTree, chain, pad_nodes
 from foredraft.inference.verify import Outcome, Verification
 
@@ -31,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "temperature 1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
     "temperature 1, repetition penalty 1.2": {"temperature": 1.0, "repetition_penalty": 1.2},
 }
+GREEDY = SamplingParams()
 CHUNK, PREEMPT_EVERY = 100, 40  # tokens of a prompt per step, and steps between preemptions, where bits are compared
 
 
@@ -143,17 +145,19 @@ class Divergence(NamedTuple):
 
 
 def divergences(
-    target: Target, drafter: Drafter, prompts: list[list[int]], new_tokens: int, temperature: float = 0.0
+    target: Target, drafter: Drafter, prompts: list[list[int]], new_tokens: int, **settings: Any
 ) -> list[Divergence]:
-    """Return the first divergence of each prompt that has one, with the gap that may explain it."""
+    """Return the first divergence of each prompt that has one, with the gap that may explain it. settings: of
+    SamplingParams."""
     found = []
-    for seed, prompt in enumerate(track(prompts, f"checking temperature {temperature}", "prompts")):
+    for seed, prompt in enumerate(track(prompts, "checking losslessness", "prompts")):
         ids = torch.tensor([prompt], device=target.device)
-        settings: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "temperature": temperature}
-        baseline = generate(target, None, ids, seed=seed, **settings).new_tokens[0]
-        drafted = generate(target, drafter, ids, seed=seed, **settings)
+        both: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "seed": seed, **settings}
+        baseline = generate(target, None, ids, **both).new_tokens[0]
+        drafted = generate(target, drafter, ids, **both)
         nodes = nodes_by_token([step.emitted[0] for step in drafted.steps], [step.nodes for step in drafted.steps])
-        found.append(audit(target, prompt, baseline, drafted.new_tokens[0], nodes, temperature, seed))
+        params = SamplingParams(**settings)
+        found.append(audit(target, prompt, baseline, drafted.new_tokens[0], nodes, params, seed))
     return [divergence for divergence in found if divergence is not None]
 
 
@@ -169,18 +173,26 @@ def audit(
     baseline: list[int],
     drafted: list[int],
     nodes: Sequence[int],
-    temperature: float = 0.0,
+    params: SamplingParams = GREEDY,
     seed: int = 0,
 ) -> Divergence | None:
     """Return the first divergence of two continuations of a prompt; None if they are identical. nodes: of `drafted`, see
-    `nodes_by_token`. seed: of both; it becomes the divergence's prompt number."""
+    `nodes_by_token`. params, seed: of both texts; filters such as top-p leave the scores of their tokens as they were, so
+    they are not applied. The seed becomes the divergence's prompt number."""
     index = next((i for i, (a, b) in enumerate(zip(baseline, drafted)) if a != b), None)
     if index is None:
         assert len(baseline) == len(drafted), "one text ends early, after the same tokens"
         return None
     text = prompt + baseline[:index]
-    one, many = (recompute_logits(target, text, len(prompt), size) for size in (1, nodes[index]))
-    scores = one
+    sampling = Sampling.of([params], target.vocab_size, target.device)
+    counts, seen = (
+        torch.bincount(torch.tensor(some).long(), minlength=target.vocab_size) for some in (baseline[:index], text)
+    )
+    one, many = (
+        sampling.process(recompute_logits(target, text, len(prompt), size)[None], counts, seen > 0).flatten()
+        for size in (1, nodes[index])
+    )
+    scores, temperature = one, params.temperature
     if temperature > 0:
         scores = scores / temperature
         position = torch.tensor([[len(text)]], device=target.device)

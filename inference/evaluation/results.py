@@ -22,6 +22,7 @@ from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Line, 
 from foredraft.inference.evaluation.lossless import audit, nodes_by_token
 from foredraft.inference.evaluation.measure import REPETITIVE, distinct
 from foredraft.inference.evaluation.progress import track
+from foredraft.inference.sampling import SamplingParams
 from foredraft.inference.text import Detokenizer
 
 ALL, LOOPS = "all", "loops"
@@ -238,7 +239,7 @@ def identity(benchmark: Benchmark, system: System, temperature: float) -> dict[s
         line, prompt = texts[system.name][number], benchmark.texts[number].tokens
         both = texts[BASELINE][number]["ids"], line["ids"]
         nodes = nodes_by_token(line["emitted"], line["nodes"])
-        divergence = audit(benchmark.target, prompt, *both, nodes, temperature, seed=number + 1)
+        divergence = audit(benchmark.target, prompt, *both, nodes, SamplingParams(temperature), seed=number + 1)
         counts["texts"] += 1
         counts["identical" if divergence is None else "rounding" if divergence.is_arithmetic else "wrong"] += 1
         if divergence is not None:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from foredraft.heads import Target, save_head
+from foredraft.heads.target_model.capabilities import Capabilities
 from foredraft.inference import generate, target_sampler
 from foredraft.inference.drafters import NgramDrafter, NoDrafter, load_drafter
 from foredraft.inference.evaluation import lossless as levels
 from foredraft.inference.evaluation import measure
 from foredraft.inference.evaluation.lossless import PaddedDrafter
+from foredraft.inference.sampling import SamplingParams
 from foredraft.scripts import lossless
 from tests.support import typed
 from tests.support.batches import prompt
@@ -79,7 +81,7 @@ def test_neighbours_of_a_dtype_differ_by_rounding(monkeypatch, dtype, second, ar
     monkeypatch.setattr(levels, "recompute_logits", lambda *_: scores)
     monkeypatch.setattr(levels.Noise, "at", lambda self, positions: torch.zeros(*positions.shape, 4))
     target = SimpleNamespace(vocab_size=4, device=torch.device("cpu"), dtype=getattr(torch, dtype))
-    place = levels.audit(target, [3], [0, 2], [0, 1], nodes=[1, 4], temperature=temperature)
+    place = levels.audit(target, [3], [0, 2], [0, 1], [1, 4], SamplingParams(temperature))
     assert place.token == 1 and place.is_arithmetic == arithmetic
 
 
@@ -92,6 +94,32 @@ def test_what_rounding_does_to_other_tokens_explains_nothing(monkeypatch):
     assert not levels.audit(target, [3], [0, 2], [0, 1], nodes=[1, 4]).is_arithmetic
     one[2] = 8.01
     assert levels.audit(target, [3], [0, 2], [0, 1], nodes=[1, 4]).is_arithmetic
+
+
+@pytest.mark.parametrize(
+    "penalty, text", [({"repetition_penalty": 1.2}, 0), ({"presence_penalty": 1.6}, 2), ({"frequency_penalty": 0.8}, 2)]
+)
+def test_scores_are_compared_with_their_penalties(monkeypatch, penalty, text):
+    """Use a token that stands in the prompt, and stands twice in the new text of the second and third case."""
+    scores = torch.tensor([0.0, 8.0, 9.6, 1.0])
+    monkeypatch.setattr(levels, "recompute_logits", lambda *_: scores)
+    target = SimpleNamespace(vocab_size=4, device=torch.device("cpu"), dtype=torch.float32)
+    both = [text, text, 2], [text, text, 1]
+    assert levels.audit(target, [2], *both, [1] * 3, SamplingParams(**penalty)).is_arithmetic
+    assert not levels.audit(target, [2], *both, [1] * 3).is_arithmetic
+
+
+def test_a_near_tie_in_float32_is_no_fault(run, monkeypatch):
+    monkeypatch.setattr(lossless, "divergences", lambda *_, **__: [levels.Divergence(0, 3, 1e-6, 2e-6)])
+    ended = run()
+    assert ended.code == 0 and ended.out.endswith("lossless\n")
+    assert ended.out.count("token 3: gap 1e-06, forwards differ by 2e-06: rounding") == 4 == ended.out.count("L1 ")
+    assert "L2" not in ended.out and "L3" not in ended.out
+    monkeypatch.setattr(lossless, "divergences", lambda *_, **__: [levels.Divergence(0, 3, 1e-3, 2e-6)])
+    assert "4 checks failed" in run().err
+    monkeypatch.setattr(Capabilities, "prefers_chains", False)
+    ended = run("dtype=bfloat16")
+    assert "8 checks failed" in ended.err and ended.out.count("L2 ") == 4 == ended.out.count("L3 ")
 
 
 def test_a_difference_is_judged_by_the_tree_of_its_step():
