@@ -436,9 +436,42 @@ def test_nothing_to_measure_is_named(run):
         ("limit=-1", "limit=-1 must be at least 1, or 0 for all prompts"),
         ("temperature=-0.5", "temperature=[-0.5]: at least one, of 0 (greedy) or more"),
         ("temperature=[]", "temperature=[]: at least one"),
+        ("drafter=[]", "drafter=[]: give names, directories, or groups of keys"),
+        ("drafter=null", "drafter=[None]: give names, directories, or groups of keys"),
     ):
         ended = run(given)
         assert ended.code == 2 and sentence in ended.err
+
+
+@pytest.mark.parametrize("name", ["baseline", "transformers", "ngram"])
+def test_two_systems_of_one_name_are_refused(run, tmp_path, name):
+    """A drafter called as the baseline would take its place, and all speeds would be relative to it."""
+    (tmp_path / "set.jsonl").write_text('{"prompt": "one"}\n')
+    ended = run("prompts=set.jsonl", f"drafter=[ngram,{{path: suffix, name: {name}}}]")
+    assert ended.code == 2 and f"several systems are called {name}: give one a name" in ended.err
+
+
+class Fails(Wrapper):
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        if len(accepted.text[0]) > 24:
+            raise RuntimeError("no room")
+        return self.inner.propose(accepted, gumbel)
+
+
+def fails(target: Target) -> Drafter:
+    return Fails(DraftModel(target, target, nodes=4, depth=3, width=1, min_probability=0))
+
+
+def test_a_drafter_that_failed_has_no_figures_of_the_texts_before(run, tmp_path):
+    """Let a drafter decode the first prompt, which is short, and fail at the second."""
+    (tmp_path / "set.jsonl").write_text('{"prompt": "one"}\n' + json.dumps({"prompt": "def add(self):\n" * 6}) + "\n")
+    drafters = "drafter=[ngram,{_target_: tests.evaluation.test_evaluate.fails, name: short}]"
+    ended = run(*typed("prompts=set.jsonl repeats=1 rivals=false temperature=[0]"), drafters)
+    found = json.loads((tmp_path / "out" / "figures.json").read_text())
+    assert found["errors"] == {"short": "RuntimeError: no room"} and "short failed and is omitted" in ended.out
+    assert {row["drafter"] for row in found["rows"]} == {"baseline", "ngram"}
+    assert [line["text"] for line in Lines(tmp_path / "out" / "lines.jsonl").of("text") if line["decoder"] == "short"]
+    assert ": short, temperature 0" not in (tmp_path / "out" / "report.html").read_text()
 
 
 def where(device: str, is_collective: bool) -> Any:
