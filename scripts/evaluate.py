@@ -57,7 +57,9 @@ def evaluate(cfg: DictConfig, output: Path) -> None:
     if not isinstance(cfg.drafter, ListConfig):
         cfg.drafter = [cfg.drafter]
     if not cfg.drafter or not all(isinstance(given, str | DictConfig) for given in cfg.drafter):
-        raise ValueError(f"drafter={cfg.drafter}: give names, directories, or groups of keys such as {{path: DIRECTORY}}")
+        raise ValueError(
+            f"drafter={cfg.drafter}: give names, directories, or groups of keys such as {{path: DIRECTORY}}"
+        )
     audited = head_paths(cfg) if cfg.audit else []
     if cfg.audit and not audited:
         raise ValueError(
