@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm.auto import tqdm
 
 from foredraft import Target
-from foredraft.cli import entry
+from foredraft.cli import check_at_least, entry
 from foredraft.heads.caches.device import device_name
 from foredraft.inference.evaluation.benchmark import Lines
 from foredraft.scripts.bench import systems
@@ -51,6 +51,7 @@ COLUMNS = [
 
 @entry("spec_bench")
 def main(cfg: DictConfig) -> None:
+    check_at_least(cfg, 1, "batch_size", "max_new_tokens", "repeats", "chain")
     if cfg.eagle is not None and (cfg.eagle_head is None or cfg.batch_size > 1):
         raise ValueError(f"eagle={cfg.eagle} needs eagle_head=DIRECTORY, an EAGLE-1 head, and batch_size=1")
     if any(cfg.sampling) and (cfg.transformers or cfg.vllm or cfg.eagle):

@@ -12,9 +12,10 @@ import torch
 from omegaconf import OmegaConf
 
 from foredraft.heads import save_head
-from foredraft.inference import generate
+from foredraft.inference import drafter_for, generate
 from foredraft.scripts import docs_heads
-from foredraft.scripts.bench import spec_bench, systems, tables
+from foredraft.scripts.bench import by_context, matched, spec_bench, systems, tables
+from foredraft.train.data.prompt_sets import Prompt
 from tests.support import typed
 from tests.support.head_factory import make_head
 
@@ -96,7 +97,7 @@ def test_the_caption_has_all_that_a_figure_needs():
 def test_the_standard_error_of_a_mean_is_the_usual_one():
     """Compare the jackknife of a mean with the standard error of the mean."""
     values = [1.0, 2.0, 4.0, 9.0]
-    questions = [[({"tokens": value}, {})] * 3 for value in values]  # answers to a question again are no new question
+    questions = [[({"tokens": value}, {})] * 3 for value in values]  # repeats add nothing
     found = spec_bench.jackknife(questions, lambda some: spec_bench.total(some, "tokens") / len(some))
     mean = sum(values) / 4
     assert found == pytest.approx([mean, math.sqrt(sum((value - mean) ** 2 for value in values) / 3 / 4)])
@@ -119,6 +120,21 @@ BENCH = OmegaConf.create(
     {"transformers": True, "batch_size": 1, "chain": 3, "max_new_tokens": 12, "ignore_eos": True, "eager": False}
     | {"vllm": None, "eagle": None}
 )
+
+
+def test_one_text_has_no_standard_error():
+    assert by_context.cell([(2, 6)], [(2, 4)]) == "3.00, +50%"
+    assert by_context.cell([(2, 6), (2, 4)], [(2, 4), (2, 4)]) == "2.50 (0.50), +25% (25%)"
+
+
+def test_what_drafting_costs_is_measured_in_texts_of_two_tokens_too(target):
+    drafter, prompt = drafter_for(make_head("medusa", target), target), Prompt("code", [5, 6, 7], False)
+    assert matched.draft_cost(target, drafter, prompt, 2) > 0
+
+
+def test_nothing_to_measure_is_named(target):
+    with pytest.raises(ValueError, match="limit=0 must be at least 1"):
+        matched.first_turns(target, "mt_bench", 0, 8)
 
 
 def test_drafts_that_the_forward_over_the_prompt_accepts_are_not_of_later_ones(embedded):

@@ -176,7 +176,7 @@ def has_prompts(held: Held) -> bool:
 
 def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: int) -> list[list[int]]:
     """Return `count` prompts, spread evenly: `length` tokens of raw texts, or all of a conversation before its first answer.
-    There are fewer if the texts are short, because no place is given twice: a prompt again is no other one.
+    There are fewer if the texts are short, because no place is given twice.
 
     A conversation is not cut (its prompt would lose its question or its form); one of more than 8 * `length` tokens is
     skipped. Raises ValueError if there is no prompt.
