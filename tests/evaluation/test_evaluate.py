@@ -382,6 +382,7 @@ def test_prompts_show_the_tools_and_template_variables_of_a_row_and_the_settings
         ("file", "", "contains no prompt"),
         ("file", '{"turns": []}', "file:1 contains no prompt: it needs `turns`"),
         ("file", "nothing", "file:1 contains no prompt: not JSON"),
+        ("file", '{"prompt": "half \\ud83d"}', "file:1 contains no prompt: half a character"),
         ("file", '{"turns": [" "]}', "file:1 contains no prompt: an empty turn"),
     ],
 )
