@@ -186,7 +186,7 @@ def measure(benchmark: Benchmark, temperatures: list[float], repeats: int, metad
     rows = []
     for temperature in temperatures:
         table = Table(lines.lines, benchmark.texts, temperature)
-        for category in [ALL, *dict.fromkeys(text.category for text in benchmark.texts), LOOPS]:
+        for category in dict.fromkeys([ALL, *(text.category for text in benchmark.texts), LOOPS]):
             for system in systems:
                 # A system that failed may have decoded only some texts, which others' figures are not of.
                 omitted = system.once or system.name in benchmark.failed

@@ -427,9 +427,13 @@ def test_rows_of_speed_bench_keep_their_categories_and_those_without_text_are_le
 
 
 def test_no_limit_is_every_prompt(run, tmp_path):
-    (tmp_path / "set.jsonl").write_text('{"prompt": "one"}\n' * 3)
+    """Let them have a category that is called as that of all texts: its figures are written once."""
+    (tmp_path / "set.jsonl").write_text('{"prompt": "one", "category": "all"}\n' * 3)
     run(*typed("prompts=set.jsonl limit=0 drafter=ngram max_new_tokens=2 repeats=1 rivals=false"))
     assert len(json.loads((tmp_path / "out" / "prompts.json").read_text())) == 3
+    with (tmp_path / "out" / "figures.csv").open() as file:
+        rows = [(row["drafter"], row["temperature"], row["category"]) for row in csv.DictReader(file)]
+    assert len(rows) == len({*rows}) > 0
 
 
 def test_nothing_to_measure_is_named(run):
