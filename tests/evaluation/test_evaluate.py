@@ -96,6 +96,7 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
 
 def test_acceptance_by_context_continues_the_same_places(run, tmp_path, folder):
     given = ["data=text", f"data.path={folder}", "drafter=ngram", "temperature=[0]", "repeats=1", "rivals=false"]
+    given += ["data.val_split=0.3"]  # several files, since each has one text of 48 tokens
     assert run(*given, "lengths=[12,48]").code == 0
     prompts = json.loads((tmp_path / "out" / "prompts.json").read_text())
     assert [(category, len(tokens)) for category, tokens, *_ in prompts] == [
@@ -525,6 +526,19 @@ def test_heads_are_found_wherever_they_are_named(tmp_path, monkeypatch, target, 
         evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
 
 
+def test_another_draft_model_in_the_same_place_is_another_run(tiny_path, target, tmp_path):
+    shutil.copytree(tiny_path, tmp_path / "small")
+    cfg = composed("evaluate", f"target={tiny_path}", f"drafter=['draft:{tmp_path}/small+suffix']")
+    for _ in range(2):  # the second one goes on
+        evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
+        (tmp_path / "lines.jsonl").write_text('{"kind": "text"}\n')
+    weights = load_file(tmp_path / "small" / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"].fill_(0.0)
+    save_file(weights, tmp_path / "small" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="other settings or weights"):
+        evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
+
+
 def test_a_draft_model_is_an_assistant_wherever_it_is_named(tiny_path, target):
     drafters = f"drafter=['draft:{tiny_path}+suffix','draft:/nothing']"
     named = evaluate.assistants(composed("evaluate", f"target={tiny_path}", drafters))
@@ -536,7 +550,8 @@ def test_a_draft_model_is_an_assistant_wherever_it_is_named(tiny_path, target):
 def test_held_out_prompts_leave_room_for_the_answer(tiny_path, folder, target):
     """Use prompts of 200 tokens, before answers of 100, in a context of 256."""
     given = (
-        f"target={tiny_path} drafter=suffix data=text data.path={folder} prompt_tokens=200 max_new_tokens=100 limit=2"
+        f"target={tiny_path} drafter=suffix data=text data.path={folder} prompt_tokens=200 max_new_tokens=100 limit=2 "
+        "data.val_split=0.3"
     )
     assert target.context == 256
     prompts = evaluate.find_prompts(composed("evaluate", *typed(given)), target)
