@@ -56,6 +56,8 @@ class Engine:
         prefilled again. prefill_chunk: maximum number of prompt tokens per step, so that long prompts do not delay other
         requests; None prefills prompts whole (always the case for targets without chains). reuse_prefixes: do not prefill
         what is in the cache already, because another text began alike."""
+        if max_num_seqs is not None and max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
         self.target, self.drafter = target, as_supported(drafter or NoDrafter(), target)
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[SequenceState] = deque()
@@ -276,8 +278,8 @@ class Engine:
         if sequences:
             slots = [self.slots.choose(sequence, self.reuse_prefixes) for sequence in sequences]
             self.prefilling.append(Prompts(slots))
-            admitted = {sequence.request for sequence in sequences}
-            self.waiting = deque(sequence for sequence in self.waiting if sequence.request not in admitted)
+            admitted = {*sequences}  # a request may have been added twice
+            self.waiting = deque(sequence for sequence in self.waiting if sequence not in admitted)
 
     def reserve_slots(self) -> None:
         """Allocate slots for the requests that may join now, if those of before are too few or too small."""

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Integral
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -188,8 +189,7 @@ def read_settings(
         bias.append((word[0], float("-inf")))
     params["logit_bias"] = tuple(bias)
     eos = given.get("eos_token_id")
-    eos = target.eos_token_ids if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    stops = given.get("stop_strings") or ()
+    eos = target.eos_token_ids if eos is None else [eos] if isinstance(eos, Integral) else list(map(index, eos))
     pad = given.get("pad_token_id")
     most, max_length = given.get("max_new_tokens"), given.get("max_length")
     if most is None:
@@ -204,7 +204,7 @@ def read_settings(
         "max_new_tokens": most,
         "eos_token_ids": frozenset(eos),
         "pad_token_id": max([0, *eos[:1]]) if pad is None else pad,  # transformers pads by the first end token
-        "stop_strings": tuple(filter(None, (stops,) if isinstance(stops, str) else stops)),
+        "stop_strings": given.get("stop_strings") or (),
     }
 
 

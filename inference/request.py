@@ -18,11 +18,15 @@ class Request:
     max_new_tokens: int = 128  # 0 generates nothing
     seed: int = 0
     eos_token_ids: frozenset[int] = frozenset()
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: Sequence[str] = ()  # also a single one
     trace: int | None = None  # return traces with this number of alternatives per token (inference/trace.py)
     min_new_tokens: int = 0  # before this number, no end token is chosen and no stop string ends the text
     # Marks around a first part in which stop strings do not count; with ("", mark) the prompt opens it.
     reasoning: tuple[str, str] = ("", "")
+
+    def __post_init__(self) -> None:
+        stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
+        self.stop_strings = tuple(filter(None, stops))
 
     @property
     def failure(self) -> str:

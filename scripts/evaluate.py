@@ -56,6 +56,10 @@ def main(cfg: DictConfig) -> None:
 def evaluate(cfg: DictConfig, output: Path) -> None:
     if not isinstance(cfg.drafter, ListConfig):
         cfg.drafter = [cfg.drafter]
+    if not cfg.drafter or not all(isinstance(given, str | DictConfig) for given in cfg.drafter):
+        raise ValueError(
+            f"drafter={cfg.drafter}: give names, directories, or groups of keys such as {{path: DIRECTORY}}"
+        )
     audited = head_paths(cfg) if cfg.audit else []
     if cfg.audit and not audited:
         raise ValueError(
@@ -131,6 +135,8 @@ def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
     for path in head_paths(cfg):
         with contextlib.suppress(ValueError):  # a drafter that cannot be loaded is omitted later
             settings["weights"] |= {path: weights_sha256(find(path))} if Path(path).expanduser().is_dir() else {}
+    models = {path: sorted(Path(path).expanduser().glob("*.safetensors")) for path in assistants(cfg).values()}
+    settings["draft_models"] = {path: list(map(sample_digest, files)) for path, files in models.items()}
     before = json.loads(file.read_text()) if file.exists() else {}
     if settings | before != settings:
         if Lines(file.parent / "lines.jsonl").of("text"):

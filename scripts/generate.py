@@ -28,7 +28,7 @@ from foredraft.inference.evaluation.measure import left_pad
 from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.inference.generation import read_settings
 from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt
-from foredraft.train.data.layouts import SkippedRow
+from foredraft.train.data.layouts import SkippedRow, unicode
 from foredraft.train.data.sources import Row, read
 from foredraft.train.runtime.locks import hold, write_atomically
 
@@ -137,6 +137,7 @@ class Writer:
         prompt = asked(row)["prompt"]
         if not isinstance(prompt, str):
             raise ValueError('the row has no prompt: write {"prompt": "..."} on every line')
+        unicode(prompt)
         if self.cfg.chat:
             turns = [{"role": "user", "content": prompt}]
             ids = list(

@@ -50,7 +50,10 @@ def main(cfg: DictConfig) -> None:
 
 
 def in_every_step(drafter: Drafter, target: Target) -> Drafter:
-    """Return what drafts in every step, not only when it pays: steps without drafts would prove nothing."""
+    """Return what drafts in every step, not only when it pays: steps without drafts would prove nothing. Raises ValueError
+    for a drafter that never drafts."""
+    if isinstance(drafter, NoDrafter):
+        raise ValueError("drafter=none drafts nothing, so there is nothing to check: give the drafter that you serve")
     if not isinstance(drafter, AutoTree):
         return drafter
     parts = [part for part in drafter.parts if not isinstance(part, NoDrafter)]

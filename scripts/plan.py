@@ -82,7 +82,8 @@ def fitting(cfg: DictConfig) -> tuple[str, float] | None:
         changes += ["target.quantization=8bit", "target.quantization=4bit"]
     shares = strategy_of(cfg) in ("ddp", "fsdp") and cfg.target.sharding != "tensor"
     changes += [f"context_parallel={count}" for count in (2, 4, 8) if shares and cfg.gpus % count == 0]
-    changes += [f"max_length={cfg.max_length // 2}", f"max_length={cfg.max_length // 4}", "hidden_states=server"]
+    changes += [f"max_length={cfg.max_length // part}" for part in (2, 4) if cfg.max_length >= part]
+    changes += ["hidden_states=server"]
     for change in changes:
         changed = cast(DictConfig, OmegaConf.merge(cfg, {}))
         OmegaConf.set_struct(changed, False)  # a change may bring a key of another choice

@@ -50,6 +50,11 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"drafts={list(cfg.drafts)}: the head drafts {most} tokens at most")
     longest = chain_of(tree, target, lengths[-1])
     texts = run(target, longest, prompts, cfg.max_new_tokens, "measuring acceptance", temperature=cfg.temperature)
+    if not any(text.steps for text in texts):
+        raise ValueError(
+            f"every answer ends with its first token, which no draft precedes: raise max_new_tokens={cfg.max_new_tokens}, "
+            "or give other prompts"
+        )
     tuning = Tuning(reached_depths(texts, lengths[-1]), {})
     for requests in cfg.requests:
         given = prompts, requests, cfg.steps, cfg.temperature

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,7 +146,10 @@ class Benchmark:
         lines: Lines,
         num_timed: int | None = None,
     ):
-        """Prepare a run. num_timed: texts that are decoded alone, which measures speed; None is all."""
+        """Prepare a run. num_timed: texts that are decoded alone, which measures speed; None is all. Raises ValueError if two
+        systems have one name, because a line names its system."""
+        if repeated := [name for name, count in Counter(system.name for system in systems).items() if count > 1]:
+            raise ValueError(f"several systems are called {repeated[0]}: give one a name, {{path: ..., name: ...}}")
         self.target, self.texts, self.num_timed = target, texts, num_timed
         self.systems = {system.name: system for system in systems}
         self.new_tokens, self.lines = new_tokens, lines

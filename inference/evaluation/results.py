@@ -187,9 +187,11 @@ def measure(benchmark: Benchmark, temperatures: list[float], repeats: int, metad
     rows = []
     for temperature in temperatures:
         table = Table(lines.lines, benchmark.texts, temperature)
-        for category in [ALL, *dict.fromkeys(text.category for text in benchmark.texts), LOOPS]:
+        for category in dict.fromkeys([ALL, *(text.category for text in benchmark.texts), LOOPS]):
             for system in systems:
-                figures = None if system.once else table.figures(system.name, category, system.chain)
+                # A system that failed may have decoded only some texts, which others' figures are not of.
+                omitted = system.once or system.name in benchmark.failed
+                figures = None if omitted else table.figures(system.name, category, system.chain)
                 if figures is not None:
                     rows.append({"drafter": system.name, "temperature": temperature, "category": category, **figures})
     shares = {"preempted_share": median([line["preempted_share"] for line in lines.of("text")] or [0.0])}
@@ -270,7 +272,8 @@ CHECKS = {"identity": identity, "stages": stages, "alignment": alignment}
 
 def samples(benchmark: Benchmark) -> Iterator[Sample]:
     """Yield, for each category, the text with the median acceptance length of the best drafter at the first temperature."""
-    lines = [line for line in benchmark.lines.lines if line.get("emitted") and "ids" in line]
+    whole = [line for line in benchmark.lines.lines if line["decoder"] not in benchmark.failed]
+    lines = [line for line in whole if line.get("emitted") and "ids" in line]
     if not lines:
         return
     temperature = lines[0]["temperature"]

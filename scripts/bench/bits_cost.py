@@ -72,7 +72,7 @@ def main(cfg: DictConfig) -> None:
                 with other_shapes():
                     without = seconds(given, group)
                 pairs.append(({"seconds": early or seconds(given, group)}, {"seconds": without}))
-            ratio = jackknife(pairs, speed)
+            ratio = jackknife([[pair] for pair in pairs], speed)
             value, error = ratio if isinstance(ratio, list) else (ratio, 0.0)
             print(f"| {given.name} | {batch} | {value:.3f} ({error:.3f}) |", flush=True)
 

@@ -17,7 +17,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from foredraft.cli import entry
+from foredraft.cli import check_at_least, entry
 from foredraft.heads import Target, llama_config, load_head
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head, check_window
@@ -69,11 +69,12 @@ def accepted(model: DistillationModel, continued: Continued, chain: int) -> tupl
 def cell(gains: list[tuple[int, int]], first: list[tuple[int, int]]) -> str:
     """Format the ratio of a length, and its mean difference to the first length."""
     count, (steps, added) = len(gains), (sum(column) for column in zip(*gains, strict=True))
-    ratio, less = added / steps, max(1, count - 1)
-    spread = math.sqrt(sum((new - ratio * taken) ** 2 for taken, new in gains) * count / less) / steps
     changes = [new / taken / (b / a) - 1 for (taken, new), (a, b) in zip(gains, first, strict=True)]
-    mean = sum(changes) / count
-    error = math.sqrt(sum((change - mean) ** 2 for change in changes) / less / count)
+    ratio, mean = added / steps, sum(changes) / count
+    if count < 2:  # one text has no standard error
+        return f"{ratio:.2f}, {mean:+.0%}"
+    spread = math.sqrt(sum((new - ratio * taken) ** 2 for taken, new in gains) * count / (count - 1)) / steps
+    error = math.sqrt(sum((change - mean) ** 2 for change in changes) / (count - 1) / count)
     return f"{ratio:.2f} ({spread:.2f}), {mean:+.0%} ({error:.0%})"
 
 
@@ -91,6 +92,10 @@ def variants(cfg: DictConfig, head: Eagle3Head) -> Iterator[str]:
 @torch.no_grad()
 @entry("by_context")
 def main(cfg: DictConfig) -> None:
+    check_at_least(cfg, 2, "max_new_tokens")
+    check_at_least(cfg, 1, "chain", "limit")
+    if not cfg.lengths or min(cfg.lengths) < 1:
+        raise ValueError(f"lengths={list(cfg.lengths)} must be at least 1 each, and one or more")
     target: Target = instantiate(cfg.target)
     head = load_head(cfg.drafter, target, torch.float32)
     if not isinstance(head, Eagle3Head):

@@ -100,12 +100,12 @@ def decoding(cfg: DictConfig, target: Target, found: Facts) -> None:
     heads = {name: head_of(name, target) for name in cfg.heads}
     generator = torch.Generator().manual_seed(cfg.seed)
     prompts = torch.randint(1, target.vocab_size, (max(cfg.requests), cfg.prompt_tokens), generator=generator)
-    prompts = prompts.to(target.device)
+    prompts, decoded = prompts.to(target.device), cfg.max_new_tokens - 1  # the first token is the prefill's
     for batch, temperature in itertools.product(cfg.requests, cfg.temperatures):
         some, how = prompts[:batch], f"{batch} x T={temperature:g}"
         settings = {"max_new_tokens": cfg.max_new_tokens, "temperature": temperature}
         plain, seconds = timed(target, None, some, settings)
-        rate = batch * cfg.max_new_tokens / seconds
+        rate = batch * decoded / seconds
         found[f"{how}, plain, tokens/s"] = rate
         found[f"{how}, plain, share of what bandwidth allows"] = rate / limit / batch
         alone = timed(target, None, some[:1], settings)[0].new_tokens[0] if batch > 1 else plain.new_tokens[0]
@@ -113,14 +113,14 @@ def decoding(cfg: DictConfig, target: Target, found: Facts) -> None:
         if batch == 1:
             with cuda_graphs.disabled():
                 eager, slower = timed(target, None, some, settings)
-            found[f"{how}, plain, kernel by kernel, tokens/s"] = cfg.max_new_tokens / slower
+            found[f"{how}, plain, kernel by kernel, tokens/s"] = decoded / slower
             found[f"{how}, plain, the same text by graphs"] = eager.new_tokens == plain.new_tokens
         for name, width in itertools.product(heads, (None, 1)):
             drafter = Oracle(drafter_of(heads[name], target, width), some, plain.new_tokens, cfg.accepted)
             kind = f"{how}, {name}{' chain' if width else ''}"
             out, seconds = timed(target, drafter, some, settings)
             found[f"{kind}, acceptance length"] = gained = out.acceptance_length
-            found[f"{kind}, times plain"] = times = batch * cfg.max_new_tokens / seconds / rate
+            found[f"{kind}, times plain"] = times = batch * decoded / seconds / rate
             found[f"{kind}, eta"] = times / gained
             equal = sum(ours == theirs for ours, theirs in zip(out.new_tokens, plain.new_tokens, strict=True))
             found[f"{kind}, texts equal to plain's"] = f"{equal} of {batch}"

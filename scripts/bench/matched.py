@@ -15,13 +15,14 @@ from omegaconf import DictConfig, ListConfig
 from torch import Tensor
 
 from foredraft import Engine, Request, SamplingParams, Target
-from foredraft.cli import entry
+from foredraft.cli import check_at_least, entry
 from foredraft.inference.drafters import Drafter, chain_of, load_drafter, tree_of
 from foredraft.inference.drafters.base import Accepted, NoDrafter, Wrapper
 from foredraft.inference.evaluation.results import ratio_error
 from foredraft.inference.tree import TokenTree
 from foredraft.train.data.prompt_sets import Prompt, questions, tokenize
 
+FIRST = 3  # steps whose time does not count
 TokenCounts = list[tuple[int, int]]  # of each text: its forwards, and what they added
 
 
@@ -68,30 +69,34 @@ def figure(gains: TokenCounts, error: bool = False) -> str:
 
 
 def draft_cost(target: Target, drafter: Drafter, prompt: Prompt, new_tokens: int) -> float:
-    """Return the time to draft a tree relative to a baseline step, on one greedy text without its first steps."""
+    """Return the time to draft a tree relative to a baseline step, on one greedy text without its first steps. The text is
+    longer than `new_tokens` by what those may add."""
     seconds = {}
     for name, one in (("plain", NoDrafter()), ("drafted", drafter)):
         engine, steps, before = Engine(target, one, timings=True), 0, {}
-        engine.add(Request(prompt.tokens, SamplingParams(), new_tokens))
+        engine.add(Request(prompt.tokens, SamplingParams(), new_tokens + FIRST * (one.depth + 1)))
         while engine.has_work:
-            engine.step()
-            steps += 1
-            if steps == 4:
+            steps += any(output.accepted is not None for output in engine.step())
+            if steps == FIRST:
                 before = dict(engine.clock.seconds)
         spent = {stage: total - before[stage] for stage, total in engine.clock.seconds.items()}
-        seconds[name] = (spent["draft"] if name == "drafted" else sum(spent.values())) / (steps - 4)
+        seconds[name] = (spent["draft"] if name == "drafted" else sum(spent.values())) / (steps - FIRST)
         engine.close()
     return seconds["drafted"] / seconds["plain"]
 
 
 def first_turns(target: Target, name: str, limit: int, new_tokens: int) -> list[Prompt]:
-    """Return the first turns of `limit` questions of a set or a file."""
+    """Return the first turns of `limit` questions of a set or a file. Raises ValueError if that is not at least 1."""
+    if limit < 1:
+        raise ValueError(f"limit={limit} must be at least 1")
     first = [one._replace(turns=one.turns[:1]) for one in questions(name, limit)]
     return list(tokenize(first, target.text_tokenizer, (target.context or 1 << 30) - new_tokens, lambda ids: []))
 
 
 @entry("matched")
 def main(cfg: DictConfig) -> None:
+    check_at_least(cfg, 2, "max_new_tokens")
+    check_at_least(cfg, 1, "chain")
     target: Target = instantiate(cfg.target)
     prompts = first_turns(target, cfg.prompts, cfg.limit, cfg.max_new_tokens)
     categories = list(dict.fromkeys(prompt.category for prompt in prompts))

@@ -16,7 +16,8 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm.auto import tqdm
 
 from foredraft import Target
-from foredraft.cli import entry
+from foredraft.cli import check_at_least, entry
 from foredraft.heads.caches.device import device_name
 from foredraft.inference.evaluation.benchmark import Lines
 from foredraft.scripts.bench import systems
@@ -37,6 +38,7 @@ from foredraft.train.runtime.locks import hold
 from foredraft.words import ROOT
 
 Line = dict[str, Any]  # of one system and batch: its name, the batch's number, the repeat, and an Answer's fields
+Pairs = list[tuple[Line, Line]]  # of a system and its baseline
 Cell = list[float] | float | str | None
 COLUMNS = [
     {"title": "system"},
@@ -49,6 +51,7 @@ COLUMNS = [
 
 @entry("spec_bench")
 def main(cfg: DictConfig) -> None:
+    check_at_least(cfg, 1, "batch_size", "max_new_tokens", "repeats", "chain")
     if cfg.eagle is not None and (cfg.eagle_head is None or cfg.batch_size > 1):
         raise ValueError(f"eagle={cfg.eagle} needs eagle_head=DIRECTORY, an EAGLE-1 head, and batch_size=1")
     if any(cfg.sampling) and (cfg.transformers or cfg.vllm or cfg.eagle):
@@ -82,7 +85,6 @@ def measure(cfg: DictConfig, folder: Path) -> None:
     numbers = sorted({line["batch"] for line in found})
     asked = [prompt.category for n in numbers for prompt in prompts[n * cfg.batch_size : (n + 1) * cfg.batch_size]]
     result = {"columns": COLUMNS, "rows": rows} | about(cfg, target, asked)
-    result["n"] = sum(len(line["texts"]) for line in found) // len(contestants)
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     print(markdown(result))
     if cfg.table is not None:
@@ -144,23 +146,24 @@ def clock(target: Target) -> str:
 
 def row(name: str, base: str, lines: list[Line], clock: str) -> list[Cell]:
     """Summarize one system next to its baseline."""
-    groups: dict[tuple[int, int], dict[str, Line]] = defaultdict(dict)
-    for line in lines:
-        if line["system"] in (name, base):
-            groups[line["batch"], line["repeat"]][line["system"]] = line
-    pairs = [(group[name], group[base]) for group in groups.values()]
-    counted = all(ours["forwards"] for ours, _ in pairs)
-    same = sum(a == b for ours, plain in pairs for a, b in zip(ours["texts"], plain["texts"], strict=True))
+    ours, plain = ({(x["batch"], x["repeat"]): x for x in lines if x["system"] == one} for one in (name, base))
+    questions: dict[int, Pairs] = defaultdict(list)
+    for place, line in ours.items():
+        questions[place[0]].append((line, plain[place]))
+    found = list(questions.values())
+    pairs = list(chain.from_iterable(found))
+    counted = any(line["forwards"] for line in ours.values())
+    same = [a == b for one, other in pairs for a, b in zip(one["texts"], other["texts"], strict=True)]
     return [
         name,
-        jackknife(pairs, lambda some: rate([ours for ours, _ in some], clock)),
-        jackknife(pairs, lambda some: rate([o for o, _ in some], clock) / rate([p for _, p in some], clock)),
-        jackknife(pairs, lambda some: total(some, "emitted") / total(some, "forwards")) if counted else None,
-        f"{same} of {sum(len(ours['texts']) for ours, _ in pairs)}",
+        jackknife(found, lambda some: rate([ours for ours, _ in some], clock)),
+        jackknife(found, lambda some: rate([o for o, _ in some], clock) / rate([p for _, p in some], clock)),
+        jackknife(found, lambda some: total(some, "emitted") / max(1, total(some, "forwards"))) if counted else None,
+        f"{sum(same)} of {len(same)}",
     ]
 
 
-def total(pairs: list[tuple[Line, Line]], field: str) -> float:
+def total(pairs: Pairs, field: str) -> float:
     return sum(ours[field] for ours, _ in pairs)
 
 
@@ -168,14 +171,13 @@ def rate(lines: list[Line], clock: str) -> float:
     return sum(line["tokens"] for line in lines) / sum(line[clock] for line in lines)
 
 
-def jackknife(
-    pairs: list[tuple[Line, Line]], statistic: Callable[[list[tuple[Line, Line]]], float]
-) -> list[float] | float:
-    """Return a statistic and its standard error, by leaving out one question at a time."""
-    value, n = statistic(pairs), len(pairs)
+def jackknife(questions: Sequence[Pairs], statistic: Callable[[Pairs], float]) -> list[float] | float:
+    """Return a statistic and its standard error, by leaving out one question at a time, with all its repeats."""
+    value, n = statistic(list(chain.from_iterable(questions))), len(questions)
     if n < 2:
         return value
-    without = [statistic(pairs[:i] + pairs[i + 1 :]) for i in range(n)]
+    parts = [[*questions[:i], *questions[i + 1 :]] for i in range(n)]
+    without = [statistic(list(chain.from_iterable(some))) for some in parts]
     mean = sum(without) / n
     return [value, math.sqrt((n - 1) / n * sum((one - mean) ** 2 for one in without))]
 

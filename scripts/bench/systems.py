@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from foredraft import Target, generate, load_drafter
 from foredraft.heads.target_model.resolve_path import resolve_path
@@ -67,7 +68,8 @@ def foredraft(target: Target, drafter: Drafter | None, cfg: DictConfig, sampling
 
 
 def transformers(model: PreTrainedModel, ends: list[int], cfg: DictConfig, **assistance: Any) -> System:
-    """Build transformers' own `generate`. ends: the end tokens. The forwards of the model are counted by a hook."""
+    """Build transformers' own `generate`. ends: the end tokens. The forward over the prompt may accept drafts, which are not
+    of the forwards after it."""
     settings: dict[str, Any] = {
         "do_sample": False,
         "pad_token_id": 0,
@@ -77,14 +79,18 @@ def transformers(model: PreTrainedModel, ends: list[int], cfg: DictConfig, **ass
 
     def answer(prompts: Prompts, seed: int) -> Answer:
         ids, mask = left_pad(prompts)
-        calls: list[None] = []
-        hook = model.register_forward_pre_hook(lambda *_: calls.append(None))
+        lengths: list[int] = []  # of the text after each forward
+
+        def count(ids: Tensor, *_: Any, **__: Any) -> Tensor:
+            lengths.append(ids.shape[1])
+            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
         timer = Timer()
-        out = model.generate(ids, attention_mask=mask, **settings)
+        out = model.generate(ids, attention_mask=mask, stopping_criteria=StoppingCriteriaList([count]), **settings)
         spent = timer.stop()
-        hook.remove()
         texts = [cut(text, settings["eos_token_id"] or []) for text in out[:, ids.shape[1] :].tolist()]
-        counts = ((len(calls) - 1), len(texts[0]) - 1) if len(texts) == 1 else (0, 0)
+        emitted = ids.shape[1] + len(texts[0]) - lengths[0]
+        counts = (len(lengths) - 1, emitted) if len(texts) == 1 else (0, 0)
         return Answer(texts, *spent, *counts)
 
     return answer
@@ -130,6 +136,7 @@ def rivals(target: Target, cfg: DictConfig, folder: Path, longest: int) -> dict[
     path, chain = str(Path(resolve_path(target.name, target.dtype))), cfg.chain
     if cfg.transformers:  # with other weights, since ours may be packed
         model = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).eval().to(target.device)
+        model.generation_config = GenerationConfig()  # its penalties would change greedy texts
         ends = list(target.eos_token_ids)
         found["transformers"] = transformers(model, ends, cfg)
         if cfg.batch_size == 1:

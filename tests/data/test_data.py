@@ -65,6 +65,13 @@ def test_prompts_start_at_lines_and_have_their_length(target):
     assert all(any(target.tokenizer.decode(row).startswith(line) for line in starts) for row in rows)
 
 
+def test_a_prompt_of_short_texts_is_given_once(target):
+    """Ask for more prompts than two texts have places: their standard error would be too small."""
+    texts = ["def add(self):\n" * 4, "class Pair:\n    pass\n" * 4]
+    assert len(corpus.prompts(target.tokenizer, texts, 32, 20)) == 2
+    assert len(corpus.prompts(target.tokenizer, texts, 10**6, 4)) <= 12  # its lines
+
+
 def test_the_target_writes_its_own_training_text(target, tmp_path, monkeypatch):
     monkeypatch.setattr(self_generated, "START", 16)
     monkeypatch.setattr(self_generated, "NEW", 20)

@@ -96,6 +96,7 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
 
 def test_acceptance_by_context_continues_the_same_places(run, tmp_path, folder):
     given = ["data=text", f"data.path={folder}", "drafter=ngram", "temperature=[0]", "repeats=1", "rivals=false"]
+    given += ["data.val_split=0.3"]  # several files, since each has one text of 48 tokens
     assert run(*given, "lengths=[12,48]").code == 0
     prompts = json.loads((tmp_path / "out" / "prompts.json").read_text())
     assert [(category, len(tokens)) for category, tokens, *_ in prompts] == [
@@ -382,6 +383,7 @@ def test_prompts_show_the_tools_and_template_variables_of_a_row_and_the_settings
         ("file", "", "contains no prompt"),
         ("file", '{"turns": []}', "file:1 contains no prompt: it needs `turns`"),
         ("file", "nothing", "file:1 contains no prompt: not JSON"),
+        ("file", '{"prompt": "half \\ud83d"}', "file:1 contains no prompt: half a character"),
         ("file", '{"turns": [" "]}', "file:1 contains no prompt: an empty turn"),
     ],
 )
@@ -426,9 +428,13 @@ def test_rows_of_speed_bench_keep_their_categories_and_those_without_text_are_le
 
 
 def test_no_limit_is_every_prompt(run, tmp_path):
-    (tmp_path / "set.jsonl").write_text('{"prompt": "one"}\n' * 3)
+    """Let them have a category that is called as that of all texts: its figures are written once."""
+    (tmp_path / "set.jsonl").write_text('{"prompt": "one", "category": "all"}\n' * 3)
     run(*typed("prompts=set.jsonl limit=0 drafter=ngram max_new_tokens=2 repeats=1 rivals=false"))
     assert len(json.loads((tmp_path / "out" / "prompts.json").read_text())) == 3
+    with (tmp_path / "out" / "figures.csv").open() as file:
+        rows = [(row["drafter"], row["temperature"], row["category"]) for row in csv.DictReader(file)]
+    assert len(rows) == len({*rows}) > 0
 
 
 def test_nothing_to_measure_is_named(run):
@@ -436,9 +442,42 @@ def test_nothing_to_measure_is_named(run):
         ("limit=-1", "limit=-1 must be at least 1, or 0 for all prompts"),
         ("temperature=-0.5", "temperature=[-0.5]: at least one, of 0 (greedy) or more"),
         ("temperature=[]", "temperature=[]: at least one"),
+        ("drafter=[]", "drafter=[]: give names, directories, or groups of keys"),
+        ("drafter=null", "drafter=[None]: give names, directories, or groups of keys"),
     ):
         ended = run(given)
         assert ended.code == 2 and sentence in ended.err
+
+
+@pytest.mark.parametrize("name", ["baseline", "transformers", "ngram"])
+def test_two_systems_of_one_name_are_refused(run, tmp_path, name):
+    """A drafter called as the baseline would take its place, and all speeds would be relative to it."""
+    (tmp_path / "set.jsonl").write_text('{"prompt": "one"}\n')
+    ended = run("prompts=set.jsonl", f"drafter=[ngram,{{path: suffix, name: {name}}}]")
+    assert ended.code == 2 and f"several systems are called {name}: give one a name" in ended.err
+
+
+class Fails(Wrapper):
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        if len(accepted.text[0]) > 24:
+            raise RuntimeError("no room")
+        return self.inner.propose(accepted, gumbel)
+
+
+def fails(target: Target) -> Drafter:
+    return Fails(DraftModel(target, target, nodes=4, depth=3, width=1, min_probability=0))
+
+
+def test_a_drafter_that_failed_has_no_figures_of_the_texts_before(run, tmp_path):
+    """Let a drafter decode the first prompt, which is short, and fail at the second."""
+    (tmp_path / "set.jsonl").write_text('{"prompt": "one"}\n' + json.dumps({"prompt": "def add(self):\n" * 6}) + "\n")
+    drafters = "drafter=[ngram,{_target_: tests.evaluation.test_evaluate.fails, name: short}]"
+    ended = run(*typed("prompts=set.jsonl repeats=1 rivals=false temperature=[0]"), drafters)
+    found = json.loads((tmp_path / "out" / "figures.json").read_text())
+    assert found["errors"] == {"short": "RuntimeError: no room"} and "short failed and is omitted" in ended.out
+    assert {row["drafter"] for row in found["rows"]} == {"baseline", "ngram"}
+    assert [line["text"] for line in Lines(tmp_path / "out" / "lines.jsonl").of("text") if line["decoder"] == "short"]
+    assert ": short, temperature 0" not in (tmp_path / "out" / "report.html").read_text()
 
 
 def where(device: str, is_collective: bool) -> Any:
@@ -487,6 +526,19 @@ def test_heads_are_found_wherever_they_are_named(tmp_path, monkeypatch, target, 
         evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
 
 
+def test_another_draft_model_in_the_same_place_is_another_run(tiny_path, target, tmp_path):
+    shutil.copytree(tiny_path, tmp_path / "small")
+    cfg = composed("evaluate", f"target={tiny_path}", f"drafter=['draft:{tmp_path}/small+suffix']")
+    for _ in range(2):  # the second one goes on
+        evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
+        (tmp_path / "lines.jsonl").write_text('{"kind": "text"}\n')
+    weights = load_file(tmp_path / "small" / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"].fill_(0.0)
+    save_file(weights, tmp_path / "small" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="other settings or weights"):
+        evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
+
+
 def test_a_draft_model_is_an_assistant_wherever_it_is_named(tiny_path, target):
     drafters = f"drafter=['draft:{tiny_path}+suffix','draft:/nothing']"
     named = evaluate.assistants(composed("evaluate", f"target={tiny_path}", drafters))
@@ -498,7 +550,8 @@ def test_a_draft_model_is_an_assistant_wherever_it_is_named(tiny_path, target):
 def test_held_out_prompts_leave_room_for_the_answer(tiny_path, folder, target):
     """Use prompts of 200 tokens, before answers of 100, in a context of 256."""
     given = (
-        f"target={tiny_path} drafter=suffix data=text data.path={folder} prompt_tokens=200 max_new_tokens=100 limit=2"
+        f"target={tiny_path} drafter=suffix data=text data.path={folder} prompt_tokens=200 max_new_tokens=100 limit=2 "
+        "data.val_split=0.3"
     )
     assert target.context == 256
     prompts = evaluate.find_prompts(composed("evaluate", *typed(given)), target)

@@ -5,7 +5,9 @@ import json
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
+from foredraft.scripts.bench import gpu as gpu_bench
 from tests.support import typed
 from tests.support.processes import script, succeeded
 from tests.support.tiny import tiny_config
@@ -19,6 +21,14 @@ def gpu(*arguments: str, cwd: Path, **environment: str) -> str:
 @pytest.mark.nightly
 def test_without_a_gpu_it_says_so(tmp_path: Path):
     assert gpu(cwd=tmp_path, CUDA_VISIBLE_DEVICES="").startswith("no GPU here")
+
+
+def test_the_first_token_which_the_prefill_writes_is_not_in_the_speed(target, monkeypatch):
+    timed = gpu_bench.timed
+    monkeypatch.setattr(gpu_bench, "timed", lambda *given: (timed(*given)[0], 2.0))
+    cfg = {"heads": [], "requests": [3], "temperatures": [0], "prompt_tokens": 5, "max_new_tokens": 9, "seed": 0}
+    gpu_bench.decoding(OmegaConf.create(cfg), target, found := gpu_bench.Facts())
+    assert found["3 x T=0, plain, tokens/s"] == 3 * 8 / 2.0
 
 
 @pytest.mark.nightly

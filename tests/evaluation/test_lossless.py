@@ -42,6 +42,11 @@ def test_a_head_drafts_in_every_step_that_is_checked(target, tmp_path, joined):
     assert min(step.nodes for step in steps[:-1]) > 1
 
 
+def test_a_drafter_that_never_drafts_is_not_checked(run):
+    ended = run("drafter=none")
+    assert ended.code == 2 and "drafter=none drafts nothing" in ended.err and "lossless" not in ended.out
+
+
 def test_texts_that_the_context_does_not_hold_are_not_checked(run):
     ended = run("max_new_tokens=240")
     assert "make texts of 264 tokens, more than the context of 256" in ended.err and "identical" not in ended.out

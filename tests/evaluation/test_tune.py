@@ -76,6 +76,12 @@ def test_a_head_is_tuned_for_the_engines_that_load_it(run, target, tmp_path, mon
     )
 
 
+def test_answers_of_one_token_say_nothing_of_drafts(run, target, tmp_path):
+    save_head(make_head("eagle3", target), tmp_path / "head", target)
+    ended = run(f"drafter={tmp_path}/head", "requests=[1]", "drafts=[1]", "max_new_tokens=1")
+    assert ended.code == 2 and "every answer ends with its first token" in ended.err
+
+
 def test_every_engine_gets_its_own_settings(deep):
     commands = tune.settings(KNOWN.schedule(), 2, "mine/head", make_head("eagle3", deep), deep)
     table = (

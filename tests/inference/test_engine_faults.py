@@ -305,6 +305,27 @@ def test_a_request_for_no_tokens_writes_none(target):
     assert texts[nothing] == texts[full] == [] and len(texts[writing]) == 2 and cancelled not in texts
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_request_that_is_added_twice_is_written_twice(target, number):
+    (request,), tokens = requests(1), list[int]()
+    engine = Engine(target, None, max_num_seqs=number)
+    engine.add(request)
+    engine.add(request)
+    while engine.has_work:
+        tokens += [token for output in engine.step() for token in output.tokens]
+    assert len(tokens) == 2 * request.max_new_tokens
+
+
+def test_a_single_stop_string_is_not_a_list_of_letters():
+    assert Request([1], stop_strings="END").stop_strings == ("END",)
+    assert Request([1], stop_strings=["END", ""]).stop_strings == ("END",)
+
+
+def test_an_engine_without_a_place_is_refused(target):
+    with pytest.raises(ValueError, match="max_num_seqs=0 must be at least 1"):
+        Engine(target, None, max_num_seqs=0)
+
+
 def test_least_tokens_need_no_copy_of_the_tree(target, monkeypatch):
     monkeypatch.setattr(target_sampler, "host_copy", None)
     engine, request = (

@@ -62,6 +62,13 @@ def test_a_stop_string_cuts_at_the_token_that_completes_it(target):
     assert out.new_tokens == plain.new_tokens
 
 
+def test_end_tokens_may_be_a_tensor(target):
+    plain = generate(target, None, prompt(9), max_new_tokens=8, eos_token_id=-1).new_tokens[0]
+    for ends in (torch.tensor([plain[3]]), numpy.array([plain[3]]), numpy.int64(plain[3]), {plain[3]}):
+        out = generate(target, None, prompt(9), max_new_tokens=8, eos_token_id=ends)
+        assert out.new_tokens[0] == plain[: plain.index(plain[3]) + 1] and out.finish_reasons == ["stop"]
+
+
 def test_streaming_gives_all_tokens_once(target):
     class Collect:
         def __init__(self):

@@ -98,6 +98,7 @@ def test_prompts_that_cannot_be_answered_leave_the_others(target: Target, tiny_p
         assert answers[number]["text"] == target.text_tokenizer.decode(out.new_tokens[0], skip_special_tokens=True)
     assert "supports" in answers[1]["error"] and "is empty" in answers[2]["error"]
     assert all("no prompt" in answers[number]["error"] for number in (3, 5, 6)) and answers[9]["error"] == "not JSON"
+    assert answers[7]["error"] == "half a character (a lone surrogate)"
     assert "in.jsonl:2: " in first.err
     again = program("generate", *given, cwd=tmp_path)
     assert again.code == 0 and output.read_text() == written and "in.jsonl:2: " in again.err  # errors are tried again

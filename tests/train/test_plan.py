@@ -148,6 +148,7 @@ def test_what_does_not_fit_has_a_remedy(small: DictConfig, planned: dict):
     found = plan.fitting(tight)
     assert found is not None and found[1] <= tight.gpu_gib
     assert plan.fitting(OmegaConf.merge(small, {"gpu_gib": 0.1})) is None
+    assert plan.fitting(OmegaConf.merge(small, {"gpu_gib": 0.1, "max_length": 3})) is None
 
 
 @pytest.mark.parametrize(

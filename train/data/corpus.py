@@ -176,6 +176,7 @@ def has_prompts(held: Held) -> bool:
 
 def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: int) -> list[list[int]]:
     """Return `count` prompts, spread evenly: `length` tokens of raw texts, or all of a conversation before its first answer.
+    There are fewer if the texts are short, because no place is given twice.
 
     A conversation is not cut (its prompt would lose its question or its form); one of more than 8 * `length` tokens is
     skipped. Raises ValueError if there is no prompt.
@@ -193,13 +194,14 @@ def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: 
         return [held[number].tokens[: chats[number]] for number in chosen]  # type: ignore[union-attr]
     texts = [text for text in held if isinstance(text, str)]
 
-    ends, starts = list(accumulate(map(len, texts))), list[str]()
+    ends, starts = list(accumulate(map(len, texts))), dict[tuple[int, int], str]()
     for number in range(count if any(texts) else 0):
         place = ends[-1] * number // count
         text = texts[at := bisect_right(ends, place)]
         start = text.rfind("\n", 0, place - (ends[at] - len(text))) + 1
-        starts.append(text[min(start, max(0, len(text) - 12 * length)) :][: 12 * length])
-    rows = tokenizer(starts, add_special_tokens=False, verbose=False)["input_ids"] if starts else []
+        start = min(start, max(0, len(text) - 12 * length))
+        starts[at, start] = text[start:][: 12 * length]
+    rows = tokenizer([*starts.values()], add_special_tokens=False, verbose=False)["input_ids"] if starts else []
     found = [with_start(tokenizer, row)[:length] for row in rows if len(row) >= max(1, length // 2)]
     if not found:
         raise ValueError(

@@ -229,7 +229,8 @@ def is_text(value: Any) -> bool:
 
 
 def unicode(text: str) -> str:
-    """Replace half characters (lone surrogates), which JSON may spell and no tokenizer takes."""
+    """Return the text. Raises SkippedRow for half a character (a lone surrogate), which JSON may spell and no tokenizer
+    takes."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -17,7 +17,7 @@ from foredraft.inference.evaluation.progress import report
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.columns import declared, system, template_options
 from foredraft.train.data.corpus import Corpus, has_chats, prompts, with_start
-from foredraft.train.data.layouts import Message, SkippedRow, has_system, turns
+from foredraft.train.data.layouts import Message, SkippedRow, has_system, turns, unicode
 from foredraft.train.data.sources import Row, Source, read
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -119,7 +119,7 @@ def question(row: Row, category: str) -> Question:
             raise row.value if isinstance(row.value, SkippedRow) else SkippedRow("not an object")
         has_messages = isinstance(value.get("messages"), list)
         if isinstance(asked, str) and "prompt" in value and not has_messages:
-            return Question(category, [], asked)  # raw text, which shows no tools
+            return Question(category, [], unicode(asked))  # raw text, which shows no tools
         shown = declared(value), template_options(value)
         if has_messages:
             messages = turns(value["messages"])

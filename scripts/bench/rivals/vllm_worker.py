@@ -14,11 +14,10 @@ from vllm import LLM, SamplingParams
 from vllm.v1.metrics.reader import Counter
 
 
-def counted(llm: LLM) -> tuple[int, int]:
-    """Return how many times it has drafted so far, and how many drafts it has accepted."""
+def counted(llm: LLM) -> int:
+    """Return how many times it has drafted so far."""
     found = {metric.name: metric.value for metric in llm.get_metrics() if isinstance(metric, Counter)}
-    drafts, accepted = (int(found.get(f"vllm:spec_decode_num_{name}", 0)) for name in ("drafts", "accepted_tokens"))
-    return drafts, accepted
+    return int(found.get("vllm:spec_decode_num_drafts", 0))
 
 
 def main() -> None:
@@ -46,11 +45,10 @@ def main() -> None:
         before, started, used = counted(llm), time.perf_counter(), time.process_time()
         outs = llm.generate(prompts, settings, use_tqdm=False)
         answer: dict[str, Any] = {"seconds": time.perf_counter() - started, "cpu": time.process_time() - used}
-        drafted, accepted = (after - old for after, old in zip(counted(llm), before))
-        answer |= {"forwards": drafted, "emitted": drafted + accepted}
         answer["texts"] = [list(out.outputs[0].token_ids) for out in outs]
-        if job["speculative"] is None:  # one token per forward, after the prompt's
-            answer["forwards"] = answer["emitted"] = sum(len(text) - 1 for text in answer["texts"])
+        # vLLM counts accepted drafts behind the end of a text, too.
+        answer["emitted"] = sum(len(text) - 1 for text in answer["texts"])
+        answer["forwards"] = counted(llm) - before if job["speculative"] else answer["emitted"]
         print("answer " + json.dumps(answer), flush=True)
 
 
