@@ -95,8 +95,8 @@ def label(draft: Prediction, teacher: Prediction) -> Tensor:
 
 
 def weighted_sum(draft: Prediction, teacher: Prediction, weights: dict[str, float]) -> Tensor:
-    """Return the sum of the losses of these names, each times its weight."""
-    return torch.stack([weight * LOSSES[name].function(draft, teacher) for name, weight in weights.items()]).sum(0)
+    """Return the sum of the losses of these names, each with its default arguments and times its weight."""
+    return torch.stack([weight * build(name)(draft, teacher) for name, weight in weights.items()]).sum(0)
 
 
 def lk_hybrid(draft: Prediction, teacher: Prediction, eta: float = 3.0) -> Tensor:

@@ -175,7 +175,7 @@ class HeadTrainer(Trainer):
 
     def reschedule(self, steps: int) -> None:
         """Let the learning rate fall over this number of steps, from the next one on."""
-        args, unused = self.args, torch.optim.SGD([torch.zeros(1)])
+        args, unused = self.args, torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate)
         warmup, own = args.get_warmup_steps(steps), args.lr_scheduler_kwargs
         (rate,) = get_scheduler(args.lr_scheduler_type, unused, warmup, steps, own).lr_lambdas
         for schedule in self.schedules:

@@ -265,6 +265,21 @@ def test_a_limit_of_time_shortens_the_training_and_its_schedule(target: Target, 
     assert rates(limited)[2:] == rates(plain)[2:] and rates(plain)[-1] < 0.1 * max(rates(plain))
 
 
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("schedule", "settings"), [("polynomial", {"lr_end": 1e-3}), ("cosine_with_min_lr", {"min_lr": 1e-3})]
+)
+def test_the_lowest_learning_rate_of_a_schedule_is_the_one_that_is_set(
+    target: Target, tmp_path: Path, optim: str, schedule: str, settings: dict
+):
+    rates_of = {"learning_rate": 1e-2, "lr_scheduler_type": schedule, "lr_scheduler_kwargs": settings}
+    trainer = make_trainer(target, tmp_path, optim, max_steps=12, warmup_steps=0, **rates_of)
+    trainer.create_optimizer_and_scheduler(12)
+    for steps in (12, 8):  # as a limit of minutes shortens it
+        trainer.reschedule(steps) if steps < 12 else None
+        assert trainer.schedules[0].lr_lambdas[0](steps) == pytest.approx(0.1)
+
+
 def test_a_machine_that_is_fast_enough_trains_all_steps(target: Target, tmp_path: Path):
     trainer = make_trainer(target, tmp_path, max_steps=12, max_minutes=60.0, save_strategy="no")
     trainer.train()
