@@ -286,6 +286,16 @@ def test_a_machine_that_is_fast_enough_trains_all_steps(target: Target, tmp_path
     assert trainer.state.global_step == 12 and not callbacks.time_limit_record(trainer.state)
 
 
+def test_a_resumed_run_logs_and_saves_as_often_as_is_set_now(target: Target, tmp_path: Path):
+    """Its checkpoint has the numbers of the run that wrote it."""
+    make_trainer(target, tmp_path, max_steps=4, logging_steps=4, save_steps=4).train()
+    trainer = make_trainer(target, tmp_path, max_steps=8, logging_steps=1, save_steps=2, save_total_limit=9)
+    trainer.train(resume_from_checkpoint=checkpoints.newest(tmp_path / "checkpoints"))
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [4, 5, 6, 7, 8]
+    saved = (tmp_path / "checkpoints").glob("checkpoint-*")
+    assert sorted(path.name for path in saved) == [f"checkpoint-{step}" for step in (4, 6, 8)]
+
+
 def muon(module: nn.Module, vocabulary: Sequence[nn.Parameter] = (), **settings: float) -> torch.optim.Optimizer:
     given = {"optimizer": "muon", "learning_rate": 1e-3, "weight_decay": 0.0, "adam_epsilon": 1e-8}
     return build(module, vocabulary, SimpleNamespace(**given | {"adam_beta1": 0.9, "adam_beta2": 0.95} | settings))

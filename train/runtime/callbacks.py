@@ -197,6 +197,9 @@ class KeepCheckpoints(TrainerCallback):
     """Give the Trainer's checkpoint its final name once it is complete, and delete what is no longer needed.
     (`load_best_model_at_end` would keep whole checkpoints, and only of steps that save.)"""
 
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        state.compute_steps(args, state.max_steps)  # a checkpoint has logging_steps and save_steps of the run before
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         control.should_log |= control.should_save  # a loss that is not finite is found before it is saved
 
