@@ -99,6 +99,10 @@ class HeadTrainingArguments(TrainingArguments):
 
 def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArguments:
     """Return the arguments of `trainer` and of a strategy. From here on the processes of a run can communicate."""
+    for name in sorted(strategy.keys() & settings.keys()):
+        raise ValueError(
+            f"trainer.{name}={settings[name]} is replaced by strategy or strategy_args: set it in one place"
+        )
     if not settings.get("dataloader_num_workers"):  # nobody reads ahead then
         strategy["dataloader_prefetch_factor"] = None
     fixed = {

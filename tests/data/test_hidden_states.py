@@ -194,7 +194,9 @@ def test_states_of_a_target_in_another_dtype_are_named(tiny_path: Path, tmp_path
     manifest = path / offline.MANIFEST
     without = json.loads(manifest.read_text())
     manifest.unlink()
-    with pytest.raises(ValueError, match=r"shard-00000\.safetensors was written for .* \(target_dtype bfloat16, not float32"):
+    with pytest.raises(
+        ValueError, match=r"shard-00000\.safetensors was written for .* \(target_dtype bfloat16, not float32"
+    ):
         stored(full, path)
     del without["target_dtype"]
     manifest.write_text(json.dumps(without))

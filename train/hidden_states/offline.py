@@ -212,7 +212,9 @@ def open_shard(file: Path, facts: dict) -> Any:
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file} is damaged ({error}); {AGAIN}") from error
     owner = {"target_dtype": facts.get("target_dtype")} | owner
-    wrong = [f"{name} {owner.get(name)}, not {facts[name]}" for name in OWNER[:-1] if owner.get(name) != facts.get(name)]
+    wrong = [
+        f"{name} {owner.get(name)}, not {facts[name]}" for name in OWNER[:-1] if owner.get(name) != facts.get(name)
+    ]
     if wrong:
         raise ValueError(
             f"{file} was written for {owner.get('target')} ({'; '.join(wrong)}) and does not belong here: {AGAIN}"
