@@ -143,6 +143,8 @@ class HydraHead(RecurrentHead):
         head = cls(settings | GROUNDED)
         head.attach(target)
         head.init_projections(target, counts, lm_head)
+        for block in (part for part in head.hydra_mlp.modules() if isinstance(part, WideBlock)):
+            block.res_connection.weight.data.mul_(target.scaled.multiplier)
         if prefix:
             llama_config.init_near_identity(head.prefix_embeding_layer.layer)
             with torch.no_grad():  # nearly the identity
