@@ -153,6 +153,11 @@ class HydraHead(RecurrentHead):
                 )
         return head.to(target.device)
 
+    def set_dropout(self, chance: float) -> None:
+        self.dropout = chance
+        for module in (part for part in self.modules() if isinstance(part, nn.Dropout)):
+            module.p = chance
+
     def attach(self, target: Target) -> None:
         self.layers = [target.num_layers]
 
