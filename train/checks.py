@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from foredraft.cli import check_at_least
 from foredraft.heads.base import BlockHead, DraftHead
@@ -35,7 +35,8 @@ def check_config(cfg: DictConfig) -> None:
         )
     if cfg.trainer.max_steps < 0 and cfg.trainer.num_train_epochs <= 0:
         raise ValueError(f"trainer.num_train_epochs={cfg.trainer.num_train_epochs} must be above 0")
-    if Path(cfg.trainer.output_dir) != Path(cfg.output_dir) / CHECKPOINTS:
+    follows = OmegaConf.is_interpolation(cfg.trainer, "output_dir")  # of output_dir, as in conf/train.yaml
+    if not follows and Path(cfg.trainer.output_dir) != Path(cfg.output_dir) / CHECKPOINTS:
         raise ValueError(
             f"trainer.output_dir={cfg.trainer.output_dir} has no effect: checkpoints lie in {CHECKPOINTS} of output_dir, "
             "which may be a link to another disk"
