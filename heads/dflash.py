@@ -129,7 +129,7 @@ class DFlashHead(BlockHead):
         """Initialize weights so that inputs and outputs have the target's sizes."""
         with torch.no_grad():
             self.fc.weight.div_(llama_config.aux_sizes(self.layers, target).to(self.fc.weight.device))
-        llama_config.init_norm(self.norm, target)
+        llama_config.init_norm(self.norm, target, has_rows=self.lm_head is not None)
         llama_config.init_near_identity(*self.own_layers)
 
     def new_layer(self) -> BlockLayer:

@@ -148,6 +148,6 @@ class EagleHead(HiddenStateHead):
 
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         if self.training and self.noise:
-            noise = (torch.rand_like(aux_hidden_states) - 0.5) * self.noise * 512 / text.tokens.shape[1]
+            noise = (torch.rand_like(aux_hidden_states) - 0.5) * self.noise * 512 / text.row_length
             aux_hidden_states = aux_hidden_states + noise
         return super().forward(aux_hidden_states, embeddings, text)

@@ -143,6 +143,8 @@ class HydraHead(RecurrentHead):
         head = cls(settings | GROUNDED)
         head.attach(target)
         head.init_projections(target, counts, lm_head)
+        for block in (part for part in head.hydra_mlp.modules() if isinstance(part, WideBlock)):
+            block.res_connection.weight.data.mul_(target.scaled.multiplier)
         if prefix:
             llama_config.init_near_identity(head.prefix_embeding_layer.layer)
             with torch.no_grad():  # nearly the identity
@@ -150,6 +152,11 @@ class HydraHead(RecurrentHead):
                     llama_config.probe(target, head.layers).pow(2).mean().sqrt()
                 )
         return head.to(target.device)
+
+    def set_dropout(self, chance: float) -> None:
+        self.dropout = chance
+        for module in (part for part in self.modules() if isinstance(part, nn.Dropout)):
+            module.p = chance
 
     def attach(self, target: Target) -> None:
         self.layers = [target.num_layers]

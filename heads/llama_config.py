@@ -187,13 +187,15 @@ def aux_sizes(layers: list[int], target: Target) -> Tensor:
 
 
 @torch.no_grad()
-def init_norm(norm: RMSNorm, target: Target) -> None:
+def init_norm(norm: RMSNorm, target: Target, has_rows: bool = True) -> None:
     """Scale the last norm so that the target's lm_head gets inputs of its usual proportions and logits spread by `SPREAD`.
     With the target's own size a new head is certain of random tokens (SmolLM2: spread 4.7, loss 18 where ln(vocabulary) is
-    9), and its first twenty steps only shrink the lm_head."""
+    9), and its first twenty steps only shrink the lm_head. has_rows: does the head have a copy of the lm_head's rows, whose
+    logits nothing multiplies as the target's (Granite, Cohere)?"""
     sizes = probe(target, [target.num_layers]).pow(2).mean(0).sqrt()
     directions = torch.randn(8, target.hidden_size, generator=torch.Generator().manual_seed(0), device="cpu")
     spread = target.logits((directions.to(sizes.device) * sizes).to(target.dtype)).float().std(-1).mean()
+    spread = spread / target.scaled.multiplier if has_rows else spread
     norm.weight.copy_(sizes * (SPREAD / spread).clamp(max=1.0))
 
 

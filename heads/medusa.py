@@ -46,6 +46,11 @@ class MedusaHead(ParallelHead):
         head.init_projections(target, counts)
         return head.to(target.device)
 
+    def init_projections(self, target: Target, counts: Tensor | None, lm_head: str = "trained") -> None:
+        super().init_projections(target, counts, lm_head)
+        for projection in self.projections:
+            projection.weight.data.mul_(target.scaled.multiplier)
+
     @property
     def stacks(self) -> list[nn.Sequential]:
         return [self.get_submodule(str(i)) for i in range(self.depth)]  # type: ignore[misc]

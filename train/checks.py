@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from foredraft.cli import check_at_least
 from foredraft.heads.base import BlockHead, DraftHead
@@ -21,6 +21,7 @@ from foredraft.train.data import long_prompts, prompt_sets
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts
 from foredraft.train.data.documents import Document
 from foredraft.train.runtime import distributed
+from foredraft.train.runtime.run_state import CHECKPOINTS
 
 ONLINE = "foredraft.train.hidden_states.online.online"
 GATE_TOKENS = 48  # of the text that the parity gate drafts from
@@ -31,6 +32,14 @@ def check_config(cfg: DictConfig) -> None:
     if cfg.trainer.max_steps == 0:
         raise ValueError(
             "trainer.max_steps=0 trains nothing: give a number of steps, or -1 for trainer.num_train_epochs"
+        )
+    if cfg.trainer.max_steps < 0 and cfg.trainer.num_train_epochs <= 0:
+        raise ValueError(f"trainer.num_train_epochs={cfg.trainer.num_train_epochs} must be above 0")
+    follows = OmegaConf.is_interpolation(cfg.trainer, "output_dir")  # of output_dir, as in conf/train.yaml
+    if not follows and Path(cfg.trainer.output_dir) != Path(cfg.output_dir) / CHECKPOINTS:
+        raise ValueError(
+            f"trainer.output_dir={cfg.trainer.output_dir} has no effect: checkpoints lie in {CHECKPOINTS} of output_dir, "
+            "which may be a link to another disk"
         )
     batch = "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"
     measured = "final_num_prompts", "timed_prompts", "prompt_tokens", "max_new_tokens"
@@ -151,6 +160,8 @@ def check_head(head: DraftHead) -> None:
     needed = ("kind", "layers", "depth", *(("width", "block_entries") if isinstance(head, BlockHead) else ()))
     if missing := [attribute for attribute in needed if not hasattr(head, attribute)]:
         raise ValueError(f"{name} does not set {', '.join(missing)}, which heads/base.py explains: set it in __init__")
+    if type(head.depth) is not int or head.depth < 1:
+        raise ValueError(f"head.{head.depth_key}={head.depth} must be a whole number of at least 1")
     for other in subclasses(DraftHead):  # type: ignore[type-abstract]
         related = isinstance(head, other) or issubclass(other, type(head))
         if not related and getattr(other, "kind", None) == head.kind:

@@ -66,8 +66,8 @@ def rows(documents: Documents, length: int, seed: int, context: int | None = Non
 
     In the rest of a cut document the target lacks the start that it has in decoding: of conversations of 350 tokens in
     rows of 256 that lowered the agreement by 0.02. context: of the target, None for no limit."""
-    longest = min(int(documents.sizes.max()), 2 * length, context or 2 * length)
-    packed = Packed(documents, max(length, longest), seed, long="truncate")
+    longest = min(int(documents.sizes.max()), 2 * length)
+    packed = Packed(documents, min(max(length, longest), context or 2 * length), seed, long="truncate")
     count = min(len(packed), max(4, TOKENS * len(packed) // packed.tokens))
     # Spread over them all, since the longest documents come first.
     return [packed[len(packed) * row // count] for row in range(count)]

@@ -290,10 +290,17 @@ def parsed(line: bytes) -> dict[str, Any]:
 
 
 def split(lines: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Split into texts for training and held-out ones by their prompt, so that equal prompts are in the same part."""
-    keys = [zlib.crc32(json.dumps(json.loads(line)["prompt_ids"]).encode()) % HELD_OUT for line in lines]
-    held_out = [line for line, key in zip(lines, keys, strict=True) if not key]
-    return [line for line, key in zip(lines, keys, strict=True) if key], held_out or list(lines[::HELD_OUT])
+    """Split into texts for training and held-out ones by their prompt, so that equal prompts are in the same part. Of a
+    single prompt nothing is held out."""
+    keys = [zlib.crc32(json.dumps(json.loads(line)["prompt_ids"]).encode()) for line in lines]
+    every = sorted({*keys})
+    held_out = {key for key in every if not key % HELD_OUT}
+    if len(held_out) in (0, len(every)):
+        held_out = {*every[1::HELD_OUT]}
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for line, key in zip(lines, keys, strict=True):
+        parts[key in held_out].append(line)
+    return parts
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

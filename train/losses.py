@@ -95,8 +95,9 @@ def label(draft: Prediction, teacher: Prediction) -> Tensor:
 
 
 def weighted_sum(draft: Prediction, teacher: Prediction, weights: dict[str, float]) -> Tensor:
-    """Return the sum of the losses of these names, each times its weight."""
-    return torch.stack([weight * LOSSES[name].function(draft, teacher) for name, weight in weights.items()]).sum(0)
+    """Return the sum of the losses of these names, each with its default arguments and times its weight."""
+    losses = [LOSSES[name].function(draft, teacher, **LOSSES[name].arguments) for name in weights]
+    return torch.stack([weight * loss for weight, loss in zip(weights.values(), losses, strict=True)]).sum(0)
 
 
 def lk_hybrid(draft: Prediction, teacher: Prediction, eta: float = 3.0) -> Tensor:
@@ -167,11 +168,22 @@ LOSSES = {
 }
 
 
+def are_numbers(arguments: Any) -> bool:
+    """Return whether the arguments of a loss, and its weights, are numbers as the losses take them."""
+    if not isinstance(arguments, Mapping) or not isinstance(arguments.get("weights", {}), Mapping):
+        return False
+    values = [part for x in arguments.values() for part in (x.values() if isinstance(x, Mapping) else [x])]
+    k = arguments.get("k", 1)
+    return all(isinstance(value, int | float) for value in values) and type(k) is int and k > 0
+
+
 def build(name: str, arguments: Mapping[str, Any] | None = None) -> Callable[[Prediction, Prediction], Tensor]:
     """Return the loss that `loss=NAME loss_args={...}` selects. Raise ValueError for an unknown name or argument."""
     if name not in LOSSES:
         raise ValueError(f"loss={name} is not one of {', '.join(LOSSES)}")
     chosen = LOSSES[name]
+    if not are_numbers({} if arguments is None else arguments):
+        raise ValueError(f"loss_args={arguments} of loss={name}: give numbers, k a whole one above 0")
     given = chosen.arguments | dict(arguments or {})
     try:
         inspect.signature(chosen.function).bind(None, None, **given)

@@ -54,6 +54,8 @@ class DistillationModel(nn.Module):
         """Set the weights of the loss. depth_decay: depth d counts by depth_decay^(d - 1). chunk: rows of logits at a time;
         None suits vocabulary and device."""
         super().__init__()
+        if depth_decay < 0:
+            raise ValueError(f"objective.depth_decay={depth_decay} must be at least 0")
         self.head, self.loss, self.depth_decay = head, loss, depth_decay
         self.chunk = chunk or rows_at_a_time(target.vocab_size, target.device.type)
         self.target: Target = target  # frozen, and no module: not a part of this one's state

@@ -60,7 +60,9 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW):
         self.parts = (muon, adamw)
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        # Schedules with a lowest learning rate read the highest one from the defaults.
+        groups = [group for part in self.parts for group in part.param_groups]
+        super().__init__(groups, {"lr": adamw.defaults["lr"]})
         self.share()
 
     def share(self) -> None:

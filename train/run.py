@@ -41,6 +41,7 @@ from foredraft.train.data.packing import Packed
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.finalize import finalize
 from foredraft.train.hidden_states.ends import load_target
+from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal, time_limit_record
 from foredraft.train.runtime.memory import disable_malloc_trim, explain_out_of_memory
@@ -61,7 +62,7 @@ class Prepared(NamedTuple):
     """Hold what training needs, checked and ready for the first step."""
 
     target: Target
-    head: DraftHead
+    distillation: DistillationModel  # of the head
     data: Corpus
     packed: Packed
     later: Callable[[int], Packed] | None  # the rows of a later pass, where the target writes other ones
@@ -140,6 +141,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
         head = init_from(cfg.init_from, head, target)
     limit_window(head, cfg)
     head.on_train_begin(target)
+    distillation = instantiate(cfg.objective, head=head, target=target, loss=losses.build(cfg.loss, cfg.loss_args))
     args = arguments(cfg.trainer, target, **strategy.arguments_of(cfg.strategy, cfg.strategy_args))
     if distributed.rank() == 0 or target.is_collective:
         check_saving(head, target, data.train)
@@ -170,7 +172,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     print(f"{head.kind}: {parameters:,} parameters{some} for {target.name}\n{data_card.summary(data.card)}", flush=True)
     shared = cfg.max_length // cfg.context_parallel  # each row is measured by one process alone
     measured_rows = held_out.rows(measured_on, shared, cfg.data_seed, target.context)
-    return Prepared(target, head, data, packed, later, measured_rows, args, directory, checkpoint)
+    return Prepared(target, distillation, data, packed, later, measured_rows, args, directory, checkpoint)
 
 
 def pack(cfg: DictConfig, data: Corpus) -> Packed:
@@ -233,10 +235,9 @@ def set_steps(args: HeadTrainingArguments, checkpoint: str | None, epoch: float)
 
 def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
     """Return the trainer after its last step. End the process if a signal stopped it before."""
-    target, args = run.target, run.args
+    target, distillation, args = run.target, run.distillation, run.args
     batch = cfg.trainer.per_device_train_batch_size
-    dataset = instantiate(cfg.hidden_states)(run.packed, target, run.head.layers, batch)
-    distillation = instantiate(cfg.objective, head=run.head, target=target, loss=losses.build(cfg.loss, cfg.loss_args))
+    dataset = instantiate(cfg.hidden_states)(run.packed, target, distillation.head.layers, batch)
     rows = rows_per_step(cfg)
     set_steps(args, run.checkpoint, len(dataset) / rows)
     if (times := args.max_steps * rows / len(dataset)) > 1:
@@ -270,7 +271,7 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
     trainer.remove_callback(PrinterCallback)
     strategy.check_distributed_type(cfg.strategy, trainer.accelerator.distributed_type)
     try:
-        with explain_out_of_memory(cfg, target.name, run.head.kind):
+        with explain_out_of_memory(cfg, target.name, distillation.head.kind):
             trainer.train(resume_from_checkpoint=run.checkpoint)
     finally:
         stop.restore()

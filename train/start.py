@@ -1,5 +1,8 @@
 """Start from the weights of a head that was trained before."""
 
+import inspect
+from typing import Any
+
 import torch
 from omegaconf import DictConfig
 
@@ -7,13 +10,14 @@ from foredraft.heads.base import DraftHead, RecurrentHead
 from foredraft.heads.checkpoint import read_head
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.hydra import HydraHead
 from foredraft.heads.target_model import Target
 
 
 def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
     """Return the head at `path`, a directory or a repository of the Hub in any layout that decoding reads, with the training
-    settings of `head`, its window, and its rope if that is not the target's. Vocabulary, layers and shape stay. Raise
-    ValueError for one of another kind."""
+    settings of `head`, its window, and its rope if that is not the target's. Vocabulary, layers and shape stay, which is
+    printed where they differ. Raise ValueError for one of another kind."""
     found = read_head(path, target)
     if type(found) is not type(head):
         raise ValueError(f"init_from={path} is of the kind {found.kind}, and head={head.kind}: set head={found.kind}")
@@ -22,11 +26,27 @@ def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
     elif found.depth != head.depth:
         raise ValueError(f"init_from={path} drafts {found.depth} tokens, not {head.depth}: set head.{head.depth_key}")
     take_window_and_rope(found, head, path)
+    ours, theirs = settings_of(head), settings_of(found)
+    if kept := [f"head.{name}={theirs.get(name)}" for name in sorted(ours) if ours[name] != theirs.get(name)]:
+        print(f"init_from={path} keeps {' '.join(kept)}: its vocabulary, layers and shape stay", flush=True)
     if isinstance(found, EagleHead) and isinstance(head, EagleHead):
         found.noise = head.noise
+    if isinstance(found, HydraHead) and isinstance(head, HydraHead):
+        found.set_dropout(head.dropout)
+    found.lm_head_is_targets &= head.lm_head_is_targets
     found.to(target.device, torch.float32).train().requires_grad_(True)
     found.freeze_projections()
     return found
+
+
+def settings_of(head: DraftHead) -> dict[str, Any]:
+    """Return the settings of a head's yaml that its config.json has, all but those that `init_from` takes."""
+    config = head.to_config()
+    config |= config.get("dflash_config", {}) | {"target_layer_ids": head.layers}
+    taken = {"ttt_steps", "window", "rope", "num_heads", "block_size"}
+    return {
+        name: config[name] for name in inspect.signature(head.for_target).parameters if name in config.keys() - taken
+    }
 
 
 def limit_window(head: DraftHead, cfg: DictConfig) -> None:

@@ -99,6 +99,10 @@ class HeadTrainingArguments(TrainingArguments):
 
 def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArguments:
     """Return the arguments of `trainer` and of a strategy. From here on the processes of a run can communicate."""
+    for name in sorted(strategy.keys() & settings.keys()):
+        raise ValueError(
+            f"trainer.{name}={settings[name]} is replaced by strategy or strategy_args: set it in one place"
+        )
     if not settings.get("dataloader_num_workers"):  # nobody reads ahead then
         strategy["dataloader_prefetch_factor"] = None
     fixed = {
@@ -175,7 +179,7 @@ class HeadTrainer(Trainer):
 
     def reschedule(self, steps: int) -> None:
         """Let the learning rate fall over this number of steps, from the next one on."""
-        args, unused = self.args, torch.optim.SGD([torch.zeros(1)])
+        args, unused = self.args, torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate)
         warmup, own = args.get_warmup_steps(steps), args.lr_scheduler_kwargs
         (rate,) = get_scheduler(args.lr_scheduler_type, unused, warmup, steps, own).lr_lambdas
         for schedule in self.schedules:

@@ -146,8 +146,9 @@ class Capabilities:
     @cached_property
     def prefers_chains(self) -> bool:
         """Return whether drafts are chains by default: in half precision on a CPU, where the logits of a chain equal the
-        baseline's in every bit. Those of a tree do if the target `keeps_bits`, but then each branch attends once more."""
-        return self.trees and self._is_half_on_cpu and self._is_batch_invariant
+        baseline's in every bit. Those of a tree do if the target `keeps_bits`, but then each branch attends once more. A
+        target without its layers decodes nothing, and cannot be measured."""
+        return self.trees and self._is_half_on_cpu and not self.target.embeddings_only and self._is_batch_invariant
 
     @cached_property
     def _is_batch_invariant(self) -> bool:

@@ -17,6 +17,7 @@ from foredraft.heads.attention import block_attention, flex, step_attention
 from foredraft.heads.attention.row_parts import RowParts, columns_of
 from foredraft.heads.attention.text_attention import attend_text
 from foredraft.heads.base import PackedBatch, draft_loss_mask
+from foredraft.heads.eagle import LayerHead
 from foredraft.train.checks import check_context_parallel
 from foredraft.train.hidden_states.storage import store
 from foredraft.train.module import DistillationModel
@@ -52,6 +53,16 @@ def parts_of(starts: Tensor, process: int) -> tuple[RowParts, Tensor]:
 def cut(x: Tensor, columns: Tensor) -> Tensor:
     """Cut (batch, heads, length, dim) into the parts (2 * batch, heads, width, dim) of a process."""
     return x[:, :, columns].transpose(1, 2).flatten(0, 1)
+
+
+def test_parts_of_rows_have_the_noise_of_whole_ones(target: Target, monkeypatch: pytest.MonkeyPatch):
+    head = make_head("eagle", target).train()
+    monkeypatch.setattr(LayerHead, "forward", lambda head, states, embeddings, text: states)
+    text = packed((100, 200, 20), (320,))
+    parts, columns = parts_of(text.document_starts(), 0)
+    part = PackedBatch(*(x[:, columns].flatten(0, 1) for x in text[:4]), parts=parts)
+    most = [head(torch.zeros(*one.tokens.shape, 32), None, one).abs().max() for one in (text, part)]
+    torch.testing.assert_close(most[0], most[1], rtol=0.01, atol=0.0)
 
 
 @pytest.mark.parametrize("window", [None, 7, 150])

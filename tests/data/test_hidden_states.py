@@ -182,6 +182,27 @@ def test_another_targets_shard_and_other_data_are_named(target, whole: Path, tmp
         stored(target, path)
 
 
+def test_states_of_a_target_in_another_dtype_are_named(tiny_path: Path, tmp_path: Path):
+    """Its weights are the same where they lie on disk in the smaller one."""
+    half = Target.from_pretrained(tiny_path, dtype="bfloat16", device="cpu")
+    half.model.save_pretrained(tmp_path / "half")
+    full = Target.from_pretrained(tmp_path / "half", dtype="float32", device="cpu")
+    stored(half, path := tmp_path / "features")
+    refused = pytest.raises(ValueError, match=r"\(target_dtype is bfloat16 there, float32 here\)")
+    with refused:
+        stored(full, path)
+    manifest = path / offline.MANIFEST
+    without = json.loads(manifest.read_text())
+    manifest.unlink()
+    with pytest.raises(
+        ValueError, match=r"shard-00000\.safetensors was written for .* \(target_dtype bfloat16, not float32"
+    ):
+        stored(full, path)
+    del without["target_dtype"]
+    manifest.write_text(json.dumps(without))
+    assert len(stored(full, path)) == len(rows())  # an earlier version wrote it
+
+
 def test_a_full_disk_is_said_before_anything_is_written(target, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(offline.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(ValueError, match=r"has 1,?000 bytes free and the features take .* kB|1 kB free"):

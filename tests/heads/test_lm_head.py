@@ -5,13 +5,15 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import GraniteConfig, GraniteForCausalLM
 
+from foredraft.heads import Target
 from foredraft.heads.checkpoint import read_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.vocab import most_frequent
 from foredraft.train.publish import stage
 from foredraft.train.start import init_from
-from tests.support.batches import batch
+from tests.support.batches import batch, packed
 from tests.support.head_factory import build_head, criterion
 
 PROJECTING = ["dflash pruned", "eagle3", "eagle3_1", "hydra", "hydra_pp", "p_eagle"]
@@ -40,6 +42,25 @@ def test_rows_of_the_target_do_not_train(fresh, kind, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["foredraft"]["lm_head"] == "target"
     continued = init_from(str(tmp_path), head, fresh)
     assert not any(p.requires_grad for projection in continued.projections for p in projection.parameters())
+
+
+@pytest.mark.parametrize("kind", [*PROJECTING, "medusa"])
+def test_a_new_head_is_as_certain_whatever_a_target_makes_of_its_logits(kind: str):
+    """Give the head rows of a target that divides their products by 16."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    target = Target(GraniteForCausalLM(GraniteConfig(**sizes, **heads, logits_scaling=16.0, initializer_range=0.3)))
+    with torch.no_grad():
+        target.model.lm_head.weight.mul_(40)
+    head = new_head(kind, target).eval()
+    text = packed((40,))
+    states = target.forward(text.tokens, layers=[*head.layers, target.num_layers]).aux_hidden_states.detach()
+    with torch.no_grad():
+        outs = head(states[..., :-32], target.embed(text.tokens), text)
+        spread = head.logits(outs[0], 1).std(-1).mean()
+    least, most = (1.0, 1.6) if hasattr(head, "norm") else (3.0, 6.0)  # SPREAD, or the target's
+    assert least < spread < most
 
 
 def test_a_target_without_rows_to_copy_leaves_the_new_ones(fresh, monkeypatch):

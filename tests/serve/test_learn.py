@@ -132,6 +132,16 @@ def test_the_texts_of_all_rounds_are_sampled_within_a_limit(monkeypatch: pytest.
     assert len(ids) > 50 and abs(sum(ids) / len(ids) - last / 2) < last / 8  # not the newest alone
 
 
+@pytest.mark.parametrize("numbers", [[3, 5, 8, 9, 3], [6, 6, 6, 6]])
+def test_no_text_is_learned_and_held_out(numbers: list[int]):
+    """Take prompts of which no hash says that they are held out."""
+    lines = [json.dumps(row(number) | {"id": str(place)}).encode() + b"\n" for place, number in enumerate(numbers)]
+    trained, held = learn.split(lines)
+    assert sorted([*trained, *held]) == sorted(lines) and trained
+    prompts = [{tuple(json.loads(line)["prompt_ids"]) for line in some} for some in (trained, held)]
+    assert not prompts[0] & prompts[1] and bool(held) == (len(set(numbers)) > 1)
+
+
 def test_a_round_starts_after_enough_texts_and_half_a_row_is_none():
     rounds = Rounds()
     rounds.serve(7)

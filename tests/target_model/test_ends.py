@@ -9,9 +9,12 @@ import torch
 
 from foredraft.heads import Target
 from foredraft.heads.target_model import ends, packing
+from foredraft.train.checks import check_saving
+from foredraft.train.data.documents import Document
 from foredraft.train.hidden_states.probe import final_norm
 from tests.support import nightly_but
 from tests.support.architectures import FAMILIES, VOCAB, pair
+from tests.support.head_factory import new_head
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, losses, succeeded
 from tests.support.tiny import random_model, without_layers
 
@@ -39,6 +42,12 @@ def test_the_ends_of_every_family(family: str, tmp_path: Path):
         ValueError, match=r"only the ends of the target are loaded.*hidden_states\.load_full_target=true"
     ):
         alone.forward(tokens[None])
+
+
+def test_ends_in_half_precision_are_not_measured(tiny_path: Path):
+    alone = Target.from_pretrained(tiny_path, dtype="bfloat16", device="cpu", embeddings_only=True)
+    assert not alone.capabilities.prefers_chains
+    check_saving(new_head("medusa", alone), alone, [Document([*range(1, 60)], [True] * 59)])
 
 
 class Copying(dict):

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
+from foredraft.heads import Target
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import save_head
 from foredraft.scripts import evaluate
+from foredraft.train import held_out
 from foredraft.train.audit import audit, texts_of
 from foredraft.train.data.corpus import Corpus, count_tokens, tokenize
+from foredraft.train.data.documents import Document, Documents
 from foredraft.train.parity_gate import drafted_logits
 from tests.support import typed
 from tests.support.head_factory import make_head
@@ -25,6 +28,12 @@ def first_guess(head: DraftHead, target, text: list[int]) -> int:
     """Return the drafter's first guess of the token after `text`, whose last token is the bonus token."""
     chain, _ = drafted_logits(head, target, text[:-1], text[-1])
     return chain[0]
+
+
+def test_no_row_is_longer_than_the_target_reads(target: Target):
+    texts = Documents.of([Document([1] * size, [True] * size) for size in (300, 40, 200)])
+    lengths = {len(row["tokens"]) for row in held_out.rows(texts, 512, 0, context=256)}
+    assert lengths == {256}
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash"])

@@ -1,6 +1,7 @@
 """trainer.report_to: where the loggers write, and under which name a run goes on."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,22 @@ def test_without_a_key_wandb_stays_offline(tiny_path, folder: Path, tmp_path: Pa
     (run,) = (tmp_path / "out" / "wandb").glob("offline-run-*")
     name = (tmp_path / "out" / "wandb_id").read_text()
     assert run.name.endswith(name) and (run / f"run-{name}.wandb").stat().st_size > 0
+
+
+def test_each_run_of_a_process_has_its_own_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The runs of a search or a sweep follow each other in one process."""
+    for name in ("WANDB_PROJECT", "WANDB_DIR", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "")  # as it was, after the test
+        monkeypatch.delenv(name)
+    runs = [tmp_path / "first", tmp_path / "second"]
+    for run in [*runs, *runs]:
+        run.mkdir(exist_ok=True)
+        loggers.prepare(["wandb"], run)
+        assert os.environ["WANDB_DIR"] == str(run)
+        assert os.environ["WANDB_RUN_ID"] == (run / "wandb_id").read_text()
+    monkeypatch.setenv("WANDB_RUN_ID", "chosen")
+    loggers.prepare(["wandb"], runs[0])
+    assert os.environ["WANDB_RUN_ID"] == "chosen"
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,13 @@ def test_a_sum_names_what_it_does_not_know():
         losses.label(*(replace(prediction, tokens=None) for prediction in pair()))
 
 
+def test_a_sum_takes_each_loss_as_its_name_alone_does():
+    draft, answer = pair()
+    for name in LOSSES.keys() - {"dspark", "xpress"}:
+        summed = losses.build("xpress", {"weights": {name: 2.0}})
+        torch.testing.assert_close(summed(draft, answer), 2 * LOSSES[name](draft, answer))
+
+
 def test_the_soft_loss_is_autograds_in_mixed_precision_too():
     logits, p, scale, found = torch.randn(5, 11), torch.rand(5, 11).softmax(-1), torch.rand(5), []
     for loss in (losses.SoftCrossEntropy.apply, lambda x, p: -(p * x.log_softmax(-1)).sum(-1)):

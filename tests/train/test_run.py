@@ -416,6 +416,20 @@ def bad(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("target.path=BAD/mute", "target .*mute has no tokenizer"),
         ("target.path=BAD/odd", r"the tokenizer of .*odd has \d+ tokens, but its model only 320"),
         ("target.path=BAD", r"has no config\.json"),
+        ("trainer.max_steps=-1 trainer.num_train_epochs=0", r"^trainer\.num_train_epochs=0 must be above 0"),
+        (
+            "trainer.output_dir=other/place",
+            r"^trainer\.output_dir=other/place has no effect: checkpoints lie in .*output_dir",
+        ),
+        (
+            "loss=xpress loss_args={weights:{l1:a}}",
+            r"^loss_args=\{'weights': \{'l1': 'a'\}\} of loss=xpress: give numbers",
+        ),
+        ("loss=top_k loss_args={k:0}", r"^loss_args=\{'k': 0\} of loss=top_k: give numbers, k a whole one above 0"),
+        ("loss=xpress loss_args={weights:3}", r"^loss_args=\{'weights': 3\} of loss=xpress: give numbers"),
+        ("loss_args=3", r"^loss_args=3 of loss=kl_div: give numbers"),
+        ("head=medusa head.num_heads=0", r"^head\.num_heads=0 must be a whole number of at least 1"),
+        ("objective.depth_decay=-1", r"^objective\.depth_decay=-1 must be at least 0"),
         ("trainer.max_steps=0", "max_steps=0 trains nothing: give a number of steps, or -1"),
     ],
 )

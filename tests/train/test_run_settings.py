@@ -75,6 +75,17 @@ def test_a_resumed_run_may_change_what_is_measured_and_nothing_that_is_trained()
     assert all(map(run_state.free, ("eval.steps", "trainer.max_minutes", "trainer.report_to", "keep_checkpoints")))
 
 
+@pytest.mark.parametrize("states", ["offline", "server"])
+def test_a_run_whose_directory_is_moved_is_the_same_run(states: str, capsys: pytest.CaptureFixture[str]):
+    """Its store moves with it. The hidden states there are checked by what they are."""
+    before, now = (
+        run_state.as_saved(composed("train", f"hidden_states={states}", f"output_dir=outputs/{name}", *more))
+        for name, more in (("old", []), ("new", ["hidden_states.load_full_target=true"]))
+    )
+    run_state.check_same_run(Path("outputs/new"), before, now)
+    assert "hidden_states.load_full_target is False there, True here" in capsys.readouterr().out
+
+
 def test_a_step_has_the_rows_of_all_processes(monkeypatch):
     cfg = composed(
         "train", "head=medusa", *typed("trainer.per_device_train_batch_size=3 trainer.gradient_accumulation_steps=2")

@@ -16,9 +16,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from torch import nn
 
 from foredraft.heads import Target, eagle3, save_head
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.hydra import HydraHead
 from foredraft.train.runtime import memory
 from foredraft.train.start import init_from, limit_window
 from foredraft.train.trainer import HeadTrainer
@@ -99,6 +101,32 @@ def test_a_trained_head_gets_the_window_and_the_rope_that_are_chosen(target: Tar
     for scaled in (head, again):  # a quarter of the position
         angles = [one.rotary(torch.tensor([[at]]), 16, torch.float32)[0] for one, at in ((scaled, 8), (plain, 2))]
         torch.testing.assert_close(*angles)
+
+
+def test_a_trained_head_trains_as_is_set_now(target: Target, tmp_path: Path):
+    counts = torch.arange(target.vocab_size)
+    eagle3_head = Eagle3Head.for_target(target, draft_vocab_size=96, counts=counts)
+    save_head(eagle3_head, tmp_path / "eagle3", target)
+    trained = Eagle3Head.for_target(target, draft_vocab_size=96, counts=counts, lm_head="trained")
+    head = init_from(str(tmp_path / "eagle3"), trained, target)
+    assert head.lm_head.weight.requires_grad and not head.lm_head_is_targets
+    assert not init_from(str(tmp_path / "eagle3"), eagle3_head, target).lm_head.weight.requires_grad
+    save_head(HydraHead.for_target(target, 2, prefix=True), tmp_path / "hydra", target)
+    head = init_from(str(tmp_path / "hydra"), HydraHead.for_target(target, 2, prefix=True, dropout=0.5), target)
+    chances = {module.p for module in head.modules() if isinstance(module, nn.Dropout)}
+    assert chances == {0.5} == {head.to_config()["foredraft"]["dropout"]}
+
+
+def test_what_stays_of_a_trained_head_although_another_is_set_is_said(
+    target: Target, published: Path, capsys: pytest.CaptureFixture[str]
+):
+    common = {"ttt_steps": 5, "window": 16, "counts": torch.arange(target.vocab_size)}
+    init_from(str(published), Eagle3Head.for_target(target, draft_vocab_size=96, **common), target)
+    assert capsys.readouterr().out == ""
+    other = Eagle3Head.for_target(target, target_layer_ids=[1, 3, 5], draft_vocab_size=64, fc_norm=True, **common)
+    init_from(str(published), other, target)
+    kept = "head.draft_vocab_size=96 head.fc_norm=False head.target_layer_ids=[1, 3, 4]"
+    assert capsys.readouterr().out == f"init_from={published} keeps {kept}: its vocabulary, layers and shape stay\n"
 
 
 @pytest.mark.nightly

@@ -74,6 +74,7 @@ def test_an_argument_that_would_be_ignored_is_refused(tmp_path: Path, name: str,
     [
         ("trainer.optim=sgd", "trainer.optim=sgd is not one of adamw, muon"),
         ("+trainer.use_liger_kernel=true", "trainer.use_liger_kernel=True has no effect on a head: it is for a model"),
+        ("strategy_args={max_grad_norm:1}", "trainer.max_grad_norm=0.5 is replaced by strategy or strategy_args"),
         ("+trainer.train_sampling_strategy=random", "trainer.train_sampling_strategy=random has no effect on a head"),
     ],
 )
@@ -260,17 +261,54 @@ def test_a_limit_of_time_shortens_the_training_and_its_schedule(target: Target, 
         "all_steps": 200,
         "minutes": 1 / 6,
     }
-    assert f"{steps} of 200 fit into trainer.max_minutes" in capsys.readouterr().out
+    assert f"trainer.max_minutes=0.166667 allows {steps} of 200" in capsys.readouterr().out
     monkeypatch.undo()
     plain = make_trainer(target, tmp_path / "plain", max_steps=steps, **settings)
     plain.train()
-    assert rates(limited)[2:] == rates(plain)[2:] and rates(plain)[-1] < 0.1 * max(rates(plain))
+    assert rates(limited)[2:] == rates(plain)[2:] and rates(plain)[-1] < 0.2 * max(rates(plain))
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("schedule", "settings"), [("polynomial", {"lr_end": 1e-3}), ("cosine_with_min_lr", {"min_lr": 1e-3})]
+)
+def test_the_lowest_learning_rate_of_a_schedule_is_the_one_that_is_set(
+    target: Target, tmp_path: Path, optim: str, schedule: str, settings: dict
+):
+    rates_of = {"learning_rate": 1e-2, "lr_scheduler_type": schedule, "lr_scheduler_kwargs": settings}
+    trainer = make_trainer(target, tmp_path, optim, max_steps=12, warmup_steps=0, **rates_of)
+    trainer.create_optimizer_and_scheduler(12)
+    for steps in (12, 8):  # as a limit of minutes shortens it
+        trainer.reschedule(steps) if steps < 12 else None
+        assert trainer.schedules[0].lr_lambdas[0](steps) == pytest.approx(0.1)
 
 
 def test_a_machine_that_is_fast_enough_trains_all_steps(target: Target, tmp_path: Path):
     trainer = make_trainer(target, tmp_path, max_steps=12, max_minutes=60.0, save_strategy="no")
     trainer.train()
     assert trainer.state.global_step == 12 and not callbacks.time_limit_record(trainer.state)
+
+
+def test_a_limit_of_time_that_is_over_ends_the_run_at_the_next_step(target: Target, tmp_path: Path, monkeypatch):
+    """Log its last step, of which no checkpoint is saved."""
+    monkeypatch.setattr(callbacks, "time", Clock(80.0))
+    trainer = make_trainer(
+        target, tmp_path, max_steps=200, max_minutes=0.1, logging_steps=50, save_strategy="no", learning_rate=1e-2
+    )
+    trainer.train()
+    assert trainer.state.global_step == 11
+    (entry,) = (entry for entry in trainer.state.log_history if "loss" in entry)
+    assert entry["step"] == 11 and entry["tokens"] > 11 * 16
+
+
+def test_a_resumed_run_logs_and_saves_as_often_as_is_set_now(target: Target, tmp_path: Path):
+    """Its checkpoint has the numbers of the run that wrote it."""
+    make_trainer(target, tmp_path, max_steps=4, logging_steps=4, save_steps=4).train()
+    trainer = make_trainer(target, tmp_path, max_steps=8, logging_steps=1, save_steps=2, save_total_limit=9)
+    trainer.train(resume_from_checkpoint=checkpoints.newest(tmp_path / "checkpoints"))
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [4, 5, 6, 7, 8]
+    saved = (tmp_path / "checkpoints").glob("checkpoint-*")
+    assert sorted(path.name for path in saved) == [f"checkpoint-{step}" for step in (4, 6, 8)]
 
 
 def muon(module: nn.Module, vocabulary: Sequence[nn.Parameter] = (), **settings: float) -> torch.optim.Optimizer:

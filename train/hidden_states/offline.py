@@ -41,7 +41,7 @@ from foredraft.train.runtime.locks import hold, write_atomically
 MANIFEST, PROBE = "manifest.json", "probe.safetensors"
 UNFINISHED_S = 3600  # age of a half-written shard of which no writer is left
 SHARD_BYTES = 1 << 30  # of a shard, which a process holds in memory while it writes it; a row may be larger
-OWNER = ("target_hash", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
+OWNER = ("target_hash", "target_dtype", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
 OPEN = 64  # shards at a time: a system has a limit of files, often 1,024
 AGAIN = "delete it and the manifest, and both are written again"
 
@@ -106,6 +106,7 @@ def describe(packed: Packed, target: Target, layers: list[int], dtype: str, shar
         "target": target.name,
         "target_hash": None if target.embeddings_only else target_hash(target),
         "ends_hash": ends_hash(target),
+        "target_dtype": str(target.dtype).removeprefix("torch."),  # stores of earlier versions do not say it
         "layers": list(layers),
         "dtype": dtype,
         "top_k": None,  # stores of earlier versions may have the largest logits in place of `last`
@@ -140,7 +141,7 @@ def hash_of(weights: Mapping[str, Tensor], numbers: int) -> str:
 def compare(manifest: dict, facts: dict, directory: Path) -> None:
     """Raise ValueError where stored features are not those that this run needs. There may be more layers of them, and other
     numbers of rows in a file."""
-    left_out = {"target", "shard_rows"}
+    left_out = {"target", "shard_rows"} | {"target_dtype"} - manifest.keys()
     if not facts["target_hash"]:  # not known of ends alone
         left_out.add("target_hash")
     if set(facts["layers"]) <= set(manifest.get("layers", [])):
@@ -210,7 +211,10 @@ def open_shard(file: Path, facts: dict) -> Any:
         owner = json.loads((opened.metadata() or {}).get("foredraft", "{}"))
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file} is damaged ({error}); {AGAIN}") from error
-    wrong = [f"{name} {owner.get(name)}, not {facts[name]}" for name in OWNER[:-1] if owner.get(name) != facts[name]]
+    owner = {"target_dtype": facts.get("target_dtype")} | owner
+    wrong = [
+        f"{name} {owner.get(name)}, not {facts[name]}" for name in OWNER[:-1] if owner.get(name) != facts.get(name)
+    ]
     if wrong:
         raise ValueError(
             f"{file} was written for {owner.get('target')} ({'; '.join(wrong)}) and does not belong here: {AGAIN}"

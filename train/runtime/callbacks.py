@@ -80,12 +80,10 @@ class FitToTime(TrainerCallback):
         now = time.perf_counter()
         times = [(now - self.first) / (self.LAST - self.FIRST), 60 * self.minutes - (now - self.start)]
         each, left = distributed.broadcast(times)
-        # Whole log entries, so that none of the last steps is missing in the history.
-        steps = int((state.global_step + max(0.0, left) / each) // state.logging_steps) * state.logging_steps
-        steps = max(steps, state.global_step + state.logging_steps)
+        steps = state.global_step + max(1, int(left / each))
         if steps < state.max_steps:
             print(
-                f"a step takes {each:.2f} s: {steps} of {state.max_steps} fit into trainer.max_minutes={self.minutes:g}; "
+                f"a step takes {each:.2f} s: trainer.max_minutes={self.minutes:g} allows {steps} of {state.max_steps}; "
                 f"acceptance may be lower than with trainer.max_steps={state.max_steps}",
                 flush=True,
             )
@@ -197,8 +195,12 @@ class KeepCheckpoints(TrainerCallback):
     """Give the Trainer's checkpoint its final name once it is complete, and delete what is no longer needed.
     (`load_best_model_at_end` would keep whole checkpoints, and only of steps that save.)"""
 
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        state.compute_steps(args, state.max_steps)  # a checkpoint has logging_steps and save_steps of the run before
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        control.should_log |= control.should_save  # a loss that is not finite is found before it is saved
+        # A loss that is not finite is found before it is saved, and the history has the last steps.
+        control.should_log |= control.should_save or state.global_step >= state.max_steps
 
     on_epoch_end = on_step_end  # trainer.save_strategy=epoch
 

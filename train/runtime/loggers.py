@@ -9,6 +9,8 @@ from typing import Any
 
 from foredraft.train.runtime.locks import write_atomically
 
+OF_RUN: dict[str, str] = {}  # variables of the environment that the newest run of this process has set
+
 
 def check(report_to: Sequence[str]) -> None:
     """Raise ValueError if a logger is not installed."""
@@ -22,16 +24,22 @@ def prepare(report_to: list[str], directory: Path) -> None:
     Called by the one process that logs."""
     if "wandb" in report_to:
         os.environ.setdefault("WANDB_PROJECT", "foredraft")
-        os.environ.setdefault("WANDB_DIR", str(directory))
+        set_of_run("WANDB_DIR", str(directory))
         kept = directory / "wandb_id"  # a resumed run continues the same curves
         if not kept.exists():
             write_atomically(kept, uuid.uuid4().hex[:8])
-        os.environ.setdefault("WANDB_RUN_ID", kept.read_text())
+        set_of_run("WANDB_RUN_ID", kept.read_text())
         os.environ.setdefault("WANDB_RESUME", "allow")
         if not has_wandb_key():
             os.environ.setdefault("WANDB_MODE", "offline")
     if "tensorboard" in report_to:
         os.environ["TENSORBOARD_LOGGING_DIR"] = str(directory / "tensorboard")
+
+
+def set_of_run(name: str, value: str) -> None:
+    """Set a variable of the environment for this run of the process, unless the user has set it."""
+    if os.environ.get(name) == OF_RUN.get(name):
+        os.environ[name] = OF_RUN[name] = value
 
 
 def has_wandb_key() -> bool:

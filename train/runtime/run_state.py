@@ -26,7 +26,7 @@ FREE = {"eval", "keep_checkpoints", "data.num_proc"}
 FREE |= {f"trainer.{name}" for name in ("report_to", "logging_steps", "save_steps", "save_total_limit")}
 FREE |= {"trainer.profile", "trainer.max_steps", "trainer.max_minutes", "trainer.num_train_epochs"}
 FREE |= {"trainer.dataloader_num_workers", "trainer.dataloader_prefetch_factor"}
-FREE |= {"hidden_states.url", "hidden_states.timeout", "hidden_states.patience"}
+FREE |= {f"hidden_states.{name}" for name in ("url", "timeout", "patience", "run", "path", "load_full_target")}
 
 
 def done_before(cfg: DictConfig) -> bool:
