@@ -105,6 +105,9 @@ def test_without_a_gpu_a_real_target_is_trained_for_hours(monkeypatch):
     assert found() == (512, 3e-3, "muon")
     assert found("preset=gpu") == (2048, 1e-3, "muon") and found("data=accepted") == (2048, 1e-4, "adamw")
     assert found("recipe=qwen3_8b_eagle3")[1:] == (1e-3, "muon")
+    assert found("init_from=HEAD") == (512, 2e-4, "muon") and found("init_from=null") == found()
+    assert found("init_from=HEAD", "trainer.learning_rate=1e-3")[1] == 1e-3
+    assert found("init_from=HEAD", "lora_r=4") == found() and found("init_from=HEAD", "data=accepted")[1] == 1e-4
 
 
 @pytest.mark.parametrize("name", ["tiny", "config.json", "test_model"])
