@@ -138,8 +138,9 @@ def suited(program: str, overrides: list[str]) -> list[str]:
         found |= {"trainer.optim": "adamw", "trainer.learning_rate": "1e-4"}
     elif not (has_gpu() or "recipe" in typed):
         found = {"preset": "cpu"}
-    if typed.get("init_from", "null") != "null" and not (logged or typed.keys() & {"lora_r", "recipe"}):
-        found["trainer.learning_rate"] = "2e-4"  # a new head's rate makes a trained one worse before it gets better
+    shipped_preset = (CONF / "preset" / f"{typed.get('preset', found.get('preset'))}.yaml").is_file()
+    if typed.get("init_from", "null") != "null" and shipped_preset and not typed.keys() & {"lora_r", "recipe"}:
+        found.setdefault("trainer.learning_rate", "2e-4")  # a new head's rate would make a trained one worse at first
     if program == "bench_train":
         del found["preset"]
     elif "trainer.max_steps" in typed and typed.get("preset", found["preset"]).startswith("test_model"):

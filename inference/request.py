@@ -25,7 +25,7 @@ class Request:
     reasoning: tuple[str, str] = ("", "")
 
     def __post_init__(self) -> None:
-        stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings
+        stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings or ()
         self.stop_strings = tuple(filter(None, stops))
 
     @property

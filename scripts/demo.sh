@@ -27,7 +27,7 @@ else
     if [ $# -gt 1 ]; then
         [ "$output" != outputs ] || output=outputs/smollm2
         more=("init_from=$head" data.path=scripts/smollm2/self_written.jsonl data.tokens=0
-            trainer.learning_rate=1.0e-3 trainer.max_minutes=10 "output_dir=$output")
+            trainer.max_minutes=10 "output_dir=$output")
         say "training: python train/run.py ${more[*]} $*"
         "$python" train/run.py "${more[@]}" "$@"
         [ -d "$output/head" ] || exit 0 # nothing ran: --help, --cfg job

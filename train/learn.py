@@ -231,6 +231,7 @@ class Learner:
             return
         new, new_held_out = split(texts_of(self.taken))
         older, older_held_out = split(texts_of(self.replay))
+        older, older_held_out = without(older, new_held_out), without(older_held_out, new)
         chance = random.Random(len(new))
         older = chance.sample(older, min(len(older), len(new)))
         older_held_out = chance.sample(older_held_out, min(len(older_held_out), MAX_EVAL_TEXTS))
@@ -289,10 +290,20 @@ def parsed(line: bytes) -> dict[str, Any]:
     return row if isinstance(row, dict) else {}
 
 
+def prompt_hash(line: bytes) -> int:
+    return zlib.crc32(json.dumps(json.loads(line)["prompt_ids"]).encode())
+
+
+def without(lines: Sequence[bytes], others: Sequence[bytes]) -> list[bytes]:
+    """Return the texts whose prompt none of the others has."""
+    prompts = set(map(prompt_hash, others))
+    return [line for line in lines if prompt_hash(line) not in prompts]
+
+
 def split(lines: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     """Split into texts for training and held-out ones by their prompt, so that equal prompts are in the same part. Of a
     single prompt nothing is held out."""
-    keys = [zlib.crc32(json.dumps(json.loads(line)["prompt_ids"]).encode()) for line in lines]
+    keys = list(map(prompt_hash, lines))
     every = sorted({*keys})
     held_out = {key for key in every if not key % HELD_OUT}
     if len(held_out) in (0, len(every)):

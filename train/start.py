@@ -33,7 +33,7 @@ def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:
         found.noise = head.noise
     if isinstance(found, HydraHead) and isinstance(head, HydraHead):
         found.set_dropout(head.dropout)
-    found.lm_head_is_targets &= head.lm_head_is_targets
+    found.lm_head_is_targets &= head.lm_head_is_targets or not head.projections  # a head without has nothing to train
     found.to(target.device, torch.float32).train().requires_grad_(True)
     found.freeze_projections()
     return found

@@ -101,7 +101,8 @@ def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArg
     """Return the arguments of `trainer` and of a strategy. From here on the processes of a run can communicate."""
     for name in sorted(strategy.keys() & settings.keys()):
         raise ValueError(
-            f"trainer.{name}={settings[name]} is replaced by strategy or strategy_args: set it in one place"
+            f"{name}={strategy[name]} of strategy or strategy_args replaces trainer.{name}={settings[name]}: set "
+            f"trainer.{name} and not strategy_args, or choose another strategy"
         )
     if not settings.get("dataloader_num_workers"):  # nobody reads ahead then
         strategy["dataloader_prefetch_factor"] = None

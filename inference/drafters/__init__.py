@@ -136,7 +136,9 @@ def made(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Return what `make` makes of these. Raises ValueError for an option that it does not have."""
     names = list(inspect.signature(make).parameters)
     if unknown := [name for name in options if name not in names]:
-        known = ", ".join(name for name in names if name not in NOT_OPTIONS) or "none"
+        also = ["tree"] * (make not in (NoDrafter, Lookahead, load_joined))  # which `load` reads itself
+        also += ["window"] * any(isinstance(argument, Eagle3Head) for argument in arguments)
+        known = ", ".join([*also, *(name for name in names if name not in NOT_OPTIONS)]) or "none"
         some = "drafters joined by +" if make is load_joined else "this drafter"
         raise ValueError(
             f"{unknown[0]}={options[unknown[0]]} is not an option of {some}: leave it out (options: {known})"

@@ -138,10 +138,13 @@ class Divergence(NamedTuple):
     # Change of both scores together, between the forwards over one and over many tokens. It is at least one unit in the last
     # place, because neither forward is exactly the one that drafted. Up to twice as much is rounding.
     difference: float
+    filtered: bool = (
+        False  # whether a filter such as top-p keeps each token in the forward that chose it, and not in both
+    )
 
     @property
     def is_arithmetic(self) -> bool:
-        return self.gap <= 2 * self.difference
+        return self.filtered or self.gap <= 2 * self.difference
 
 
 def divergences(
@@ -177,31 +180,33 @@ def audit(
     seed: int = 0,
 ) -> Divergence | None:
     """Return the first divergence of two continuations of a prompt; None if they are identical. nodes: of `drafted`, see
-    `nodes_by_token`. params, seed: of both texts; filters such as top-p leave the scores of their tokens as they were, so
-    they are not applied. The seed becomes the divergence's prompt number."""
+    `nodes_by_token`. params, seed: of both texts. The seed becomes the divergence's prompt number."""
     index = next((i for i, (a, b) in enumerate(zip(baseline, drafted)) if a != b), None)
     if index is None:
         assert len(baseline) == len(drafted), "one text ends early, after the same tokens"
         return None
-    text = prompt + baseline[:index]
+    pair, text = [baseline[index], drafted[index]], prompt + baseline[:index]
     sampling = Sampling.of([params], target.vocab_size, target.device)
     counts, seen = (
-        torch.bincount(torch.tensor(some).long(), minlength=target.vocab_size) for some in (baseline[:index], text)
+        torch.bincount(torch.tensor(some, dtype=torch.long, device=target.device), minlength=target.vocab_size)
+        for some in (baseline[:index], text)
     )
-    one, many = (
-        sampling.process(recompute_logits(target, text, len(prompt), size)[None], counts, seen > 0).flatten()
+    both = [
+        sampling.process(recompute_logits(target, text, len(prompt), size)[None, None], counts, seen > 0)
         for size in (1, nodes[index])
-    )
+    ]
+    kept = [sampling.warp(logits, target.vocab_size)[0][0, 0, pair].isfinite().tolist() for logits in both]
+    filtered = kept[0][0] and kept[1][1] and not (kept[0][1] and kept[1][0])
+    one, many = (logits[0, 0] for logits in both)
     scores, temperature = one, params.temperature
     if temperature > 0:
         scores = scores / temperature
         position = torch.tensor([[len(text)]], device=target.device)
         scores = scores + Noise([seed], target.vocab_size, target.device).at(position)[0, 0]
-    gap = (scores[baseline[index]] - scores[drafted[index]]).abs().item()
-    pair = [baseline[index], drafted[index]]
+    gap = (scores[pair[0]] - scores[pair[1]]).abs().item()
     unit = torch.finfo(target.dtype).eps * one[pair].abs().max()
     difference = max((one - many)[pair].abs().sum(), unit).item() / (temperature or 1.0)
-    return Divergence(seed, index, gap, difference)
+    return Divergence(seed, index, gap, difference, filtered)
 
 
 @torch.inference_mode()

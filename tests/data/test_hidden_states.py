@@ -188,7 +188,9 @@ def test_states_of_a_target_in_another_dtype_are_named(tiny_path: Path, tmp_path
     half.model.save_pretrained(tmp_path / "half")
     full = Target.from_pretrained(tmp_path / "half", dtype="float32", device="cpu")
     stored(half, path := tmp_path / "features")
-    refused = pytest.raises(ValueError, match=r"\(target_dtype is bfloat16 there, float32 here\)")
+    refused = pytest.raises(
+        ValueError, match=r"\(target_dtype is bfloat16 there, float32 here\): set target.dtype=bfloat16"
+    )
     with refused:
         stored(full, path)
     manifest = path / offline.MANIFEST

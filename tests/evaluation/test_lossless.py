@@ -114,6 +114,34 @@ def test_scores_are_compared_with_their_penalties(monkeypatch, penalty, text):
     assert not levels.audit(target, [2], *both, [1] * 3).is_arithmetic
 
 
+@pytest.mark.parametrize("name", levels.SETTINGS)
+def test_each_setting_is_audited(target, monkeypatch, name):
+    settings, rows = levels.SETTINGS[name], [prompt(9)[0].tolist()]
+    assert levels.divergences(target, NgramDrafter(), rows, 12, **settings) == []
+
+    def other(target, drafter, ids, **given):
+        out = generate(target, drafter, ids, **given)
+        if drafter is not None:
+            out.new_tokens[0][5] = (out.new_tokens[0][5] + 1) % target.vocab_size
+        return out
+
+    monkeypatch.setattr(levels, "generate", other)
+    (place,) = levels.divergences(target, NgramDrafter(), rows, 12, **settings)
+    assert place.token == 5 and not place.is_arithmetic
+
+
+def test_a_token_that_rounding_moves_out_of_top_p_is_no_fault(monkeypatch):
+    """Let half of the probability be just reached without the second token, and just not reached in the other forward."""
+    one, many = (torch.tensor([0.0, 8.0, 8.0, 1.0]) for _ in range(2))
+    one[2] -= 1e-3
+    many[2] += 1e-3
+    monkeypatch.setattr(levels, "recompute_logits", lambda target, text, prompt, size: one if size == 1 else many)
+    target = SimpleNamespace(vocab_size=4, device=torch.device("cpu"), dtype=torch.float32)
+    params = SamplingParams(1.0, top_p=0.4)
+    assert levels.audit(target, [3], [0, 1], [0, 2], [1, 4], params).filtered
+    assert not levels.audit(target, [3], [0, 1], [0, 3], [1, 4], params).is_arithmetic
+
+
 def test_a_near_tie_in_float32_is_no_fault(run, monkeypatch):
     monkeypatch.setattr(lossless, "divergences", lambda *_, **__: [levels.Divergence(0, 3, 1e-6, 2e-6)])
     ended = run()

@@ -107,6 +107,9 @@ def test_without_a_gpu_a_real_target_is_trained_for_hours(monkeypatch):
     assert found("recipe=qwen3_8b_eagle3")[1:] == (1e-3, "muon")
     assert found("init_from=HEAD") == (512, 2e-4, "muon") and found("init_from=null") == found()
     assert found("init_from=HEAD", "trainer.learning_rate=1e-3")[1] == 1e-3
+    assert words.suited("train", ["preset=mine", "init_from=HEAD"]) == []
+    logged = words.overrides_of("train", ["target=smollm2", "data=accepted", "init_from=HEAD"])
+    assert logged[:2] == ["preset=cpu", "trainer.learning_rate=2e-4"]
     assert found("init_from=HEAD", "lora_r=4") == found() and found("init_from=HEAD", "data=accepted")[1] == 1e-4
 
 
@@ -124,7 +127,7 @@ def test_a_target(name: str, tiny_path: Path):
 def test_an_option_that_a_drafter_has_not_is_an_error(target):
     settings = composed("lossless", "drafter=ngram", "drafter.window=5").drafter
     with pytest.raises(
-        InstantiationException, match=r"window=5 is not an option of this drafter: .*: longest, depth\)"
+        InstantiationException, match=r"window=5 is not an option of this drafter: .*: tree, longest, depth\)"
     ):
         instantiate(settings, target=target)
     for name, said in {

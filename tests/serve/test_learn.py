@@ -142,6 +142,25 @@ def test_no_text_is_learned_and_held_out(numbers: list[int]):
     assert not prompts[0] & prompts[1] and bool(held) == (len(set(numbers)) > 1)
 
 
+def test_no_text_is_learned_in_one_round_and_held_out_in_the_same():
+    """Use few prompts, some in new texts and others in those of earlier rounds, and some in both."""
+    rounds = Rounds()
+    for number in range(6):
+        for path, numbers in (
+            (rounds.learner.served, (number, number + 1, number + 2)),
+            (rounds.learner.replay, range(6)),
+        ):
+            path.write_bytes(b"".join(json.dumps(row(one)).encode() + b"\n" for one in numbers))
+        rounds.learner.prepare()
+        files = [[f"train/{name}.jsonl" for name in ("new", "replay")], [f"{name}.jsonl" for name in learn.SETS]]
+        learned, held = (
+            {learn.prompt_hash(line) for name in names for line in texts_of(rounds.learner.round / name)}
+            for names in files
+        )
+        assert learned and held and not learned & held
+        rounds.learner.finish()
+
+
 def test_a_round_starts_after_enough_texts_and_half_a_row_is_none():
     rounds = Rounds()
     rounds.serve(7)

@@ -25,6 +25,7 @@ from foredraft.train.runtime import memory
 from foredraft.train.start import init_from, limit_window
 from foredraft.train.trainer import HeadTrainer
 from tests.support import ROOT
+from tests.support.head_factory import make_head
 from tests.support.processes import ONE, SMALL_EAGLE3, complaint, end, inherited, program, python_for, succeeded
 
 SHORT = [*SMALL_EAGLE3, ONE, "trainer.max_steps=2", "eval.steps=0"]
@@ -111,6 +112,9 @@ def test_a_trained_head_trains_as_is_set_now(target: Target, tmp_path: Path):
     head = init_from(str(tmp_path / "eagle3"), trained, target)
     assert head.lm_head.weight.requires_grad and not head.lm_head_is_targets
     assert not init_from(str(tmp_path / "eagle3"), eagle3_head, target).lm_head.weight.requires_grad
+    save_head(make_head("dflash pruned", target), tmp_path / "dflash", target)
+    head = init_from(str(tmp_path / "dflash"), make_head("dflash", target), target)  # which has no rows to train
+    assert head.projections and not any(projection.weight.requires_grad for projection in head.projections)
     save_head(HydraHead.for_target(target, 2, prefix=True), tmp_path / "hydra", target)
     head = init_from(str(tmp_path / "hydra"), HydraHead.for_target(target, 2, prefix=True, dropout=0.5), target)
     chances = {module.p for module in head.modules() if isinstance(module, nn.Dropout)}

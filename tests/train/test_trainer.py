@@ -74,7 +74,10 @@ def test_an_argument_that_would_be_ignored_is_refused(tmp_path: Path, name: str,
     [
         ("trainer.optim=sgd", "trainer.optim=sgd is not one of adamw, muon"),
         ("+trainer.use_liger_kernel=true", "trainer.use_liger_kernel=True has no effect on a head: it is for a model"),
-        ("strategy_args={max_grad_norm:1}", "trainer.max_grad_norm=0.5 is replaced by strategy or strategy_args"),
+        (
+            "strategy_args={max_grad_norm:1}",
+            "max_grad_norm=1 of strategy or strategy_args replaces trainer.max_grad_norm=0.5",
+        ),
         ("+trainer.train_sampling_strategy=random", "trainer.train_sampling_strategy=random has no effect on a head"),
     ],
 )

@@ -149,9 +149,10 @@ def compare(manifest: dict, facts: dict, directory: Path) -> None:
     names = [name for name in facts if name not in left_out and manifest.get(name) != facts[name]]
     if names:
         different = "; ".join(f"{name} is {manifest.get(name)} there, {facts[name]} here" for name in names)
-        raise ValueError(
-            f"the features in {directory} are of another run ({different}): delete them, or give another hidden_states.path"
-        )
+        remedy = "delete them, or give another hidden_states.path"
+        if names == ["target_dtype"]:
+            remedy = f"set target.dtype={manifest['target_dtype']}"
+        raise ValueError(f"the features in {directory} are of another run ({different}): {remedy}")
 
 
 def names(facts: dict) -> list[str]:
