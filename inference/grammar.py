@@ -84,9 +84,6 @@ class Grammars:
         self.check_size(text)
         return self.compiled(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))
 
-    def json_object(self) -> Grammar:
-        return self.json_schema({"type": "object"})
-
     def lark(self, text: str) -> Grammar:
         """Compile a grammar in llguidance's variant of Lark. Raises ValueError like `json_schema`."""
         from llguidance import LLMatcher
