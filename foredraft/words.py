@@ -138,8 +138,8 @@ def suited(program: str, overrides: list[str]) -> list[str]:
         found |= {"trainer.optim": "adamw", "trainer.learning_rate": "1e-4"}
     elif not (has_gpu() or "recipe" in typed):
         found = {"preset": "cpu"}
-    shipped_preset = (CONF / "preset" / f"{typed.get('preset', found.get('preset'))}.yaml").is_file()
-    if typed.get("init_from", "null") != "null" and shipped_preset and not typed.keys() & {"lora_r", "recipe"}:
+    for_new_heads = typed.get("preset", found["preset"]) in ("cpu", "gpu") and not typed.keys() & {"lora_r", "recipe"}
+    if typed.get("init_from", "null") != "null" and for_new_heads:
         found.setdefault("trainer.learning_rate", "2e-4")  # a new head's rate would make a trained one worse at first
     if program == "bench_train":
         del found["preset"]

@@ -138,9 +138,7 @@ class Divergence(NamedTuple):
     # Change of both scores together, between the forwards over one and over many tokens. It is at least one unit in the last
     # place, because neither forward is exactly the one that drafted. Up to twice as much is rounding.
     difference: float
-    filtered: bool = (
-        False  # whether a filter such as top-p keeps each token in the forward that chose it, and not in both
-    )
+    filtered: bool = False  # whether a filter such as top-p keeps each token in the forward that chose it, not in both
 
     @property
     def is_arithmetic(self) -> bool:

@@ -107,6 +107,7 @@ def test_without_a_gpu_a_real_target_is_trained_for_hours(monkeypatch):
     assert found("recipe=qwen3_8b_eagle3")[1:] == (1e-3, "muon")
     assert found("init_from=HEAD") == (512, 2e-4, "muon") and found("init_from=null") == found()
     assert found("init_from=HEAD", "trainer.learning_rate=1e-3")[1] == 1e-3
+    assert "trainer.learning_rate" not in str(words.overrides_of("train", ["target=test_model", "init_from=HEAD"]))
     assert words.suited("train", ["preset=mine", "init_from=HEAD"]) == []
     logged = words.overrides_of("train", ["target=smollm2", "data=accepted", "init_from=HEAD"])
     assert logged[:2] == ["preset=cpu", "trainer.learning_rate=2e-4"]
