@@ -98,9 +98,11 @@ def test_what_a_yaml_names_can_be_called(file: Path):
 
 def test_defaults_that_the_tutorial_gives_are_those_of_the_presets():
     text = (CONF.parent / "docs" / "tutorials" / "train-8b-one-gpu.md").read_text()
-    rows = re.findall(r"^\| `([\w.]+)` \| [^|]+ \| ([\d.e-]+)(?:, preset cpu ([\d.e-]+))? \|$", text, re.M)
+    row = r"^\| `([\w.]+)` \| [^|]+ \| ([\d.e-]+)(?:, preset cpu ([\d.e-]+))?(?:, with `init_from` ([\d.e-]+))? \|$"
+    rows = re.findall(row, text, re.M)
     assert {"trainer.learning_rate", "max_length", "trainer.gradient_accumulation_steps"} <= {key for key, *_ in rows}
-    gpu, cpu = (composed("train", f"preset={name}") for name in ("gpu", "cpu"))
-    for key, default, on_cpu in rows:
-        given = float(default), float(on_cpu or default)
-        assert given == (OmegaConf.select(gpu, key), OmegaConf.select(cpu, key)), key
+    presets = ["preset=gpu"], ["preset=cpu"], ["preset=gpu", "init_from=HEAD"]
+    gpu, cpu, continued = (composed("train", *changes) for changes in presets)
+    for key, default, on_cpu, with_head in rows:
+        given = float(default), float(on_cpu or default), float(with_head or default)
+        assert given == tuple(OmegaConf.select(cfg, key) for cfg in (gpu, cpu, continued)), key
