@@ -41,7 +41,7 @@ def load_drafter(path: str | Path, target: Target, revision: str | None = None, 
     path = str(path)
     check_tree(options.get("tree", "auto"))
     if "+" in path and not Path(path).is_dir():
-        return made(load_joined, path.split("+"), target, revision, **options)
+        return construct(load_joined, path.split("+"), target, revision, **options)
     return load(path, target, revision, "auto", **options)
 
 
@@ -69,9 +69,9 @@ def load_joined(
 def load(path: str, target: Target, revision: str | None, default_tree: str, **options: Any) -> Drafter:
     """Load one drafter like `load_drafter`. default_tree: for drafters without the option `tree`."""
     if path == "none":
-        return made(NoDrafter, **options)
+        return construct(NoDrafter, **options)
     if path == "lookahead":
-        lookahead = made(Lookahead, **options)
+        lookahead = construct(Lookahead, **options)
         return Chain(lookahead) if target.capabilities.prefers_chains else lookahead
     facts: dict[str, Any] = {"tree": default_tree, **options}
     if path in LOOKUPS:
@@ -99,7 +99,7 @@ def load_lookup(path: str, target: Target, tree: str, **options: Any) -> Drafter
     """Return the drafter "ngram" or "suffix"."""
     if path == "suffix" and target.capabilities.prefers_chains:
         options = {"width": 1} | options
-    lookup = made(NgramDrafter, **options) if path == "ngram" else made(SuffixDrafter, **options)
+    lookup = construct(NgramDrafter, **options) if path == "ngram" else construct(SuffixDrafter, **options)
     if tree == "fixed":
         return lookup
     auto = AutoTree(NoDrafter(), target)
@@ -121,19 +121,19 @@ def drafter_for(
     check_tree(tree)
     inner: HeadTree
     if isinstance(head, Target | DraftModelHead):
-        inner = made(DraftModel, head, target, **options)
+        inner = construct(DraftModel, head, target, **options)
     elif isinstance(head, RecurrentHead):
-        inner = made(DynamicTree, head, target, **options)
+        inner = construct(DynamicTree, head, target, **options)
     elif isinstance(head, BlockHead):
-        inner = made(BlockTree, head, target, **options)
+        inner = construct(BlockTree, head, target, **options)
     else:
         assert isinstance(head, ParallelHead)
-        inner = made(StaticTree, head, target, accuracies=accuracies, **options)
+        inner = construct(StaticTree, head, target, accuracies=accuracies, **options)
     return inner if tree == "fixed" else AutoTree(inner, target)
 
 
-def made(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Return what `make` makes of these. Raises ValueError for an option that it does not have."""
+def construct(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """Return what `make` constructs from these. Raises ValueError for an option that it does not have."""
     names = list(inspect.signature(make).parameters)
     if unknown := [name for name in options if name not in names]:
         also = ["tree"] * (make not in (NoDrafter, Lookahead, load_joined))  # which `load` reads itself

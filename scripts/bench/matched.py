@@ -18,6 +18,7 @@ from foredraft import Engine, Request, SamplingParams, Target
 from foredraft.cli import check_at_least, entry
 from foredraft.inference.drafters import Drafter, chain_of, load_drafter, tree_of
 from foredraft.inference.drafters.base import Accepted, NoDrafter, Wrapper
+from foredraft.inference.evaluation.progress import report
 from foredraft.inference.evaluation.results import ratio_error
 from foredraft.inference.tree import TokenTree
 from foredraft.train.data.prompt_sets import Prompt, questions, tokenize
@@ -118,7 +119,7 @@ def main(cfg: DictConfig) -> None:
             )
             found = [decode(target, one, prompts, cfg.max_new_tokens, temperature) for one in ways]
             if target.dtype == torch.float32 and any(texts != found[0][1] for _, texts in found):
-                print(
+                report(
                     f"{head}, T={temperature:g}: texts differ; foredraft lossless says whether by more than a near-tie"
                 )
             cells = [""] * (4 - len(found)) + [figure(gains, error=True) for gains, _ in found]
