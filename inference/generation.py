@@ -122,8 +122,7 @@ def generate(
     if streamer is not None:
         streamer.end()
     new_tokens = list(texts.values())
-    rows = [torch.tensor(new, dtype=torch.int64) for new in new_tokens]
-    padded = pad_sequence(rows, batch_first=True, padding_value=pad_token_id)
+    padded = pad_sequence([torch.tensor(new, dtype=torch.int64) for new in new_tokens], True, pad_token_id)
     sequences = torch.cat([input_ids, padded.to(input_ids)], dim=1)
     return Generation(sequences, new_tokens, steps, engine.clock.seconds, list(reasons.values()))
 
@@ -210,9 +209,12 @@ def read_settings(
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     """Return the prompt of each sequence without its padding, which may be on either side."""
-    if not isinstance(input_ids, Tensor):
-        kind = type(input_ids).__name__
-        raise ValueError(f"input_ids is {kind}, not a tensor: tokenizer(text, return_tensors='pt').input_ids makes one")
+    for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if not isinstance(given, Tensor) and (given is not None or name == "input_ids"):
+            kind = type(given).__name__
+            raise ValueError(f"{name} is {kind}, not a tensor: tokenizer(text, return_tensors='pt').{name} makes one")
+    if input_ids.is_floating_point():
+        raise ValueError(f"input_ids is {input_ids.dtype}, not integers: token ids are needed, not embeddings")
     if input_ids.ndim != 2 or input_ids.shape[0] == 0:
         raise ValueError(f"input_ids must be (batch, length) with at least one sequence, not {tuple(input_ids.shape)}")
     if attention_mask is None:

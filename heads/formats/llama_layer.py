@@ -15,6 +15,19 @@ LATENT_WEIGHT = "self_attn.kv_a_proj_with_mqa.weight"  # reveals such a layer; c
 SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
+def checked_window(files: HeadFiles, settings: dict[str, Any], applied: bool, single: bool) -> dict[str, Any]:
+    """Return the settings, without a window that is not applied. single: has the head one layer by its kind?"""
+    sliding, window = settings.get("layer_types") == [SLIDING], settings.get("sliding_window")
+    if sliding and applied:
+        depth = settings.get("foredraft", {}).get("depth", 7)
+        if type(window) is not int or window <= depth:
+            raise files.error(f"config.json has sliding_window={window!r}, and a number above {depth} is needed")
+    elif single and window and (sliding or settings.get("use_sliding_window")):
+        files.notes.append(f"sliding_window={window} is not applied, drafts see the whole text")
+        return settings | {"layer_types": None}
+    return settings
+
+
 def layer_settings(
     files: HeadFiles,
     settings: dict[str, Any],
@@ -41,14 +54,7 @@ def layer_settings(
         raise files.error(f"{heads} attention heads cannot share {settings['num_key_value_heads']} key/value heads")
     if count is None and (stated := settings.get("num_hidden_layers", 1)) != 1:
         files.notes.append(f"config.json has num_hidden_layers={stated}, but the weights are of one layer")
-    sliding, window = settings.get("layer_types") == [SLIDING], settings.get("sliding_window")
-    if sliding and windowed and not shown:
-        depth = settings.get("foredraft", {}).get("depth", 7)
-        if type(window) is not int or window <= depth:
-            raise files.error(f"config.json has sliding_window={window!r}, and a number above {depth} is needed")
-    elif count is None and window and (sliding or settings.get("use_sliding_window")):
-        files.notes.append(f"sliding_window={window} is not applied, drafts see the whole text")
-        settings = settings | {"layer_types": None}
+    settings = checked_window(files, settings, windowed and not shown, count is None)
     new = settings.get("rope_parameters") or {}
     theta = settings.get("rope_theta")  # null means absent
     if theta is not None and new.get("rope_theta", theta) != theta:

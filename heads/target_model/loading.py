@@ -39,6 +39,21 @@ if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
 
 
+# Keywords of transformers that would reach the model alone, not its tokenizer and files, and what reaches all.
+ELSEWHERE = {
+    "token": "use `hf auth login`, or set HF_TOKEN",
+    "cache_dir": "set HF_HUB_CACHE",
+    "local_files_only": "set HF_HUB_OFFLINE=1",
+    "subfolder": "download the repository, and give the directory",
+}
+
+
+def check_keywords(keywords: dict[str, Any]) -> None:
+    """Raise ValueError for a keyword of transformers' from_pretrained that would reach only a part of the files."""
+    for name in ELSEWHERE.keys() & keywords.keys():
+        raise ValueError(f"{name}= would not reach the tokenizer and other files: {ELSEWHERE[name]}")
+
+
 def resolve_dtype(name: str) -> torch.dtype:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
     if dtype is None:

@@ -25,7 +25,7 @@ from foredraft.heads.target_model.config_names import max_positions
 from foredraft.heads.target_model.ends import load_ends, refuse
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import MROPE, ImageReader, add_features, model_inputs, reads_images
-from foredraft.heads.target_model.loading import check_tokens, load_model, load_tokenizer
+from foredraft.heads.target_model.loading import check_keywords, check_tokens, load_model, load_tokenizer
 from foredraft.heads.target_model.logits import LogitScaling, TargetOutput, only_logits_at
 from foredraft.heads.target_model.resolve_path import full_name, resolve_path
 from foredraft.heads.target_model.sharding import COLLECTIVE, arguments, full_tensor
@@ -106,6 +106,7 @@ class Target:
         its tokenizer does not fit its vocabulary."""
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        check_keywords(kwargs)
         name, path = full_name(path, gguf_file), resolve_path(path, dtype, device, gguf_file, revision)
         trusted = kwargs.setdefault("trust_remote_code", False)  # transformers would ask otherwise
         if embeddings_only:

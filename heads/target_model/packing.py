@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foredraft.heads.caches.device import FEWEST_ROWS
+
 ROWS = 8  # for which the layout is chosen; a layout for one row does not speed up a tree, this one costs a row nothing
 # Smallest packed weight: below it the call costs more than the product. In float32, four rows of 576 x 192 take 45 us packed
 # and 69 unpacked, of 256 x 256 30 and 46, of 192 x 192 19 and 16 (one core, AVX-512, 60 weights in turn).
@@ -74,6 +76,15 @@ def pack(module: nn.Module) -> None:
         for name, child in parent.named_children():
             if is_packable(child):
                 setattr(parent, name, PackedLinear(child))  # type: ignore[arg-type]
+
+
+def fewest_rows(model: nn.Module) -> int:
+    """Return how many rows a product on a CPU has at least if its rows are to have the bits of any other number (FEWEST_ROWS
+    says more). With AVX2, a packed product of one row has them, and one of four takes a quarter longer."""
+    avx2 = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_supported()
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    all_packed = all(parameter.dim() < 2 or id(parameter) in looked_up for parameter in model.parameters())
+    return 1 if avx2 and all_packed else FEWEST_ROWS
 
 
 def is_packable(module: nn.Module) -> bool:

@@ -34,7 +34,7 @@ def other_shapes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for place, name, value in (
             (masked, "FEWEST_ROWS", 1),
-            (engine, "FEWEST_ROWS", 1),
+            (engine, "fewest_rows", lambda model: 1),
             (kv_cache, "KEY_BLOCK", 16),
             (Capabilities, "short_widths", property(lambda able: [])),
             (Capabilities, "keeps_bits", property(lambda able: False)),

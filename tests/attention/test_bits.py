@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 import transformers as hf
+from torch import nn
 
 from foredraft import Request, SamplingParams, Target
 from foredraft.heads.attention import masked, masks, paths
@@ -13,7 +14,8 @@ from foredraft.heads.caches.device import FEWEST_ROWS
 from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.heads.target_model import capabilities
 from foredraft.heads.target_model.key_widths import CANDIDATES, measured_widths, short_widths
-from foredraft.heads.target_model.packing import pack
+from foredraft.heads.target_model.packing import fewest_rows, pack
+from foredraft.inference import engine
 from foredraft.inference.drafters import Drafter, DraftModel, NgramDrafter, SuffixDrafter, drafter_for, load_drafter
 from foredraft.inference.evaluation.lossless import BitComparison, BitRecorder, compare_bits
 from tests.support import ROOT, nightly_but
@@ -233,6 +235,30 @@ def test_forwards_keep_to_shapes_that_keep_bits(half, monkeypatch):
     short = half.capabilities.short_widths
     assert attention and all(rows % 4 == 0 and (width % 512 == 0 or width % 512 in short) for rows, width in attention)
     assert min(products) == FEWEST_ROWS
+
+
+def test_steps_of_fewer_rows_keep_every_bit(monkeypatch):
+    """Check it in float32, for the number of rows that this processor uses."""
+    config = configs()["llama"]
+    config.hidden_size = config.intermediate_size = config.vocab_size = 256  # each product is large enough to be packed
+    config.num_attention_heads = config.num_key_value_heads = 4
+    config.head_dim = 64
+    torch.manual_seed(0)
+    target = Target(hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    pack(target.model)
+    few = decode(target, None, 0.0, 1, lengths=(9, 30))
+    monkeypatch.setattr(engine, "fewest_rows", lambda model: FEWEST_ROWS)
+    found = BitComparison.of(decode(target, None, 0.0, 1, lengths=(9, 30)), few)
+    assert found.is_equal and found.rows > 40
+
+
+@pytest.mark.parametrize(("avx2", "avx512", "rows"), [(True, False, 1), (True, True, 4), (False, False, 4)])
+def test_one_row_is_computed_where_it_has_the_bits_of_many(monkeypatch, avx2, avx512, rows):
+    monkeypatch.setattr("torch.cpu._is_avx2_supported", lambda: avx2)
+    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: avx512)
+    packed = nn.Sequential(nn.Embedding(8, 8), nn.LayerNorm(8))
+    assert fewest_rows(packed) == rows
+    assert fewest_rows(packed.append(nn.Linear(8, 8))) == FEWEST_ROWS
 
 
 def test_fewer_columns_than_a_block_are_measured(half, monkeypatch, tmp_path):

@@ -194,6 +194,14 @@ def test_a_pointer_of_git_lfs_is_named(name, tiny_path, tmp_path):
         Target.from_pretrained(tmp_path, device="cpu")
 
 
+@pytest.mark.parametrize("keyword", ["token", "cache_dir", "local_files_only", "subfolder"])
+def test_keywords_that_reach_a_part_of_the_files_are_refused(keyword, tiny_path):
+    with pytest.raises(
+        ValueError, match=f"^{keyword}= would not reach the tokenizer and other files: (use|set|download)"
+    ):
+        Target.from_pretrained(tiny_path, device="cpu", **{keyword: "x"})
+
+
 def test_an_adapter_is_not_left_out_silently(tmp_path):
     LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
     (tmp_path / "adapter_config.json").write_text("{}")
