@@ -18,6 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from foredraft.cli import check_at_least, entry
 from foredraft.heads import Target, load_head
+from foredraft.heads.caches.device import device_name
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.hub import find, weights_sha256
 from foredraft.heads.target_model.files import file_digest, weights_digest
@@ -119,12 +120,13 @@ def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
             settings["weights"] |= {path: weights_sha256(find(path))} if Path(path).expanduser().is_dir() else {}
     models = {path: sorted(Path(path).expanduser().glob("*.safetensors")) for path in assistants(cfg).values()}
     settings["draft_models"] = {path: list(map(file_digest, files)) for path, files in models.items()}
+    settings["hardware"] = device_name(target.device)  # speeds of two machines have no common mean
     before = json.loads(file.read_text()) if file.exists() else {}
-    if settings | before != settings:
+    if different := [name for name in before if before[name] != settings.get(name)]:
         if Lines(file.parent / "lines.jsonl").of("text"):
             raise ValueError(
-                f"output_dir={file.parent} contains a run with other settings or weights ({file}). Use another output_dir, "
-                "or remove it."
+                f"output_dir={file.parent} contains a run with other settings or weights ({', '.join(different)}; {file}). "
+                "Use another output_dir, or remove it."
             )
         (file.parent / "prompts.json").unlink(missing_ok=True)
     write_atomically(file, json.dumps(settings, indent=1) + "\n")

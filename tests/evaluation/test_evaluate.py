@@ -584,8 +584,8 @@ def test_a_run_that_failed_before_its_first_text_is_no_run(run, tmp_path):
     assert len(json.loads((tmp_path / "out" / "prompts.json").read_text())) == 2
 
 
-def test_another_target_in_the_same_place_is_another_run(tiny_path, tmp_path):
-    """Change a layer, which the digest of the embedding does not cover."""
+def test_another_target_or_machine_is_another_run(tiny_path, tmp_path, monkeypatch):
+    """Change a layer, which the digest of the embedding does not cover, and then the processor."""
     shutil.copytree(tiny_path, tmp_path / "target")
     cfg = composed("evaluate", f"target={tmp_path}/target", "drafter=ngram")
     for weight in (0.0, 1.0):
@@ -599,3 +599,7 @@ def test_another_target_in_the_same_place_is_another_run(tiny_path, tmp_path):
         if not weight:  # the same files, downloaded or copied again, are the same target
             os.utime(tmp_path / "target" / "model.safetensors", (1, 1))
             evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
+            monkeypatch.setattr(evaluate, "device_name", lambda device: "another")
+            with pytest.raises(ValueError, match=r"other settings or weights \(hardware; "):
+                evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
+            monkeypatch.undo()
