@@ -85,9 +85,10 @@ class Export(NamedTuple):
 
     def command(self, head: DraftHead, target: str, directory: str, drafts: int | None = None) -> str:
         """Return the command for this head, which was written to this directory, and the target of this name. drafts: per
-        step; None for the head's depth."""
+        step; None for the head's depth, but at least 3 for EAGLE-1, which learns one depth and drafts more."""
+        depth = drafts or max(head.depth, 3 if head.kind == "eagle" else 1)
         names = {"method": head.kind, "algorithm": head.kind.upper()}
-        return self.use.format(target=target, head=directory, depth=drafts or head.depth, **names)
+        return self.use.format(target=target, head=directory, depth=depth, **names)
 
 
 def flags_note(head: DraftHead, target: Target) -> str:

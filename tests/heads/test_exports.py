@@ -387,3 +387,10 @@ def test_a_card_names_the_engines_that_load_the_head(kind, deep):
         assert one["command"].replace("{head}", "org/head" if one["format"] is None else "exported") in card
     assert card.count("loads these files unchanged") == list(LOADED[kind].values()).count(None)
     assert all(f"format={layout}" in card for layout in LOADED[kind].values() if layout)
+
+
+@pytest.mark.parametrize(("steps", "drafts", "named"), [(1, None, 3), (5, None, 5), (1, 2, 2)])
+def test_eagle_1_drafts_more_than_it_learned(deep, steps, drafts, named):
+    head = build_head("eagle", deep, ttt_steps=steps)
+    said = engines.export_for("vllm", head, deep).command(head, "T", "H", drafts)
+    assert f'"num_speculative_tokens": {named}' in said
