@@ -32,7 +32,7 @@ def checkpoint_file(target: "Target", name: str) -> Path | None:
         return None
     if Path(target.checkpoint).is_dir():
         return Path(target.checkpoint) / name if (Path(target.checkpoint) / name).is_file() else None
-    if target.checkpoint.count("/") != 1:
+    if target.checkpoint.count("/") > 1:
         return None
     cached = try_to_load_from_cache(target.checkpoint, name, revision=target.revision)
     return Path(cached) if isinstance(cached, str) else None

@@ -18,7 +18,7 @@ from transformers import (
 
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.heads.target_model import loading, resolve_path
+from foredraft.heads.target_model import files, loading, resolve_path
 from foredraft.heads.target_model import model as model_module
 from foredraft.heads.target_model.capabilities import allclose
 from foredraft.heads.target_model.files import weight_map
@@ -309,6 +309,16 @@ def test_a_target_is_looked_for_at_its_revision(monkeypatch):
     assert resolve_path.resolve_path("org/model", revision="v2") == "org/model"
     with pytest.raises(ValueError, match=r"nothing at .*/org/model/resolve/v3/config\.json"):
         resolve_path.resolve_path("org/model", revision="v3")
+
+
+def test_a_model_of_the_hub_without_an_owner_has_its_commit(monkeypatch, tmp_path):
+    def cached(name: str, file: str, revision: str | None) -> str | None:
+        return str(tmp_path / "abc" / file) if name == "gpt2" else None
+
+    monkeypatch.setattr(files, "try_to_load_from_cache", cached)
+    target = Target(LlamaForCausalLM(tiny_config()))
+    target.checkpoint = "gpt2"
+    assert files.commit_of(target) == "abc"
 
 
 def test_a_model_made_in_memory_has_no_files(tiny_path, monkeypatch):
