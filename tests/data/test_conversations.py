@@ -127,6 +127,17 @@ def test_of_a_folder_the_files_of_the_split_are_read(tmp_path: Path):
     (tmp_path / "data/train-00000.jsonl").rename(tmp_path / "training.jsonl")
     assert names("train") == both | {"training.jsonl"}
 
+    def chosen(files: str | list[str]) -> set[str]:
+        return {row.where.partition(":")[0] for row in Source(str(tmp_path), data_files=files).rows()}
+
+    assert chosen("more.jsonl") == {"more.jsonl"} and chosen(["d*/*", "e*"]) == {
+        "test_a.jsonl",
+        "rows.jsonl",
+        "evaluations.jsonl",
+    }
+    with pytest.raises(ValueError, match=r"has no file data\.data_files=train/\*"):
+        chosen("train/*")
+
 
 def test_a_file_next_to_its_compressed_copy_is_refused(tmp_path: Path):
     file = write(tmp_path / "a.jsonl", [{"messages": HI}])

@@ -8,8 +8,9 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -59,7 +60,7 @@ class Source:
     path: str  # a JSON Lines or Parquet file, a folder of them or of `save_to_disk`, or a dataset's id on the Hub
     name: str | None = None  # of a Hub dataset with several configurations
     split: str = "train"
-    data_files: str | None = None  # which files of a Hub dataset
+    data_files: str | Sequence[str] | None = None  # which files of a folder or Hub dataset: train/*.parquet
     max_samples: int | None = None  # number of rows to read; of a Hub dataset only these are downloaded
     messages: str | None = None
     prompt: str | None = None
@@ -72,7 +73,7 @@ class Source:
 
     def shards(self) -> list[Shard]:
         """Return all rows, in parts that several processes may read. With max_samples a dataset on the Hub is one part."""
-        here = files(self.path, self.split)
+        here = files(self.path, self.split, self.data_files)
         if here:
             return [shard for file in here for shard in shards(file)]
         if self.max_samples is not None:
@@ -124,7 +125,7 @@ class Source:
     def digest(self) -> str:
         """Return a hash of the files, or of what names a Hub dataset."""
         total = hashlib.sha256(repr(self).encode())
-        for file in files(self.path, self.split):
+        for file in files(self.path, self.split, self.data_files):
             with file.open("rb") as opened:
                 total.update(hashlib.file_digest(opened, "sha256").digest())
         return total.hexdigest()[:16]
@@ -135,8 +136,9 @@ def usual_unless(value: dict, named: str | None, usual: tuple[str, ...], *others
     return None if named is None and value.keys() & {*others} else pick(value, named, usual)
 
 
-def files(path: str, split: str) -> list[Path]:
-    """Return the files at `path`, or none if it can only be a dataset on the Hub. split: of several that `datasets` saved."""
+def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> list[Path]:
+    """Return the files at `path`, or none if it can only be a dataset on the Hub. split: of several that `datasets` saved.
+    chosen: the pattern of those to read in a folder, or several, in place of a split."""
     root = Path(path)
     if (root / "dataset_dict.json").is_file():
         root = root / split
@@ -156,7 +158,13 @@ def files(path: str, split: str) -> list[Path]:
         names = set(found)
         if twice := next((file for file in found if file.with_name(f"{file.name}.gz") in names), None):
             raise ValueError(f"{twice} and {twice.name}.gz would both be read: remove one of them")
-        return of_split(found, root, split)
+        if chosen is None:
+            return of_split(found, root, split)
+        patterns = [chosen] if isinstance(chosen, str) else chosen
+        named = [file for file in found if any(fnmatch(file.relative_to(root).as_posix(), one) for one in patterns)]
+        if not named:
+            raise ValueError(f"data.path={path} has no file data.data_files={chosen}")
+        return named
     if root.is_file():
         return [root]
     if path.count("/") > 1 or path.startswith((".", "/", "~")) or path.endswith(ENDINGS):
