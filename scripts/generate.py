@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.cli import check_at_least, entry
 from foredraft.heads import Target
+from foredraft.heads.checkpoint import fingerprint
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter
 from foredraft.inference.evaluation.measure import left_pad
@@ -30,7 +31,6 @@ from foredraft.inference.text import Detokenizer, answer_context, continuation, 
 from foredraft.train.data.layouts import SkippedRow, unicode
 from foredraft.train.data.sources import Row, read
 from foredraft.train.runtime.locks import hold, write_atomically
-from foredraft.train.writing.written_rows import writer_facts
 
 Answer = dict[str, Any]  # a line of the output: `prompt`, and `text` or `error`
 
@@ -189,12 +189,11 @@ def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
 def check_same_settings(output: Path, writer: Writer) -> None:
     """Note what decides the answers, next to them. Raises ValueError if those in the file had other settings."""
     note = output.with_name(f"{output.name.removesuffix('.jsonl')}.about.json")
-    target = writer_facts(writer.target)
-    name, digests = target["name"], {key: target[key] for key in ("embedding_digest", "weights_digest")}
-    now = {"target": str(Path(name).resolve()) if Path(name).exists() else name} | digests
+    name, digest = (fingerprint(writer.target)[key] for key in ("name", "embedding_digest"))
+    now = {"target": str(Path(name).resolve()) if Path(name).exists() else name, "embedding_digest": digest}
     now |= {name: writer.cfg[name] for name in ("chat", "max_new_tokens", "temperature", "top_p", "seed")}
-    before = now | (json.loads(note.read_text()) if note.is_file() and output.stat().st_size else {})
-    if different := [f"{name} {before[name]}" for name in now if before[name] != now[name]]:
+    before = json.loads(note.read_text()) if note.is_file() and output.stat().st_size else now
+    if different := [f"{name} {before.get(name)}" for name in now if before.get(name) != now[name]]:
         raise ValueError(
             f"output={output} was written with other settings ({', '.join(different)}): give the same, or another output"
         )

@@ -18,7 +18,7 @@ from foredraft.train.data.conversations import source_of
 from foredraft.train.writing.magpie import read_lines
 from foredraft.train.writing.regeneration import TEXT, GenerationSettings, Regeneration, questions
 from foredraft.train.writing.writers import Server, in_process, through_server
-from foredraft.train.writing.written_rows import RowFile, writer_facts
+from foredraft.train.writing.written_rows import RowFile
 
 
 @entry("regenerate")
@@ -30,7 +30,6 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"tasks={cfg.tasks} has no line with {TEXT}, the place of a text")
     settings = GenerationSettings(cfg.temperature, cfg.top_p, cfg.max_new_tokens, cfg.seed)
     write: Callable[..., None]
-    about: dict[str, Any] = {}
     if cfg.endpoint is not None:
         chat = {} if thinking is None else {"chat_template_kwargs": switched(thinking)}
         by: Any = Server(cfg.endpoint, cfg.model, cfg.timeout, cfg.retries, **chat)
@@ -40,10 +39,9 @@ def main(cfg: DictConfig) -> None:
         by = instantiate(cfg.target)
         form = ChatFormat(by.text_tokenizer, cfg.data.template, thinking)
         write, batch, facts = in_process, cfg.batch_size, {"model": by.name, "template": form.digest}
-        about = {"target": writer_facts(by)}
         answers = Regeneration(settings, by, form)
     total, dropped = sum(1 for _ in questions(source, {}, tasks)), dict[str, int]()
-    with RowFile(Path(cfg.output), about | {"settings": settings._asdict() | facts}, "output") as rows:
+    with RowFile(Path(cfg.output), {"settings": settings._asdict() | facts}, "output") as rows:
         report(f"{facts['model']} answers; {len(rows.done)} of {total} rows exist already")
         left = answers.remaining(questions(source, dropped, tasks), rows)
         with Progress("answering", total, "rows", done=len(rows.done)) as progress:

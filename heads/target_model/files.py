@@ -1,6 +1,5 @@
 """Read what transformers does not load from the checkpoint of a target."""
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,6 @@ if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER = "adapter_model.safetensors"  # which transformers adds to the weights with peft
 
 
 def check_no_pointer(file: Path) -> None:
@@ -64,25 +62,3 @@ def stored_tensors(target: "Target", rename: Callable[[str], str | None]) -> dic
             with safe_open(path, framework="pt") as opened:
                 tensors[new] = opened.get_tensor(name)
     return tensors
-
-
-def weights_digest(target: "Target") -> str | None:
-    """Return a digest of the start of each stored tensor, or None without a checkpoint in safetensors. It tells fine-tunes of
-    one model apart, which often share its embedding."""
-    found = {*weight_map(target).values(), checkpoint_file(target, ADAPTER)}
-    files = sorted(path for path in found if path is not None and path.is_file())
-    return hashlib.sha256("".join(map(file_digest, files)).encode()).hexdigest()[:16] if files else None
-
-
-def file_digest(file: Path) -> str:
-    """Return a digest of the start of each tensor in a safetensors file. Copies of the file have the same one, unlike their
-    times, and large files need not be read whole."""
-    with file.open("rb") as opened:
-        header = opened.read(int.from_bytes(opened.read(8), "little"))
-        digest = hashlib.sha256(header)
-        for name, facts in json.loads(header).items():
-            if name != "__metadata__":
-                begin, end = facts["data_offsets"]
-                opened.seek(8 + len(header) + begin)
-                digest.update(opened.read(min(4096, end - begin)))
-    return digest.hexdigest()[:16]

@@ -23,6 +23,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.cache_directory import cache_directory
 from foredraft.inference.evaluation.progress import Progress, report
@@ -35,7 +36,7 @@ from foredraft.train.data.sources import Source
 from foredraft.train.writing.question_filters import QuestionFilter
 from foredraft.train.writing.self_chat import MagpieSettings, SelfChat, TurnPrefixes
 from foredraft.train.writing.writers import Server, in_process, through_server
-from foredraft.train.writing.written_rows import RowFile, writer_facts
+from foredraft.train.writing.written_rows import RowFile
 
 MAX_REJECTED = 100  # rows of which none is kept, after which no other is tried
 EXHAUSTED = 1000  # the same, where earlier rows were kept
@@ -91,9 +92,7 @@ def read_lines(key: str, file: str | None, described: str = "conf/data/self.yaml
 
 def row_file(target: Target, form: ChatFormat, settings: MagpieSettings) -> Path:
     """Return where the rows of this target and these settings are, for all runs."""
-    who = writer_facts(target)
-    digests = [who["embedding_digest"], who["weights_digest"], form.digest]
-    facts = json.dumps([*digests, asdict(settings), str(target.dtype)])
+    facts = json.dumps([fingerprint(target)["embedding_digest"], form.digest, asdict(settings), str(target.dtype)])
     key = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return cache_directory() / "self_written" / f"{Path(target.name).name}-{key}.jsonl"
 
@@ -116,7 +115,7 @@ def write(
             "give data.path=FILE data.tokens=0"
         )
     about = {
-        "target": writer_facts(target),
+        "target": fingerprint(target),
         "magpie": asdict(settings),
         "dtype": str(target.dtype),
         "endpoint": endpoint,

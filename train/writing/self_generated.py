@@ -20,7 +20,7 @@ from foredraft.inference.sampling import SamplingParams
 from foredraft.train.data.corpus import Corpus, start_tokens
 from foredraft.train.data.documents import Documents
 from foredraft.train.writing.writers import Ask, in_process
-from foredraft.train.writing.written_rows import Row, RowFile, writer_facts
+from foredraft.train.writing.written_rows import Row, RowFile
 
 # In a folder: serving engines take every safetensors file next to the weights for weights.
 NAME = "self_generated/self_generated.safetensors"
@@ -50,7 +50,7 @@ def write(target: Target, texts: Documents, tokens: int, seed: int, file: Path, 
     size, and together form one endless list of rows. Of several processes the first one writes, and the others wait. Raise
     ValueError if no document has a start to continue."""
     size = max(1, -(-tokens // NEW))
-    with RowFile(file, {"target": writer_facts(target)}, "output_dir", wait=True) as rows:
+    with RowFile(file, {"target": fingerprint(target)}, "output_dir", wait=True) as rows:
         if len(rows.done) < size:
             places = starts(target, texts)
             requests = requests_of(target, texts, places, range(part * size, (part + 1) * size), seed)

@@ -15,17 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from foredraft.heads.checkpoint import fingerprint
-from foredraft.heads.target_model import Target
-from foredraft.heads.target_model.files import weights_digest
 from foredraft.train.runtime.locks import hold
 
 Row = dict[str, Any]
-
-
-def writer_facts(target: Target) -> dict[str, Any]:
-    """Return what identifies the target among its fine-tunes, also those that share its embedding."""
-    return fingerprint(target) | {"weights_digest": weights_digest(target)}
 
 
 class RowFile:
@@ -70,13 +62,9 @@ class RowFile:
         if not self.path.stat().st_size:
             self.path.with_suffix(".about.json").write_text(json.dumps(about, indent=1) + "\n")
             return
-        ours, theirs = about.get("target", {}), self.about.get("target", {})
-        for name in ("embedding_digest", "weights_digest"):
-            if ours.get(name) and theirs.get(name) and ours[name] != theirs[name]:
-                raise ValueError(
-                    f"{self.path} was written by {theirs['name']}, not by {ours['name']} ({name} {theirs[name]} and "
-                    f"{ours[name]}): give another file"
-                )
+        ours, theirs = about.get("target"), self.about.get("target")
+        if ours and theirs and ours["embedding_digest"] != theirs["embedding_digest"]:
+            raise ValueError(f"{self.path} was written by {theirs['name']}, not by {ours['name']}: give another file")
         settings, found = about.get("settings", {}), self.about.get("settings", {})
         different = [f"{name} {found.get(name)}" for name, value in settings.items() if found.get(name) != value]
         if different:
