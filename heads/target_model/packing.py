@@ -80,7 +80,7 @@ def pack(module: nn.Module) -> None:
 
 def fewest_rows(model: nn.Module) -> int:
     """Return how many rows a product on a CPU has at least if its rows are to have the bits of any other number (FEWEST_ROWS
-    says more). With AVX2, a packed product of one row has them, and one of four takes a quarter longer."""
+    says more). With AVX2, a packed product of one row has them, and four rows cost SmolLM2's step a sixth more."""
     avx2 = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_supported()
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     all_packed = all(parameter.dim() < 2 or id(parameter) in looked_up for parameter in model.parameters())
