@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import json
 import re
+import shutil
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ import openai
 import pytest
 import torch
 from openai.types.chat import ChatCompletion
+from transformers import AutoModelForCausalLM
 
 from foredraft.inference import generate
 from foredraft.train.data.chat_template import ChatFormat
@@ -276,6 +278,20 @@ def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
     assert output.read_bytes().startswith(before)  # nothing was written twice
     assert "no conversation and no text in it" in ended.out and "no question in it" in ended.out
     assert "32 rows in " in ended.out and "1 of them lack an answer" in ended.out
+
+
+def test_rows_of_a_target_whose_weights_were_replaced_are_refused(tiny_path: Path, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "def", "response": "x"}\n')
+    shutil.copytree(tiny_path, tmp_path / "target")
+    given = [f"target={tmp_path / 'target'}", "data=conversations", "data.template=plain", "data.path=rows.jsonl"]
+    given += ["target.device=cpu", "output=out.jsonl", "max_new_tokens=2"]
+    command = [sys.executable, str(ROOT / "scripts" / "regenerate.py"), *given]
+    assert "1 rows in " in succeeded(end(start(*command, cwd=tmp_path))).out
+    model = AutoModelForCausalLM.from_pretrained(tiny_path)
+    model.model.layers[0].self_attn.q_proj.weight.data += 0.1
+    model.save_pretrained(tmp_path / "target")
+    again = end(start(*command, cwd=tmp_path))
+    assert again.code == 2 and "was written by" in again.err and "not by these weights of" in again.err
 
 
 @pytest.mark.parametrize("temperature", nightly_but([0.0, 1.0], 1.0))
