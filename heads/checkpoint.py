@@ -27,6 +27,7 @@ WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
 CARD = "README.md"
 STATED_SHA = re.compile(r"SHA-256 of the weights\W+([0-9a-f]{64})")
+ADAPTER = "adapter_model.safetensors"  # peft's, next to ADAPTER_CONFIG
 HEAD_FILES = (*SAFE, *PICKLED, FILE, CONFIG, ADAPTER_CONFIG)  # would be read as part of a head
 RUN_FILES = ("config.yaml", "metrics.json")  # written next to it by a training run
 
@@ -55,10 +56,10 @@ def same_weights(one: dict, other: dict) -> bool:
 
 
 def stored_digest(target: Target) -> str | None:
-    """Return a digest of the first row of every matrix in the checkpoint, or None without one in safetensors. A fine-tune may
-    leave the embedding unchanged. Experts are left out: there may be tens of thousands."""
+    """Return a digest of the first row of every matrix in the checkpoint and its adapter, or None without one in safetensors.
+    A fine-tune may leave the embedding unchanged. Experts are left out: there may be tens of thousands."""
     files: dict[Path, list[str]] = {}
-    for name, path in sorted(weight_map(target).items()):
+    for name, path in (weight_map(target) | weight_map(target, ADAPTER)).items():
         if path.is_file() and ".experts." not in name:
             files.setdefault(path, []).append(name)
     rows: dict[str, bytes] = {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
@@ -380,6 +381,8 @@ def test_a_fine_tune_with_the_same_embedding_is_noticed(tmp_path):
     assert before["embedding_digest"] == after["embedding_digest"]
     assert not same_weights(before, after) and same_weights(after, copy)
     assert same_weights(before, {"embedding_digest": after["embedding_digest"]})  # of a head of an earlier version
+    save_file({"lora_B": torch.ones(2, 2)}, tmp_path / "copy" / "adapter_model.safetensors")
+    assert not same_weights(copy, fingerprint(targets[2]))
     save_head(Eagle3Head.for_target(targets[0], 3), tmp_path / "head", targets[0])
     with pytest.warns(UserWarning, match="trained for other weights than those of .*after"):
         load_head(tmp_path / "head", targets[1])

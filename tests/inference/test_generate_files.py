@@ -58,13 +58,12 @@ def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: P
     program_of_files.check_same_settings(
         tmp_path / "t.5", SimpleNamespace(target=target, cfg=dict.fromkeys(SETTINGS, "t.5"))
     )
-    facts, writer = fingerprint(target), SimpleNamespace(target=target, cfg=dict.fromkeys(SETTINGS, "t.5"))
-    monkeypatch.setattr(program_of_files, "fingerprint", lambda target: facts)
-    facts["weights_digest"] = "before"
-    program_of_files.check_same_settings(tmp_path / "t.5", writer)
-    facts["weights_digest"] = "after"  # of a fine-tune in the same place, with the same embedding
-    with pytest.raises(ValueError, match=r"written with other settings \(weights_digest before\)"):
-        program_of_files.check_same_settings(tmp_path / "t.5", writer)
+    tuned = fingerprint(target) | {"weights_digest": "of a fine-tune in the same place, with the same embedding"}
+    monkeypatch.setattr(program_of_files, "fingerprint", lambda target: tuned)
+    with pytest.raises(ValueError, match=r"written with other settings \(weights_digest "):
+        program_of_files.check_same_settings(
+            tmp_path / "t.5", SimpleNamespace(target=target, cfg=dict.fromkeys(SETTINGS, "t.5"))
+        )
     output.write_text(lines[1])
     other = program("generate", *given, "output=out.jsonl", cwd=tmp_path)
     assert other.code == 2 and "output=out.jsonl, line 1 is not an answer to prompt 1" in other.err
