@@ -34,7 +34,7 @@ def facts_of_measurement(target: Target) -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """Return the command of this process as it is typed, without the place of the program `foredraft`."""
+    """Return the command of this process with its quotes, and without the place of the program `foredraft`."""
     program, _, name = sys.argv[0].rpartition(" ")  # foredraft/__main__.py adds the name
     typed = ["foredraft", name] if Path(program).stem in ("foredraft", "__main__") else ["python", sys.argv[0]]
     return shlex.join([*typed, *sys.argv[1:]])
