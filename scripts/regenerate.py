@@ -42,11 +42,14 @@ def main(cfg: DictConfig) -> None:
         form = ChatFormat(by.text_tokenizer, cfg.data.template, thinking)
         write, batch, facts = in_process, cfg.batch_size, {"model": by.name, "template": form.digest}
         answers, target = Regeneration(settings, by, form), fingerprint(by)
-    total, dropped = sum(1 for _ in questions(source, {}, tasks)), dict[str, int]()
+    dropped = dict[str, int]()
+    total = sum(1 for _ in questions(source, dropped, tasks))
+    if not total:
+        raise ValueError(f"data.path={cfg.data.path} contains no question to answer: {dropped}")
     about = {"settings": settings._asdict() | facts, "target": target}
     with RowFile(Path(cfg.output), about, "output") as rows:
         report(f"{facts['model']} answers; {len(rows.done)} of {total} rows exist already")
-        left = answers.remaining(questions(source, dropped, tasks), rows)
+        left = answers.remaining(questions(source, {}, tasks), rows)
         with Progress("answering", total, "rows", done=len(rows.done)) as progress:
             write(by, left, rows, batch, lambda texts: progress.add(len(rows.done) - progress.done))
     failed = f", {rows.errors} of them lack an answer (`error` in the row says why)" if rows.errors else ""
