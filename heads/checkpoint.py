@@ -27,13 +27,14 @@ WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
 CARD = "README.md"
 STATED_SHA = re.compile(r"SHA-256 of the weights\W+([0-9a-f]{64})")
+ADAPTER = "adapter_model.safetensors"  # peft's, next to ADAPTER_CONFIG
 HEAD_FILES = (*SAFE, *PICKLED, FILE, CONFIG, ADAPTER_CONFIG)  # would be read as part of a head
 RUN_FILES = ("config.yaml", "metrics.json")  # written next to it by a training run
 
 
 def fingerprint(target: Target) -> dict:
-    """Return what ties a head to the target it was trained on. The digest covers some embedding rows as stored on disk, so
-    it does not depend on the dtype in which the target was loaded."""
+    """Return what ties a head to the target it was trained on. The digests cover some embedding rows, and a row of every
+    matrix, as stored on disk, so they do not depend on the dtype in which the target was loaded."""
     ids = range(0, target.vocab_size, max(1, target.vocab_size // 64))
     stored = stored_embeddings(target, ids)
     rows = target.embeddings[: ids.stop : ids.step].detach().cpu() if stored is None else stored
@@ -41,7 +42,36 @@ def fingerprint(target: Target) -> dict:
     facts = {"name": target.name, "model_type": target.config.model_type, "vocab_size": target.vocab_size}
     if target.gguf is not None:
         facts["gguf"] = target.gguf
-    return facts | {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "embedding_digest": digest}
+    facts |= {"hidden_size": target.hidden_size, "num_layers": target.num_layers, "embedding_digest": digest}
+    if (weights := stored_digest(target)) is not None:
+        facts["weights_digest"] = weights
+    return facts
+
+
+def same_weights(one: dict, other: dict) -> bool:
+    """Return whether two fingerprints are of the same weights. A digest that one of them lacks is not compared."""
+    return all(
+        one[name] == other[name] for name in ("embedding_digest", "weights_digest") if name in one and name in other
+    )
+
+
+def stored_digest(target: Target) -> str | None:
+    """Return a digest of the first row of every matrix in the checkpoint and its adapter, or None without one in safetensors.
+    A fine-tune may leave the embedding unchanged. Experts are left out: there may be tens of thousands."""
+    files: dict[Path, list[str]] = {}
+    for name, path in (weight_map(target) | weight_map(target, ADAPTER)).items():
+        if path.is_file() and ".experts." not in name:
+            files.setdefault(path, []).append(name)
+    rows: dict[str, bytes] = {}
+    for path, names in files.items():
+        with safe_open(path, framework="pt") as checkpoint:
+            for name in names:
+                matrix = checkpoint.get_slice(name)
+                if len(matrix.get_shape()) == 2:
+                    row = matrix[0]
+                    row = row.to(torch.bfloat16) if row.dtype in (torch.float32, torch.float16) else row
+                    rows[name] = row.view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(b"".join(rows[name] for name in sorted(rows))).hexdigest()[:16] if rows else None
 
 
 def stored_embeddings(target: Target, ids: range) -> Tensor | None:
@@ -216,11 +246,10 @@ def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict:
     ]
     problems += head.incompatibilities(target)
     notes = [*files.notes, *head.differences(target)]
-    if saved.get("embedding_digest", now["embedding_digest"]) != now["embedding_digest"]:
+    if not same_weights(saved, now):
         notes.append(
-            f"it was trained for other weights than those of {target.name} (embedding_digest {saved['embedding_digest']} "
-            f"and {now['embedding_digest']}): its acceptance is a little lower for a quantized file or a fine-tune, and very "
-            "low for another model"
+            f"it was trained for other weights than those of {target.name}: its acceptance is a little lower for a quantized "
+            "file or a fine-tune, and very low for another model"
         )
     if strict and files.trained_here:
         problems += notes
@@ -232,4 +261,14 @@ def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict:
         warnings.warn(f"the head in {files.directory} is used with its own settings: {'; '.join(notes)}", stacklevel=3)
 
 
-__all__ = ["check_fit", "find", "fingerprint", "load_head", "read_config", "read_head", "save_head", "write_head"]
+__all__ = [
+    "check_fit",
+    "find",
+    "fingerprint",
+    "load_head",
+    "read_config",
+    "read_head",
+    "same_weights",
+    "save_head",
+    "write_head",
+]

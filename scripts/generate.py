@@ -189,11 +189,12 @@ def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
 def check_same_settings(output: Path, writer: Writer) -> None:
     """Note what decides the answers, next to them. Raises ValueError if those in the file had other settings."""
     note = output.with_name(f"{output.name.removesuffix('.jsonl')}.about.json")
-    name, digest = (fingerprint(writer.target)[key] for key in ("name", "embedding_digest"))
-    now = {"target": str(Path(name).resolve()) if Path(name).exists() else name, "embedding_digest": digest}
+    facts = fingerprint(writer.target)
+    target, digests = facts["name"], {name: value for name, value in facts.items() if name.endswith("_digest")}
+    now = {"target": str(Path(target).resolve()) if Path(target).exists() else target} | digests
     now |= {name: writer.cfg[name] for name in ("chat", "max_new_tokens", "temperature", "top_p", "seed")}
-    before = json.loads(note.read_text()) if note.is_file() and output.stat().st_size else now
-    if different := [f"{name} {before.get(name)}" for name in now if before.get(name) != now[name]]:
+    before = now | (json.loads(note.read_text()) if note.is_file() and output.stat().st_size else {})
+    if different := [f"{name} {before[name]}" for name in now if before[name] != now[name]]:
         raise ValueError(
             f"output={output} was written with other settings ({', '.join(different)}): give the same, or another output"
         )

@@ -12,6 +12,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from foredraft.cli import check_at_least, entry
+from foredraft.heads.checkpoint import fingerprint
 from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.train.data.chat_template import ChatFormat, switched
 from foredraft.train.data.conversations import source_of
@@ -34,16 +35,21 @@ def main(cfg: DictConfig) -> None:
         chat = {} if thinking is None else {"chat_template_kwargs": switched(thinking)}
         by: Any = Server(cfg.endpoint, cfg.model, cfg.timeout, cfg.retries, **chat)
         write, batch, facts = through_server, cfg.concurrency, {"model": by.model, "thinking": thinking}
+        target = None
         answers = Regeneration(settings)
     else:
         by = instantiate(cfg.target)
         form = ChatFormat(by.text_tokenizer, cfg.data.template, thinking)
         write, batch, facts = in_process, cfg.batch_size, {"model": by.name, "template": form.digest}
-        answers = Regeneration(settings, by, form)
-    total, dropped = sum(1 for _ in questions(source, {}, tasks)), dict[str, int]()
-    with RowFile(Path(cfg.output), {"settings": settings._asdict() | facts}, "output") as rows:
+        answers, target = Regeneration(settings, by, form), fingerprint(by)
+    dropped = dict[str, int]()
+    total = sum(1 for _ in questions(source, dropped, tasks))
+    if not total:
+        raise ValueError(f"data.path={cfg.data.path} contains no question to answer: {dropped}")
+    about = {"settings": settings._asdict() | facts, "target": target}
+    with RowFile(Path(cfg.output), about, "output") as rows:
         report(f"{facts['model']} answers; {len(rows.done)} of {total} rows exist already")
-        left = answers.remaining(questions(source, dropped, tasks), rows)
+        left = answers.remaining(questions(source, {}, tasks), rows)
         with Progress("answering", total, "rows", done=len(rows.done)) as progress:
             write(by, left, rows, batch, lambda texts: progress.add(len(rows.done) - progress.done))
     failed = f", {rows.errors} of them lack an answer (`error` in the row says why)" if rows.errors else ""

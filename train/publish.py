@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from foredraft.heads import formats, hub
 from foredraft.heads.base import DraftHead
-from foredraft.heads.checkpoint import load_head, read_config
+from foredraft.heads.checkpoint import fingerprint, load_head, read_config, same_weights
 from foredraft.heads.formats.base import projection_names
 from foredraft.heads.formats.engines import engines
 from foredraft.heads.formats.files import INDEX, shards, weights_file
@@ -128,7 +128,11 @@ def stage(head: Path, folder: Path, repo: str, target: Target, license: str | No
             f"head={head} leaves out the rows of the target's lm_head, which other engines need: push what foredraft export "
             "writes of it"
         )
-    facts = head_metadata(loaded, target, layout) | recorded.get("about", {})
+    metadata = head_metadata(loaded, target, layout)
+    facts = metadata | recorded.get("about", {})
+    # The target may have been trained from a directory and have a public name now.
+    if same_weights(files.config.get("foredraft", {}).get("target", {}), fingerprint(target)):
+        facts |= {key: metadata[key] for key in ("target", "engines")}
     facts |= {"repo": repo, "sha256": sha256, "revision": commit_of(target)}
     if license is not None:
         facts["license"] = license

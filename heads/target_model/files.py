@@ -42,9 +42,10 @@ def commit_of(target: "Target") -> str | None:
     return None if file is None or Path(target.checkpoint).is_dir() else file.parent.name
 
 
-def weight_map(target: "Target") -> dict[str, Path]:
-    """Return the file of every stored tensor by name; empty without a checkpoint in safetensors."""
-    index, single = (checkpoint_file(target, name) for name in (INDEX, WEIGHTS))
+def weight_map(target: "Target", weights: str = WEIGHTS) -> dict[str, Path]:
+    """Return the file of every stored tensor by name; empty without a checkpoint in safetensors. weights: the name of
+    its only file."""
+    index, single = (checkpoint_file(target, name) for name in (f"{weights}.index.json", weights))
     if index is not None:
         parts: dict[str, str] = json.loads(index.read_text())["weight_map"]
         return {name: index.parent / part for name, part in parts.items()}

@@ -118,6 +118,11 @@ NOT_LEARNED = [
 ]
 
 
+def test_blank_text_next_to_a_call_and_a_tool_that_prints_a_line_break_cost_no_row():
+    row = {"messages": [ASKED, answer("\n\n", tool_calls=[CALL]), {"role": "tool", "content": "\n"}, answer("done")]}
+    assert [message["content"] for message in said(row)] == [ASKED["content"], "\n\n", "\n", "done"]
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -139,6 +144,9 @@ NOT_LEARNED = [
         ({"messages": [{"content": "no"}]}, "without a role"),
         ({"messages": [{"role": "user", "content": " "}]}, "an empty turn"),
         ({"messages": [{"role": "user", "content": None}]}, "an empty turn"),
+        ({"messages": [ASKED, answer("\n")]}, "an empty turn"),
+        ({"messages": [ASKED, answer(""), ASKED, answer("hello")]}, "an empty turn"),
+        ({"prompt": "hi", "response": ""}, "an empty turn"),
         ({"messages": [{"role": "user", "content": 7}]}, "not text"),
         ({"messages": [None, None]}, "neither text nor a message"),
         ({"messages": [answer(None, tool_calls=[{}])]}, "a tool call without a name"),

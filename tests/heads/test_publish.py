@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from foredraft.heads.checkpoint import write_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.heads.medusa import MedusaHead
+from foredraft.heads.target_model import Target
 from foredraft.train import publish
 from tests.support.head_factory import edit, same
 from tests.support.processes import Ended, succeeded
@@ -92,6 +94,23 @@ def test_a_target_that_has_moved_is_asked_for(script, trained, tmp_path):
     ended = script("parity", "checkpoint=head")
     assert ended.code == 2 and "target ./gone is not a directory" in ended.err
     assert ended.err.endswith("(the config of head names it: set target=PATH)\n")
+
+
+def test_a_card_names_the_target_by_the_name_that_push_is_given(trained, target, tmp_path):
+    shutil.copytree(trained / "eagle3/head", tmp_path / "head")
+    about = {"target": "/home/me/model", "engines": [], "sha256": hub.weights_sha256(tmp_path / "head")}
+    (tmp_path / "head" / "metrics.json").write_text(json.dumps({"about": about}))
+    for name, expected in (("org/model", "org/model"), ("org/other", "/home/me/model")):
+        folder = tmp_path / name
+        folder.mkdir(parents=True)
+        if name == "org/other":  # its weights are not those that were measured
+            edit(tmp_path / "head", lambda config: config["foredraft"]["target"].update(embedding_digest="other"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            publish.stage(tmp_path / "head", folder, "org/head", Target(target.model, target.tokenizer, name), None)
+        card = (folder / "README.md").read_text()
+        assert f'Target.from_pretrained("{expected}")' in card
+        assert ("vllm serve org/model" in card) == (name == "org/model")
 
 
 def test_a_published_head_names_its_target_as_speculators_does(trained, target, tmp_path):

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
 from foredraft.heads import Target, load_head, save_head
-from foredraft.heads.checkpoint import fingerprint
+from foredraft.heads.checkpoint import fingerprint, same_weights
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.inference import drafter_for
@@ -367,6 +368,26 @@ def test_sizes_of_a_hostile_config_cost_no_memory(tmp_path):
 # -- the target's digest ----------------------------------------------------------------------------------------------
 
 
+def test_a_fine_tune_with_the_same_embedding_is_noticed(tmp_path):
+    """Adapters of a LoRA usually leave the embedding unchanged."""
+    model = LlamaForCausalLM(tiny_config(num_hidden_layers=8))
+    targets = []
+    for name in ("before", "after", "copy"):
+        model.save_pretrained(tmp_path / name, max_shard_size="20KB" if name == "copy" else "50GB")
+        targets.append(Target.from_pretrained(tmp_path / name, dtype="float32", device="cpu"))
+        if name == "before":
+            model.model.layers[5].self_attn.q_proj.weight.data += 0.1
+    before, after, copy = map(fingerprint, targets)
+    assert before["embedding_digest"] == after["embedding_digest"]
+    assert not same_weights(before, after) and same_weights(after, copy)
+    assert same_weights(before, {"embedding_digest": after["embedding_digest"]})  # of a head of an earlier version
+    save_file({"lora_B": torch.ones(2, 2)}, tmp_path / "copy" / "adapter_model.safetensors")
+    assert not same_weights(copy, fingerprint(targets[2]))
+    save_head(Eagle3Head.for_target(targets[0], 3), tmp_path / "head", targets[0])
+    with pytest.warns(UserWarning, match="trained for other weights than those of .*after"):
+        load_head(tmp_path / "head", targets[1])
+
+
 @pytest.mark.parametrize(
     ("stored", "shard"), [("float32", "1MB"), ("bfloat16", "50GB"), ("float16", "1MB"), ("float32", "pickled")]
 )
@@ -388,6 +409,7 @@ def test_a_head_fits_its_target_in_every_dtype(tmp_path, stored, shard):
     rows = {dtype: target.embeddings[0].to(torch.bfloat16) for dtype, target in loaded.items()}
     assert stored == "float16" or not torch.equal(rows["float32"], rows["float16"])
     assert len({fingerprint(target)["embedding_digest"] for target in loaded.values()}) == 1
+    assert len({fingerprint(target).get("weights_digest") for target in loaded.values()}) == 1
     save_head(Eagle3Head.for_target(loaded["float32"], 3), tmp_path / "head", loaded["float32"])
     assert load_head(tmp_path / "head", loaded["float16"]).layers == [2, 4, 5]
     other = Target(LlamaForCausalLM(config), name="another")

@@ -13,6 +13,7 @@ import torch
 from omegaconf import OmegaConf
 
 from foredraft.heads import Target
+from foredraft.heads.checkpoint import fingerprint
 from foredraft.inference import generate
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.scripts import generate as program_of_files
@@ -29,7 +30,7 @@ def program(name: str, *arguments: str, cwd: Path, typed: str = "") -> Ended:
     return end(start(*command, *arguments, cwd=cwd), typed)
 
 
-def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: Path):
+def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: Path, monkeypatch):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     given = [f"target={tiny_path}", "prompts=in.jsonl", "temperature=1.0", "max_new_tokens=9", "seed=3"]
     expected = []
@@ -57,6 +58,12 @@ def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: P
     program_of_files.check_same_settings(
         tmp_path / "t.5", SimpleNamespace(target=target, cfg=dict.fromkeys(SETTINGS, "t.5"))
     )
+    tuned = fingerprint(target) | {"weights_digest": "of a fine-tune in the same place, with the same embedding"}
+    monkeypatch.setattr(program_of_files, "fingerprint", lambda target: tuned)
+    with pytest.raises(ValueError, match=r"written with other settings \(weights_digest "):
+        program_of_files.check_same_settings(
+            tmp_path / "t.5", SimpleNamespace(target=target, cfg=dict.fromkeys(SETTINGS, "t.5"))
+        )
     output.write_text(lines[1])
     other = program("generate", *given, "output=out.jsonl", cwd=tmp_path)
     assert other.code == 2 and "output=out.jsonl, line 1 is not an answer to prompt 1" in other.err

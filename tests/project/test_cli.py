@@ -22,6 +22,7 @@ from foredraft import config, renamed_keys
 from foredraft.cli import NEEDS_TARGET, check_at_least, entry, reach_this_machine
 from foredraft.config import flat, nearest
 from foredraft.config_help import TABLES, comments, describe, described, header, listed
+from foredraft.train.runtime.environment import command_line
 from foredraft.words import expand
 from tests.support import ROOT, names
 from tests.support.configs import composed
@@ -664,3 +665,19 @@ def test_who_kills_a_program_of_a_test_and_waits_finds_it_ended(tmp_path: Path):
     assert program.exists()
     process.kill()
     assert process.wait() == -signal.SIGKILL and not program.exists()
+
+
+@pytest.mark.parametrize(
+    ("typed", "recorded"),
+    [
+        (
+            ["/home/me/.venv/bin/foredraft train", "data.path=[a.jsonl,b.jsonl]"],
+            "foredraft train 'data.path=[a.jsonl,b.jsonl]'",
+        ),
+        (["/home/me/foredraft/__main__.py evaluate", "limit=2"], "foredraft evaluate limit=2"),
+        (["train/run.py", "seed=0"], "python train/run.py seed=0"),
+    ],
+)
+def test_a_recorded_command_can_be_typed_and_names_no_directory_of_the_program(typed, recorded, monkeypatch):
+    monkeypatch.setattr(sys, "argv", typed)
+    assert command_line() == recorded

@@ -307,8 +307,19 @@ def test_a_run_takes_as_many_tokens_as_it_asks_for(chat, own, tmp_path):
 
 
 def test_rows_of_another_target_are_refused(own):
-    with pytest.raises(ValueError, match=r"was written by .*, not by"):
-        RowFile(own, {"target": {"embedding_digest": "another", "name": "other"}})
+    for digest in ("embedding_digest", "weights_digest"):
+        with pytest.raises(ValueError, match=r"was written by .*, not by"):
+            RowFile(own, {"target": {digest: "another", "name": "other"}})
+
+
+def test_a_fine_tune_with_the_same_embedding_writes_its_own_rows(chat_path, chat, tmp_path):
+    model = LlamaForCausalLM.from_pretrained(chat_path)
+    model.lm_head.weight.data += 0.1
+    model.save_pretrained(tmp_path)
+    tuned = Target.from_pretrained(tmp_path, dtype="float32", device="cpu")
+    form = ChatFormat(chat.text_tokenizer)
+    files = {magpie.row_file(target, form, SETTINGS).name.rpartition("-")[2] for target in (chat, tuned)}
+    assert len(files) == 2
 
 
 @pytest.mark.nightly

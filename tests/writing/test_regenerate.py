@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import json
 import re
+import shutil
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ import openai
 import pytest
 import torch
 from openai.types.chat import ChatCompletion
+from transformers import AutoModelForCausalLM
 
 from foredraft.inference import generate
 from foredraft.train.data.chat_template import ChatFormat
@@ -233,6 +235,16 @@ def test_raw_texts_are_asked_about_where_there_are_tasks(tmp_path: Path):
     assert [one.number for one in questions(Source(str(file)), dropped)] == [0] and dropped == {"no question in it": 3}
 
 
+def test_an_empty_answer_does_not_cost_its_question(tmp_path: Path):
+    asked = [{"role": "user", "content": "Why?"}]
+    rows: list[dict] = [{"messages": [*asked, {"role": "assistant", "content": text}]} for text in ("", "\n", None)]
+    rows.append({"prompt": "Why?", "response": ""})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dropped: dict[str, int] = {}
+    found = [one.turns for one in questions(Source(str(tmp_path / "rows.jsonl")), dropped)]
+    assert not dropped and found == [asked] * len(rows)
+
+
 def test_other_settings_other_questions_and_a_changed_file_are_refused(file: Path, tmp_path: Path):
     output, server = tmp_path / "out.jsonl", BadServer(("fine",))
     regenerate(file, output, server)
@@ -276,6 +288,24 @@ def test_a_kill_loses_and_doubles_nothing(file: Path, tmp_path: Path):
     assert output.read_bytes().startswith(before)  # nothing was written twice
     assert "no conversation and no text in it" in ended.out and "no question in it" in ended.out
     assert "32 rows in " in ended.out and "1 of them lack an answer" in ended.out
+
+
+def test_rows_of_a_target_whose_weights_were_replaced_are_refused(tiny_path: Path, tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "def", "response": "x"}\n')
+    shutil.copytree(tiny_path, tmp_path / "target")
+    given = [f"target={tmp_path / 'target'}", "data=conversations", "data.template=plain", "data.path=rows.jsonl"]
+    given += ["target.device=cpu", "output=out.jsonl", "max_new_tokens=2"]
+    command = [sys.executable, str(ROOT / "scripts" / "regenerate.py"), *given]
+    assert "1 rows in " in succeeded(end(start(*command, cwd=tmp_path))).out
+    (tmp_path / "rows.csv").write_text("prompt,response\nWhy?,So\n")
+    table = end(start(*command, "data.path=rows.csv", "output=none.jsonl", cwd=tmp_path))
+    assert table.code == 2 and "data.path=rows.csv contains no question to answer: {'not JSON': 2}" in table.err
+    assert not (tmp_path / "none.jsonl").exists()
+    model = AutoModelForCausalLM.from_pretrained(tiny_path)
+    model.model.layers[0].self_attn.q_proj.weight.data += 0.1
+    model.save_pretrained(tmp_path / "target")
+    again = end(start(*command, cwd=tmp_path))
+    assert again.code == 2 and "was written by" in again.err and "not by these weights of" in again.err
 
 
 @pytest.mark.parametrize("temperature", nightly_but([0.0, 1.0], 1.0))

@@ -24,7 +24,7 @@ from foredraft.train.data.chat_template import ChatFormat, template_file
 from foredraft.train.data.columns import declared, has_images, template_options
 from foredraft.train.data.corpus import highest_id, tokenize
 from foredraft.train.data.documents import REJECTED, Document
-from foredraft.train.data.layouts import Message, SkippedRow
+from foredraft.train.data.layouts import Message, SkippedRow, check_answers
 from foredraft.train.data.sources import Row, Shard, Source
 
 TRIED = 256  # rows that are encoded before all others, to see whether the template fits
@@ -63,6 +63,7 @@ class Encoder:
         messages = self.source.conversation(row, self.images is not None)
         if isinstance(messages, str):
             return list(tokenize(self.tokenizer, [messages])), messages
+        check_answers(messages)
         if self.images is not None:
             messages = [self.located(message) for message in messages]
         self.form = self.form or ChatFormat(self.tokenizer, self.template, self.thinking, self.images)

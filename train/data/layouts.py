@@ -85,7 +85,7 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
         if role is None:
             raise SkippedRow("a role that is not known" if named is not None else "a turn without a role")
         text = next((item[name] for name in ("content", "value", "text") if item.get(name) is not None), None)
-        if role == "system" and (text is None or (isinstance(text, str) and not text.strip())):
+        if role == "system" and is_blank(text):
             continue
         message: Message = {"role": role}
         if role == "assistant":
@@ -104,12 +104,24 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
             names = ("tool_call_id", "name")
             message |= {name: str(item[name]) for name in names if isinstance(item.get(name), str | int)}
             text = text if text is None or is_text(text) else json.dumps(text, ensure_ascii=False)
-        # An answer may be only reasoning that was cut off, or a call.
+        # An answer may be only reasoning that was cut off, or a call, and is not needed by regeneration. A tool may print a
+        # line break.
         pictured = None if images is None or role != "user" else parts(text, images)
-        nothing = not text and (role == "tool" or message.keys() & {"reasoning_content", "tool_calls"})
-        message["content"] = pictured or ("" if nothing else content(text))
+        nothing = is_blank(text) and role in ("tool", "assistant")
+        message["content"] = pictured or (unicode(text or "") if nothing else content(text))
         messages.append(message)
     return messages
+
+
+def is_blank(text: Any) -> bool:
+    return text is None or text == [] or (isinstance(text, str) and not text.strip())
+
+
+def check_answers(messages: list[Message]) -> None:
+    """Raise SkippedRow if an answer has neither text nor reasoning nor calls."""
+    for message in messages:
+        if message["role"] == "assistant" and not message.keys() & {"reasoning_content", "tool_calls"}:
+            content(message["content"])
 
 
 def unpaired(item: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from foredraft.inference.evaluation.progress import report
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.columns import declared, system, template_options
 from foredraft.train.data.corpus import Corpus, has_chats, prompts, with_start
-from foredraft.train.data.layouts import Message, SkippedRow, has_system, turns, unicode
+from foredraft.train.data.layouts import Message, SkippedRow, check_answers, has_system, turns, unicode
 from foredraft.train.data.sources import Row, Source, read
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -126,6 +126,7 @@ def question(row: Row, category: str) -> Question:
             messages = messages if has_system(messages) else system(value) + messages
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()
+            check_answers(messages)
             return Question(category, [messages], "", *shown)
         if isinstance(asked, str | list):
             said = turns([asked] if isinstance(asked, str) else asked, all_user=True)

@@ -3,8 +3,10 @@
 import datetime
 import importlib.metadata
 import platform
+import shlex
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from foredraft.heads.base import DraftHead
@@ -27,8 +29,15 @@ def facts_of_measurement(target: Target) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "versions": versions(),
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
     }
+
+
+def command_line() -> str:
+    """Return the command of this process with its quotes, and without the place of the program `foredraft`."""
+    program, _, name = sys.argv[0].rpartition(" ")  # foredraft/__main__.py adds the name
+    typed = ["foredraft", name] if Path(program).stem in ("foredraft", "__main__") else ["python", sys.argv[0]]
+    return shlex.join([*typed, *sys.argv[1:]])
 
 
 def facts_of_run(head: DraftHead, target: Target) -> dict[str, Any]:

@@ -92,7 +92,9 @@ def read_lines(key: str, file: str | None, described: str = "conf/data/self.yaml
 
 def row_file(target: Target, form: ChatFormat, settings: MagpieSettings) -> Path:
     """Return where the rows of this target and these settings are, for all runs."""
-    facts = json.dumps([fingerprint(target)["embedding_digest"], form.digest, asdict(settings), str(target.dtype)])
+    weights = fingerprint(target)
+    digests = [weights["embedding_digest"], weights.get("weights_digest")]
+    facts = json.dumps([digests, form.digest, asdict(settings), str(target.dtype)])
     key = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return cache_directory() / "self_written" / f"{Path(target.name).name}-{key}.jsonl"
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
+from foredraft.heads.checkpoint import same_weights
 from foredraft.train.runtime.locks import hold
 
 Row = dict[str, Any]
@@ -63,8 +64,10 @@ class RowFile:
             self.path.with_suffix(".about.json").write_text(json.dumps(about, indent=1) + "\n")
             return
         ours, theirs = about.get("target"), self.about.get("target")
-        if ours and theirs and ours["embedding_digest"] != theirs["embedding_digest"]:
-            raise ValueError(f"{self.path} was written by {theirs['name']}, not by {ours['name']}: give another file")
+        if ours and theirs and not same_weights(ours, theirs):
+            raise ValueError(
+                f"{self.path} was written by {theirs['name']}, not by these weights of {ours['name']}: give another file"
+            )
         settings, found = about.get("settings", {}), self.about.get("settings", {})
         different = [f"{name} {found.get(name)}" for name, value in settings.items() if found.get(name) != value]
         if different:
