@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from foredraft.cli import check_at_least, entry
 from foredraft.heads.target_model import loading
 from foredraft.heads.target_model.loading import resolve_dtype
-from foredraft.heads.target_model.resolve_path import gguf_of, resolve_path
+from foredraft.heads.target_model.resolve_path import check_path, gguf_of, resolve_path
 from foredraft.heads.target_model.sharding import COLLECTIVE
 from foredraft.train.checks import check_context_parallel
 from foredraft.train.runtime.memory_plan import memory_per_gpu, stored_quantization, strategy_of, study
@@ -27,6 +27,8 @@ def read_config(target: str, gguf_file: str | None = None, revision: str | None 
     path = Path(target)
     if not path.exists() and (path.suffix == ".json" or target.count("/") > 1 or target.startswith((".", "/", "~"))):
         raise ValueError(f"target={target} does not exist: give a config.json, a directory that holds one, or a Hub id")
+    if path.is_dir():
+        check_path(path)
     try:
         return loading.read_config(target, revision)
     except OSError as error:

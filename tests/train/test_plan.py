@@ -155,6 +155,7 @@ def test_what_does_not_fit_has_a_remedy(small: DictConfig, planned: dict):
     "change, message",
     [
         ({"path": "no.json"}, "target=no.json does not exist"),
+        ({"path": str(ROOT / "docs")}, "docs has no config.json: give a directory saved by transformers"),
         ({"path": "x/y", "quantization": "2bit"}, "target.quantization=2bit is not one of"),
         ({"path": "x/y", "sharding": "layers"}, "target.sharding=layers: a plan knows fsdp, tensor"),
         (None, "head=auto is a search, which only train/run.py does: name a head"),
