@@ -26,6 +26,7 @@ from transformers import PrinterCallback, TrainerState, set_seed
 from foredraft.cli import entry
 from foredraft.heads import lora
 from foredraft.heads.base import BlockHead, DraftHead
+from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import length_settings
@@ -161,6 +162,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
         head.init_projections(target, counts)
     packed = pack(cfg, data)
     card = data_card.describe(data.train) | data_card.coverage(counts, head.draft_ids) | packed.card
+    card["weights_digest"] = fingerprint(target).get("weights_digest")
     data = data._replace(card=data.card | card)
     if distributed.rank() == 0:
         if checkpoint is not None:

@@ -293,3 +293,11 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path: Path):
     data_card.check_same(tmp_path, {"hash": "a"})
     with pytest.raises(ValueError, match=r"unfinished run on other data \(hash a there, b here"):
         data_card.check_same(tmp_path, {"hash": "b"})
+
+
+def test_a_run_is_not_resumed_with_other_weights_in_the_targets_place(tmp_path: Path):
+    (tmp_path / "data_card.json").write_text('{"hash": "a"}')  # of an earlier version
+    data_card.check_same(tmp_path, {"hash": "a", "weights_digest": "c"})
+    (tmp_path / "data_card.json").write_text('{"hash": "a", "weights_digest": "b"}')
+    with pytest.raises(ValueError, match=r"on other weights of the target \(weights_digest b there, c here"):
+        data_card.check_same(tmp_path, {"hash": "a", "weights_digest": "c"})

@@ -57,14 +57,16 @@ def summary(card: dict[str, Any]) -> str:
 
 
 def check_same(directory: Path, card: dict[str, Any]) -> None:
-    """Raise ValueError where the run in `directory` has learned from other text than this."""
+    """Raise ValueError where the run in `directory` has learned from other text than this, or from another target in its
+    place."""
     file = directory / "data_card.json"
-    before = json.loads(file.read_text())["hash"] if file.is_file() else card["hash"]
-    if before != card["hash"]:
-        raise ValueError(
-            f"output_dir={directory} holds an unfinished run on other data (hash {before} there, {card['hash']} here, see "
-            f"{file.name}): give the old data to resume it, or another output_dir"
-        )
+    before = card | (json.loads(file.read_text()) if file.is_file() else {})
+    for name, what in (("hash", "data"), ("weights_digest", "weights of the target")):
+        if before.get(name) != card.get(name):
+            raise ValueError(
+                f"output_dir={directory} holds an unfinished run on other {what} ({name} {before[name]} there, {card[name]} "
+                f"here, see {file.name}): give the old {what} to resume it, or another output_dir"
+            )
 
 
 def save(directory: Path, card: dict[str, Any]) -> None:
