@@ -17,6 +17,7 @@ from foredraft.heads.caches import cuda_graphs
 from foredraft.heads.caches.device import device_name
 from foredraft.heads.caches.stacked_cache import StackedCache, stacks
 from foredraft.heads.target_model.cache_directory import measured_once
+from foredraft.heads.target_model.config_names import keys_kept, uses_sparse_indexer
 from foredraft.heads.target_model.key_widths import short_widths
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ class Capabilities:
 
     @cached_property
     def _continues(self) -> Literal["chain", "step"] | None:
-        return measure_chains(self.target) if why_no_drafts(self.target.model) is None else None
+        if why_no_drafts(self.target.model) is not None:
+            return None
+        return "step" if keys_kept(self.target.config, self.target.context) else measure_chains(self.target)
 
     def check_draftable(self) -> None:
         """Raise ValueError if no drafts are possible, so that no head can be trained."""
@@ -221,6 +224,9 @@ def why_no_trees(model: PreTrainedModel, context: int | None) -> str | None:
         reason = "runs its layers several times and keeps the keys of each time"
     elif getattr(config, "alibi", None):
         reason = "has alibi, which uses the columns of keys"
+    elif kept := keys_kept(config, context):
+        reason = f"attends only to the {kept} keys with the highest scores, and ties fall differently with drafts"
+        unless = f" unless texts stay shorter (target.context={kept})"
     elif boundary is not None:
         reason = f"has longrope, which rotates a text longer than {boundary} differently from its start on"
         unless = f" unless texts stay shorter (target.context={boundary})"
@@ -236,13 +242,6 @@ def longrope_boundary(config: PreTrainedConfig, context: int | None) -> int | No
     rope = getattr(config, "rope_parameters", None) or {}
     boundary = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
     return None if boundary is None or (context is not None and context <= boundary) else boundary
-
-
-def uses_sparse_indexer(config: PreTrainedConfig) -> bool:
-    """Return whether attention only uses the keys that an indexer scores highest (DeepSeek-V3.2, GLM-5, MiniMax-M3). The
-    rounding of a score depends on the number of tokens in a forward, so at a near-tie the choice does too."""
-    names = ("index_topk", "index_topk_blocks", "indexer_budget")
-    return any(getattr(config, name, None) is not None for name in names)
 
 
 @torch.no_grad()

@@ -20,3 +20,17 @@ def max_positions(config: PreTrainedConfig) -> int | None:
     named = (getattr(config, name, None) for name in POSITIONS)
     limit = next((number for number in named if number is not None), None)
     return None if limit == -1 else limit
+
+
+def keys_kept(config: PreTrainedConfig, context: int | None) -> int | None:
+    """Return the number of keys with the highest scores that a token attends to (Doge), if texts may be longer. The scores
+    of equal tokens are equal in the first layer, and the number of columns decides between them."""
+    kept = getattr(config, "keep_window_size", None)
+    return None if kept is None or (context is not None and context <= kept) else kept
+
+
+def uses_sparse_indexer(config: PreTrainedConfig) -> bool:
+    """Return whether attention only uses the keys that an indexer scores highest (DeepSeek-V3.2, GLM-5, MiniMax-M3). The
+    rounding of a score depends on the number of tokens in a forward, so at a near-tie the choice does too."""
+    names = ("index_topk", "index_topk_blocks", "indexer_budget")
+    return any(getattr(config, name, None) is not None for name in names)

@@ -80,3 +80,13 @@ def check_logits(target: "Target") -> None:
             f"{target.name or type(target.model).__name__} changes its logits after the lm_head (by up to "
             f"{difference:.3g}) in a way that its config does not name: its heads would be trained on wrong teacher logits"
         )
+
+
+def merge_streams(state: Tensor, tokens: Tensor, config: PreTrainedConfig) -> Tensor:
+    """Return hidden states (batch, length, hidden) of tokens (batch, length): the mean of hyper-connections' streams."""
+    if state.shape[:2] != tokens.shape:  # Gemma 3n's are (streams, batch, length, hidden), each on another scale
+        raise ValueError(
+            f"model_type {config.model_type} returns hidden states of the shape {tuple(state.shape)}, which heads cannot "
+            "read: choose another target, or a drafter without a head, such as suffix or ngram"
+        )
+    return state.mean(2) if state.ndim == 4 else state

@@ -26,7 +26,7 @@ from foredraft.heads.target_model.ends import load_ends, refuse
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import MROPE, ImageReader, add_features, model_inputs, reads_images
 from foredraft.heads.target_model.loading import check_keywords, check_tokens, load_model, load_tokenizer
-from foredraft.heads.target_model.logits import LogitScaling, TargetOutput, only_logits_at
+from foredraft.heads.target_model.logits import LogitScaling, TargetOutput, merge_streams, only_logits_at
 from foredraft.heads.target_model.resolve_path import full_name, resolve_path
 from foredraft.heads.target_model.sharding import COLLECTIVE, arguments, full_tensor
 
@@ -286,8 +286,7 @@ class Target:
             logits = logits[:, -keep_logits:]
         if not layers:
             return TargetOutput(logits, logits.new_empty(*tokens.shape, 0)), out
-        states = [out.hidden_states[i] for i in layers]
-        states = [state.mean(2) if state.ndim == 4 else state for state in states]  # streams of hyper-connections
+        states = [merge_streams(out.hidden_states[i], tokens, self.config) for i in layers]
         aux_hidden_states = states[0] if len(states) == 1 else torch.cat([s.to(logits.device) for s in states], -1)
         return TargetOutput(logits, aux_hidden_states), out
 

@@ -25,7 +25,7 @@ from foredraft.inference.evaluation.measure import left_pad
 from foredraft.inference.sampling import Sampling
 from foredraft.inference.tree import TokenTree, from_parents
 from foredraft.train.hidden_states.online import forward_target
-from tests.support.architectures import CONTEXT, FAMILIES, LENGTHS, VOCAB, WINDOW, a_few_families, pair
+from tests.support.architectures import CONTEXT, FAMILIES, LENGTHS, VOCAB, WINDOW, a_few_families, pair, plain_model
 from tests.support.batches import filled, packed
 
 
@@ -298,3 +298,44 @@ def test_what_does_not_read_on_has_no_head_to_train() -> None:
         ValueError, match=r"^model_type xlm cannot continue from a cache.* cannot have a head; choose another target"
     ):
         target.forward(torch.tensor([[1, 2, 3]]))
+
+
+def test_keys_that_tie_are_chosen_without_drafts() -> None:
+    """Use Doge, beyond the number of keys that it keeps: in its first layer, equal tokens have equal scores."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = hf.AutoConfig.for_model(
+        "doge", **sizes, num_attention_heads=4, num_key_value_heads=2, keep_window_size=16, initializer_range=0.3
+    )
+    torch.manual_seed(0)
+    model = hf.AutoModelForCausalLM.from_config(config).eval()
+    prompt = torch.tensor([[5, 9, 7, 5, 9] * 6])
+    expected = copy.deepcopy(model).generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=24,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    short = Target(copy.deepcopy(model), context=16)
+    assert short.capabilities.trees
+    target = Target(model)
+    assert target.capabilities.verify == "plain" and "target.context=16" in (target.capabilities.why or "")
+    with pytest.warns(UserWarning, match="Drafting is disabled"):
+        drafted = generate(target, NgramDrafter(), prompt, max_new_tokens=24, eos_token_id=-1)
+    assert drafted.new_tokens[0] == expected[0, prompt.shape[1] :].tolist()
+
+
+def test_streams_that_lie_before_the_batch_are_refused_by_name() -> None:
+    """Use Gemma 3n: a mean over its third dimension would be one over the text."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+    few = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_kv_shared_layers": 2, "laurel_rank": 4}
+    per_layer = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB}
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "activation_sparsity_pattern": [0.0] * 4}
+    target = Target(plain_model(hf.AutoConfig.for_model("gemma3n_text", **sizes, **few, **per_layer, **kinds)))
+    tokens = torch.arange(3, 9)[None].expand(4, -1)
+    assert generate(target, NgramDrafter(), tokens, max_new_tokens=2).new_tokens
+    with pytest.raises(
+        ValueError, match=r"^model_type gemma3n_text returns hidden states of the shape \(4, 4, 6, 32\)"
+    ):
+        target.forward(tokens, layers=[2])
