@@ -56,22 +56,26 @@ def same_weights(one: dict, other: dict) -> bool:
 
 
 def stored_digest(target: Target) -> str | None:
-    """Return a digest of the first row of every matrix in the checkpoint and its adapter, or None without one in safetensors.
-    A fine-tune may leave the embedding unchanged. Experts are left out: there may be tens of thousands."""
+    """Return a digest of the first row of every matrix in the checkpoint and its adapter, or None if not all of it is here in
+    safetensors (`embeddings_only` fetches a part). A fine-tune may leave the embedding unchanged. The matrices have no order,
+    since versions of transformers differ in names and in what they tie. Experts are left out: there may be tens of
+    thousands."""
     files: dict[Path, list[str]] = {}
     for name, path in (weight_map(target) | weight_map(target, ADAPTER)).items():
-        if path.is_file() and ".experts." not in name:
+        if not path.is_file():
+            return None
+        if ".experts." not in name:
             files.setdefault(path, []).append(name)
-    rows: dict[str, bytes] = {}
+    rows = set[bytes]()
     for path, names in files.items():
         with safe_open(path, framework="pt") as checkpoint:
             for name in names:
                 matrix = checkpoint.get_slice(name)
-                if len(matrix.get_shape()) == 2:
+                if len(matrix.get_shape()) == 2 and matrix.get_shape()[0]:
                     row = matrix[0]
                     row = row.to(torch.bfloat16) if row.dtype in (torch.float32, torch.float16) else row
-                    rows[name] = row.view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(b"".join(rows[name] for name in sorted(rows))).hexdigest()[:16] if rows else None
+                    rows.add(row.view(torch.uint8).numpy().tobytes())
+    return hashlib.sha256(b"".join(sorted(rows))).hexdigest()[:16] if rows else None
 
 
 def stored_embeddings(target: Target, ids: range) -> Tensor | None:

@@ -209,10 +209,9 @@ def read_settings(
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     """Return the prompt of each sequence without its padding, which may be on either side."""
-    for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
-        if not isinstance(given, Tensor) and (given is not None or name == "input_ids"):
-            kind = type(given).__name__
-            raise ValueError(f"{name} is {kind}, not a tensor: tokenizer(text, return_tensors='pt').{name} makes one")
+    if not isinstance(input_ids, Tensor):
+        kind = type(input_ids).__name__
+        raise ValueError(f"input_ids is {kind}, not a tensor: tokenizer(text, return_tensors='pt').input_ids makes one")
     if input_ids.is_floating_point():
         raise ValueError(f"input_ids is {input_ids.dtype}, not integers: token ids are needed, not embeddings")
     if input_ids.ndim != 2 or input_ids.shape[0] == 0:
@@ -220,6 +219,7 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     if attention_mask is None:
         prompts = input_ids.tolist()
     else:
+        attention_mask = torch.as_tensor(attention_mask)
         if attention_mask.shape != input_ids.shape:
             raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
         pairs = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)

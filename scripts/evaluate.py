@@ -22,6 +22,7 @@ from foredraft.heads import Target, load_head
 from foredraft.heads.caches.device import device_name
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.hub import find, weights_sha256
+from foredraft.heads.target_model.files import weight_map
 from foredraft.inference import generate, load_drafter
 from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
@@ -128,8 +129,10 @@ def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
     assert isinstance(settings, dict)
     for name in ("repeats", "temperature", "rivals", "audit", "output_dir"):
         del settings[name]
-    weights = fingerprint(target)
-    settings["weights"] = {"target": [weights["embedding_digest"], weights.get("weights_digest")]}
+    settings["weights"] = {"target": fingerprint(target)["embedding_digest"]}
+    # A fine-tune may have the same embedding.
+    files = [path for path in sorted(set(weight_map(target).values())) if path.is_file()]
+    settings["target_files"] = [[path.name, path.stat().st_size, sample_digest(path)] for path in files]
     for path in head_paths(cfg):
         with contextlib.suppress(ValueError):  # a drafter that cannot be loaded is omitted later
             settings["weights"] |= {path: weights_sha256(find(path))} if Path(path).expanduser().is_dir() else {}
@@ -140,8 +143,8 @@ def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
     if different := [name for name in before if before[name] != settings.get(name)]:
         if Lines(file.parent / "lines.jsonl").of("text"):
             raise ValueError(
-                f"output_dir={file.parent} contains a run with other settings or weights ({', '.join(different)}; {file}). "
-                "Use another output_dir, or remove it."
+                f"output_dir={file.parent} contains a run with other settings, weights or hardware ({', '.join(different)}: "
+                f"{file}). Use another output_dir, or remove it."
             )
         (file.parent / "prompts.json").unlink(missing_ok=True)
     write_atomically(file, json.dumps(settings, indent=1) + "\n")

@@ -131,7 +131,8 @@ def stage(head: Path, folder: Path, repo: str, target: Target, license: str | No
     metadata = head_metadata(loaded, target, layout)
     facts = metadata | recorded.get("about", {})
     # The target may have been trained from a directory and have a public name now.
-    if same_weights(files.config.get("foredraft", {}).get("target", {}), fingerprint(target)):
+    trained_on = files.config.get("foredraft", {}).get("target", {})
+    if trained_on and same_weights(trained_on, fingerprint(target)):
         facts |= {key: metadata[key] for key in ("target", "engines")}
     facts |= {"repo": repo, "sha256": sha256, "revision": commit_of(target)}
     if license is not None:

@@ -16,7 +16,8 @@ SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"
 
 
 def checked_window(files: HeadFiles, settings: dict[str, Any], applied: bool, single: bool) -> dict[str, Any]:
-    """Return the settings, without a window that is not applied. single: has the head one layer by its kind?"""
+    """Return the settings, without a window that is not applied. applied: does this kind look back through a window? single:
+    does it have one layer?"""
     sliding, window = settings.get("layer_types") == [SLIDING], settings.get("sliding_window")
     if sliding and applied:
         depth = settings.get("foredraft", {}).get("depth", 7)

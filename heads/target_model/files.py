@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from torch import Tensor
 
@@ -30,9 +31,10 @@ def checkpoint_file(target: "Target", name: str) -> Path | None:
         return None
     if Path(target.checkpoint).is_dir():
         return Path(target.checkpoint) / name if (Path(target.checkpoint) / name).is_file() else None
-    if target.checkpoint.count("/") > 1:
+    try:
+        cached = try_to_load_from_cache(target.checkpoint, name, revision=target.revision)
+    except HFValidationError:  # the name of a model that was made in memory
         return None
-    cached = try_to_load_from_cache(target.checkpoint, name, revision=target.revision)
     return Path(cached) if isinstance(cached, str) else None
 
 

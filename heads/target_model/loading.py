@@ -50,7 +50,7 @@ ELSEWHERE = {
 
 def check_keywords(keywords: dict[str, Any]) -> None:
     """Raise ValueError for a keyword of transformers' from_pretrained that would reach only a part of the files."""
-    for name in ELSEWHERE.keys() & keywords.keys():
+    for name in ELSEWHERE.keys() & {name for name, value in keywords.items() if value}:
         raise ValueError(f"{name}= would not reach the tokenizer and other files: {ELSEWHERE[name]}")
 
 

@@ -130,11 +130,9 @@ def test_of_a_folder_the_files_of_the_split_are_read(tmp_path: Path):
     def chosen(files: str | list[str]) -> set[str]:
         return {row.where.partition(":")[0] for row in Source(str(tmp_path), data_files=files).rows()}
 
-    assert chosen("more.jsonl") == {"more.jsonl"} and chosen(["d*/*", "e*"]) == {
-        "test_a.jsonl",
-        "rows.jsonl",
-        "evaluations.jsonl",
-    }
+    assert chosen("more.jsonl") == chosen("./more.jsonl") == {"more.jsonl"}
+    assert chosen(["d*/*", "e*"]) == {"test_a.jsonl", "rows.jsonl", "evaluations.jsonl"}
+    assert len(chosen("*.jsonl")) == 3 and len(chosen("**/*.jsonl")) == 5
     with pytest.raises(ValueError, match=r"has no file data\.data_files=train/\*"):
         chosen("train/*")
 

@@ -52,6 +52,11 @@ def test_a_system_prompt_in_a_column_is_there_where_heads_are_measured():
         assert question(Row("", row | {"system": "Be brief."}), "any").turns == turns
 
 
+def test_a_prompt_has_no_empty_answers():
+    with pytest.raises(ValueError, match="contains no prompt: an empty turn"):
+        question(Row("", {"messages": [*HI[:1], answer(""), *HI[:1]]}), "any")
+
+
 def test_a_system_prompt_among_the_messages_wins_unless_it_is_empty():
     assert said({"system": "Be long.", "messages": [BRIEF, *HI]}) == [BRIEF, *HI]
     for nothing in ("", "  ", None):
@@ -121,6 +126,12 @@ NOT_LEARNED = [
 def test_blank_text_next_to_a_call_and_a_tool_that_prints_a_line_break_cost_no_row():
     row = {"messages": [ASKED, answer("\n\n", tool_calls=[CALL]), {"role": "tool", "content": "\n"}, answer("done")]}
     assert [message["content"] for message in said(row)] == [ASKED["content"], "\n\n", "\n", "done"]
+    parts = [{"type": "text", "text": "\n"}]
+    row = {"messages": [ASKED, answer(parts, tool_calls=[CALL]), {"role": "tool", "content": parts}, answer("done")]}
+    assert [message["content"] for message in said(row)] == [ASKED["content"], "", "", "done"]
+    assert (
+        said({"messages": [ASKED, answer({}, tool_calls=[CALL]), {"role": "tool", "content": "x"}]})[1]["content"] == ""
+    )
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
         assert {line["drafter"] for line in csv.DictReader(file)} == names
     assert run(*given, "chain=2").code == 2
     save_head(make_head("medusa", target), head, target)  # another training
-    assert "out contains a run with other settings or weights" in complaint(run(*given))
+    assert "out contains a run with other settings, weights or hardware" in complaint(run(*given))
 
 
 def test_acceptance_by_context_continues_the_same_places(run, tmp_path, folder):
@@ -522,7 +522,7 @@ def test_heads_are_found_wherever_they_are_named(tmp_path, monkeypatch, target, 
     evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
     (tmp_path / "lines.jsonl").write_text('{"kind": "text"}\n')
     save_head(make_head("eagle3", target), tmp_path / "mine", target)
-    with pytest.raises(ValueError, match="other settings or weights"):
+    with pytest.raises(ValueError, match="other settings, weights or hardware"):
         evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
 
 
@@ -535,7 +535,7 @@ def test_another_draft_model_in_the_same_place_is_another_run(tiny_path, target,
     weights = load_file(tmp_path / "small" / "model.safetensors")
     weights["model.layers.0.mlp.up_proj.weight"].fill_(0.0)
     save_file(weights, tmp_path / "small" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="other settings or weights"):
+    with pytest.raises(ValueError, match="other settings, weights or hardware"):
         evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
 
 
@@ -593,13 +593,17 @@ def test_another_target_or_machine_is_another_run(tiny_path, tmp_path, monkeypat
         weights["model.layers.0.mlp.up_proj.weight"].fill_(weight)
         save_file(weights, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
         target = Target.from_pretrained(tmp_path / "target", dtype="float32", device="cpu")
-        with pytest.raises(ValueError, match="other settings or weights") if weight else contextlib.nullcontext():
+        with (
+            pytest.raises(ValueError, match="other settings, weights or hardware")
+            if weight
+            else contextlib.nullcontext()
+        ):
             evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
         (tmp_path / "lines.jsonl").write_text('{"kind": "text"}\n')
         if not weight:  # the same files, downloaded or copied again, are the same target
             os.utime(tmp_path / "target" / "model.safetensors", (1, 1))
             evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
             monkeypatch.setattr(evaluate, "device_name", lambda device: "another")
-            with pytest.raises(ValueError, match=r"other settings or weights \(hardware; "):
+            with pytest.raises(ValueError, match=r"weights or hardware \(hardware: "):
                 evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
             monkeypatch.undo()

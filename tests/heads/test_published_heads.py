@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
 from foredraft.heads import Target, load_head, save_head
-from foredraft.heads.checkpoint import fingerprint, same_weights
+from foredraft.heads.checkpoint import fingerprint, same_weights, stored_digest
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.inference import drafter_for
@@ -386,6 +386,24 @@ def test_a_fine_tune_with_the_same_embedding_is_noticed(tmp_path):
     save_head(Eagle3Head.for_target(targets[0], 3), tmp_path / "head", targets[0])
     with pytest.warns(UserWarning, match="trained for other weights than those of .*after"):
         load_head(tmp_path / "head", targets[1])
+
+
+def test_the_digest_of_the_weights_depends_on_nothing_but_them(tmp_path):
+    """Names and tied copies differ between versions of transformers, and a part of a checkpoint tells nothing."""
+    target, rows = Target(LlamaForCausalLM(tiny_config())), torch.arange(12.0).view(4, 3)
+    target.checkpoint = str(tmp_path)
+
+    def digest(tensors: dict[str, Tensor]) -> str | None:
+        save_file(tensors, tmp_path / "model.safetensors")
+        return stored_digest(target)
+
+    one = digest({"model.a.weight": rows, "model.b.weight": rows + 1})
+    assert one == digest({"x.weight": rows + 1, "a.weight": rows, "lm_head.weight": rows.clone()}) is not None
+    assert one == digest({"a.weight": rows, "b.weight": rows + 1, "mlp.experts.0.up.weight": rows + 2, "c": rows[:0]})
+    assert one != digest({"a.weight": rows, "b.weight": rows + 2})
+    index = {"weight_map": {"a.weight": "model.safetensors", "b.weight": "missing.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert stored_digest(target) is None
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def test_bad_input_is_named(target):
     for ids, settings, message in (
         (torch.ones(2, 3).long(), {"attention_mask": mask}, "sequence 1 is empty"),
         ("def main():", {}, "input_ids is str"),
-        (torch.ones(1, 2).long(), {"attention_mask": [[1, 1]]}, "attention_mask is list, not a tensor"),
+        (torch.ones(1, 2).long(), {"attention_mask": [[1]]}, r"attention_mask is \(1, 1\), input_ids \(1, 2\)"),
         (torch.ones(1, 2), {}, "input_ids is torch.float32, not integers"),
         (prompt(300), {}, r"300 tokens.*256"),
         (prompt(3), {"temperature": -1}, "temperature=-1"),

@@ -200,6 +200,7 @@ def test_keywords_that_reach_a_part_of_the_files_are_refused(keyword, tiny_path)
         ValueError, match=f"^{keyword}= would not reach the tokenizer and other files: (use|set|download)"
     ):
         Target.from_pretrained(tiny_path, device="cpu", **{keyword: "x"})
+    Target.from_pretrained(tiny_path, device="cpu", **{keyword: "" if keyword == "subfolder" else None})
 
 
 def test_an_adapter_is_not_left_out_silently(tmp_path):
@@ -319,6 +320,9 @@ def test_a_model_of_the_hub_without_an_owner_has_its_commit(monkeypatch, tmp_pat
     target = Target(LlamaForCausalLM(tiny_config()))
     target.checkpoint = "gpt2"
     assert files.commit_of(target) == "abc"
+    monkeypatch.undo()
+    target.checkpoint = "my model"  # the name of one that was made in memory
+    assert files.commit_of(target) is None
 
 
 def test_a_model_made_in_memory_has_no_files(tiny_path, monkeypatch):

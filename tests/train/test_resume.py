@@ -79,6 +79,7 @@ def test_a_finished_run_keeps_no_checkpoints(reference: Path):
         "report.html",
         "data_card.json",
     }
+    assert len(json.loads((reference / "data_card.json").read_text())["weights_digest"]) == 16
 
 
 def test_a_directory_is_written_by_one_run_at_a_time(given: list[str], tmp_path: Path):

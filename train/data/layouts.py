@@ -108,13 +108,18 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
         # line break.
         pictured = None if images is None or role != "user" else parts(text, images)
         nothing = is_blank(text) and role in ("tool", "assistant")
-        message["content"] = pictured or (unicode(text or "") if nothing else content(text))
+        kept = text if isinstance(text, str) else ""
+        message["content"] = pictured or (unicode(kept) if nothing else content(text))
         messages.append(message)
     return messages
 
 
 def is_blank(text: Any) -> bool:
-    return text is None or text == [] or (isinstance(text, str) and not text.strip())
+    if isinstance(text, list):
+        return all(
+            isinstance(part, dict) and part.get("type") == "text" and is_blank(part.get("text")) for part in text
+        )
+    return not (text.strip() if isinstance(text, str) else text)
 
 
 def check_answers(messages: list[Message]) -> None:

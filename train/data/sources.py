@@ -10,7 +10,6 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -161,10 +160,10 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
         if chosen is None:
             return of_split(found, root, split)
         patterns = [chosen] if isinstance(chosen, str) else chosen
-        named = [file for file in found if any(fnmatch(file.relative_to(root).as_posix(), one) for one in patterns)]
-        if not named:
+        named = {file for one in patterns if not one.startswith("/") for file in root.glob(one)}
+        if not named.intersection(found):
             raise ValueError(f"data.path={path} has no file data.data_files={chosen}")
-        return named
+        return [file for file in found if file in named]
     if root.is_file():
         return [root]
     if path.count("/") > 1 or path.startswith((".", "/", "~")) or path.endswith(ENDINGS):

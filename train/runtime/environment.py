@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from foredraft.__main__ import PROGRAMS
 from foredraft.heads.base import DraftHead
 from foredraft.heads.caches.device import device_name
 from foredraft.heads.target_model import Target
@@ -36,7 +37,8 @@ def facts_of_measurement(target: Target) -> dict[str, Any]:
 def command_line() -> str:
     """Return the command of this process with its quotes, and without the place of the program `foredraft`."""
     program, _, name = sys.argv[0].rpartition(" ")  # foredraft/__main__.py adds the name
-    typed = ["foredraft", name] if Path(program).stem in ("foredraft", "__main__") else ["python", sys.argv[0]]
+    is_ours = name in PROGRAMS and Path(program).stem in ("foredraft", "__main__")
+    typed = ["foredraft", name] if is_ours else ["python", sys.argv[0]]
     return shlex.join([*typed, *sys.argv[1:]])
 
 
