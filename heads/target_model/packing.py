@@ -86,11 +86,9 @@ def fewest_rows(model: nn.Module) -> int:
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tensors = [*model.parameters(), *model.buffers()]
     others = [tensor for tensor in tensors if tensor.dim() > 1 and id(tensor) not in looked_up]
-    others += [
-        module.weight for module in model.modules() if isinstance(module, nn.Linear)
-    ]  # it may share an embedding
+    plain = any(isinstance(module, nn.Linear) for module in model.modules())  # one may share the embedding's weight
     is_float32 = all(tensor.dtype == torch.float32 for tensor in tensors if tensor.is_floating_point())
-    return 1 if avx2 and is_float32 and not others else FEWEST_ROWS
+    return 1 if avx2 and is_float32 and not (others or plain) else FEWEST_ROWS
 
 
 def is_packable(module: nn.Module) -> bool:

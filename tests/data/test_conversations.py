@@ -297,5 +297,6 @@ def test_a_run_is_not_resumed_with_other_weights_in_the_targets_place(tmp_path: 
     (tmp_path / "data_card.json").write_text('{"hash": "a"}')  # of an earlier version
     data_card.check_same(tmp_path, {"hash": "a", "weights_digest": "c"})
     (tmp_path / "data_card.json").write_text('{"hash": "a", "weights_digest": "b"}')
+    data_card.check_same(tmp_path, {"hash": "a", "weights_digest": None})  # a part of the checkpoint is here
     with pytest.raises(ValueError, match=r"on other weights of the target \(weights_digest b there, c here"):
         data_card.check_same(tmp_path, {"hash": "a", "weights_digest": "c"})

@@ -60,9 +60,9 @@ def check_same(directory: Path, card: dict[str, Any]) -> None:
     """Raise ValueError where the run in `directory` has learned from other text than this, or from another target in its
     place."""
     file = directory / "data_card.json"
-    before = card | (json.loads(file.read_text()) if file.is_file() else {})
+    before = json.loads(file.read_text()) if file.is_file() else {}
     for name, what in (("hash", "data"), ("weights_digest", "weights of the target")):
-        if before.get(name) != card.get(name):
+        if before.get(name) and card.get(name) and before[name] != card[name]:  # not where one is not known
             raise ValueError(
                 f"output_dir={directory} holds an unfinished run on other {what} ({name} {before[name]} there, {card[name]} "
                 f"here, see {file.name}): give the old {what} to resume it, or another output_dir"
