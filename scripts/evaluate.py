@@ -105,7 +105,8 @@ def parts_of(cfg: DictConfig) -> list[str]:
 
 def head_paths(cfg: DictConfig) -> list[str]:
     """Return the directories or repositories of the heads among the drafters."""
-    return [part for part in parts_of(cfg) if ":" not in part and ("/" in part or Path(part).is_dir())]
+    parts = dict.fromkeys(parts_of(cfg))  # one may stand alone and in a +
+    return [part for part in parts if ":" not in part and ("/" in part or Path(part).is_dir())]
 
 
 def sample_digest(file: Path) -> str:

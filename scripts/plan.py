@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from foredraft.cli import check_at_least, entry
@@ -105,7 +106,7 @@ def main(cfg: DictConfig) -> None:
             raise ValueError(f"{name}={cfg[name]} must be above 0")
     check_context_parallel(cfg, cfg.gpus, strategy_of(cfg))
     found = plan(cfg)
-    kind = cfg.head._target_.split(".")[-3]  # foredraft.heads.eagle3.Eagle3Head.for_target
+    kind = get_object(cfg.head._target_).__self__.kind  # of foredraft.heads.eagle3.Eagle3Head.for_target, the class's
     print(f"{kind} ({found['head_parameters'] / 1e6:.0f}M trained parameters) for {cfg.target.path}")
     print(f"on {cfg.gpus} GPU{'s' * (cfg.gpus > 1)} of {cfg.gpu_gib} GiB, strategy={strategy_of(cfg)}; GiB on each:")
     for name, (size, how) in found["gib"].items():
