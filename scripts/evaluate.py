@@ -7,7 +7,6 @@ each stage of a step, and faults of drafters. The same command resumes an interr
 
 import contextlib
 import copy
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ from foredraft.heads import Target, load_head
 from foredraft.heads.caches.device import device_name
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.hub import find, weights_sha256
-from foredraft.heads.target_model.files import weight_map
 from foredraft.inference import generate, load_drafter
 from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
@@ -109,20 +107,6 @@ def head_paths(cfg: DictConfig) -> list[str]:
     return [part for part in parts if ":" not in part and ("/" in part or Path(part).is_dir())]
 
 
-def sample_digest(file: Path) -> str:
-    """Return a digest of the start of each tensor in a safetensors file. Copies of the file have the same one, unlike their
-    times, and large files need not be read whole."""
-    with file.open("rb") as opened:
-        header = opened.read(int.from_bytes(opened.read(8), "little"))
-        digest = hashlib.sha256(header)
-        for name, facts in json.loads(header).items():
-            if name != "__metadata__":
-                begin, end = facts["data_offsets"]
-                opened.seek(8 + len(header) + begin)
-                digest.update(opened.read(min(4096, end - begin)))
-    return digest.hexdigest()[:16]
-
-
 def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
     """Save the settings and digests of the weights. Raises ValueError if the directory contains texts of a run with others;
     repeats may differ. Prompts of a run that failed before its first text are removed."""
@@ -130,15 +114,10 @@ def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
     assert isinstance(settings, dict)
     for name in ("repeats", "temperature", "rivals", "audit", "output_dir"):
         del settings[name]
-    settings["weights"] = {"target": fingerprint(target)["embedding_digest"]}
-    # A fine-tune may have the same embedding.
-    files = [path for path in sorted(set(weight_map(target).values())) if path.is_file()]
-    settings["target_files"] = [[path.name, path.stat().st_size, sample_digest(path)] for path in files]
-    for path in head_paths(cfg):
+    settings["weights"] = {"target": fingerprint(target)}
+    for path in [*head_paths(cfg), *assistants(cfg).values()]:
         with contextlib.suppress(ValueError):  # a drafter that cannot be loaded is omitted later
             settings["weights"] |= {path: weights_sha256(find(path))} if Path(path).expanduser().is_dir() else {}
-    models = {path: sorted(Path(path).expanduser().glob("*.safetensors")) for path in assistants(cfg).values()}
-    settings["draft_models"] = {path: list(map(sample_digest, files)) for path, files in models.items()}
     settings["hardware"] = device_name(target.device)  # speeds of two machines have no common mean
     before = json.loads(file.read_text()) if file.exists() else {}
     if different := [name for name in before if before[name] != settings.get(name)]:

@@ -166,6 +166,10 @@ class DistillationModel(nn.Module):
     def depth_loss(self, depth: int, teacher: Teacher, counts: Tensor, weights: Tensor | None, state: Tensor) -> Tensor:
         """Return the sum of losses and number of hits, (2,), of drafts (n, width) of one depth. counts: (n,) bool."""
         draft = self.head.logits(state, depth)
+        expected = teacher.prediction.logits.shape
+        assert draft.shape == expected, (
+            f"logits of {type(self.head).__name__} are {draft.shape}, the target's {expected}"
+        )
         learned = counts & teacher.draftable
         # max, not argmax, here and for the teacher: the same token for a third of the time on a CPU.
         hits = (self.head.to_target_ids(draft.max(-1).indices) == teacher.best) & counts

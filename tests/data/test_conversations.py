@@ -77,6 +77,25 @@ def test_the_split_depends_on_what_is_said_alone(file: Path, tmp_path: Path):
     assert not one[0] & one[1] and not one[0] & one[2] and not one[1] & one[2]
 
 
+def test_a_table_as_spreadsheets_write_it(tmp_path: Path):
+    file = tmp_path / "rows.csv"
+    long = "word, " * 40_000
+    cells = f'question;answer;system\n"what;\nis ""it""?";{long};\nwhy?;so;be brief\nhow?;so;a;b\n'
+    file.write_text(cells, encoding="utf-8-sig")
+    first, second, third = Source(str(file)).rows()
+    assert first.where == "rows.csv:3" and first.value == {"question": 'what;\nis "it"?', "answer": long}
+    assert second.value == {"question": "why?", "answer": "so", "system": "be brief"}
+    assert str(third.value) == "more cells than the header names"
+    (tmp_path / "rows.tsv").write_text("prompt\tresponse\nyes, no?\tno\n")
+    assert next(Source(str(tmp_path / "rows.tsv")).rows()).value == {"prompt": "yes, no?", "response": "no"}
+    file.write_text('question,answer\na,"b\nc,d\n')  # the quote would swallow all rows
+    with pytest.raises(ValueError, match=r"rows\.csv cannot be read: unexpected end of data"):
+        [*Source(str(file)).rows()]
+    file.write_bytes(b"question,answer\n\xe9,b\n")
+    with pytest.raises(ValueError, match=r"rows\.csv cannot be read: 'utf-8' codec"):
+        [*Source(str(file)).rows()]
+
+
 def test_a_tiny_set_still_holds_something_out(tmp_path: Path):
     rows = [{"prompt": f"p{i}", "response": "r"} for i in range(3)]
     data = corpus(tokenizer(CHATML), path=str(write(tmp_path / "a.jsonl", rows)), cache_dir=str(tmp_path))
@@ -85,11 +104,12 @@ def test_a_tiny_set_still_holds_something_out(tmp_path: Path):
         corpus(tokenizer(CHATML), path=str(write(tmp_path / "b.jsonl", rows[:1])), cache_dir=str(tmp_path))
 
 
-def test_the_same_set_as_json_lines_array_folder_parquet_and_saved_by_datasets(file: Path, tmp_path: Path):
+def test_the_same_set_as_json_lines_array_folder_parquet_csv_and_saved_by_datasets(file: Path, tmp_path: Path):
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     (tmp_path / "array.json").write_text(json.dumps(rows))
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    Dataset.from_list(rows).to_csv(tmp_path / "rows.csv")
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "1.jsonl", rows[:50]), write(tmp_path / "folder" / "2.jsonl", rows[50:])
     (tmp_path / "folder" / "state.json").write_text("{}")  # of another program
@@ -97,7 +117,7 @@ def test_the_same_set_as_json_lines_array_folder_parquet_and_saved_by_datasets(f
     splits = {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:9])}
     DatasetDict(splits).save_to_disk(tmp_path / "splits")
     found = []
-    for name in ("rows.jsonl", "rows.jsonl.gz", "array.json", "rows.parquet", "folder", "saved", "splits"):
+    for name in ("rows.jsonl", "rows.jsonl.gz", "array.json", "rows.parquet", "rows.csv", "folder", "saved", "splits"):
         path = tmp_path / name
         data = corpus(tokenizer(CHATML), path=str(path), cache_dir=str(tmp_path))
         found.append(data_card.describe(data.train)["hash"])
@@ -107,6 +127,8 @@ def test_the_same_set_as_json_lines_array_folder_parquet_and_saved_by_datasets(f
         corpus(tokenizer(CHATML), path=str(tmp_path / "cut.jsonl.gz"), cache_dir=str(tmp_path))
     with pytest.raises(ValueError, match=r"has no split dev: choose one with data\.split=NAME"):
         corpus(tokenizer(CHATML), path=str(tmp_path / "splits"), split="dev")
+    with pytest.raises(ValueError, match=r"data_files=\*\.arrow is for folders and the Hub, and .*saved is one set"):
+        corpus(tokenizer(CHATML), path=str(tmp_path / "saved"), data_files="*.arrow")
     assert len(corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path), max_samples=50).train) < 50
 
 

@@ -151,7 +151,7 @@ def test_blank_text_next_to_a_call_and_a_tool_that_prints_a_line_break_cost_no_r
         ([1], "not an object"),
         ({"id": 3}, "no conversation and no text"),
         ({"messages": []}, "without a turn"),
-        ({"messages": [{"role": "critic", "content": "no"}]}, "a role that is not known"),
+        ({"messages": [{"role": "critic", "content": "no"}]}, "the role 'critic', which is not known"),
         ({"messages": [{"content": "no"}]}, "without a role"),
         ({"messages": [{"role": "user", "content": " "}]}, "an empty turn"),
         ({"messages": [{"role": "user", "content": None}]}, "an empty turn"),

@@ -68,8 +68,8 @@ def assemble(
     if not len(good):
         found = "; ".join(f"{count} x {reason}" for reason, count in dropped.most_common(3))
         advice = "Name columns of other names with data.messages, or data.prompt and data.response, or data.text"
-        if dropped.keys() <= {"not JSON", "not UTF-8"}:  # CSV, one object over many lines, another compression
-            advice = "Write one JSON object per line in UTF-8, or Parquet"
+        if dropped.keys() <= {"not JSON", "not UTF-8"}:  # one object over many lines, another compression
+            advice = "Write one JSON object per line in UTF-8, or Parquet, or CSV (NAME.csv)"
         raise ValueError(f"data.path={path} gives nothing to train on: {found}. {advice}")
     parts = np.repeat(np.arange(len(encoded)), [len(part) for part in encoded])[good]
     test, validation = held_out(keys[good], val_split)

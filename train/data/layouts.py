@@ -83,7 +83,9 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
         named = role_of(item)
         role = ROLES.get(named) if named is not None else None
         if role is None:
-            raise SkippedRow("a role that is not known" if named is not None else "a turn without a role")
+            raise SkippedRow(
+                f"the role {named[:40]!r}, which is not known" if named is not None else "a turn without a role"
+            )
         text = next((item[name] for name in ("content", "value", "text") if item.get(name) is not None), None)
         if role == "system" and is_blank(text):
             continue

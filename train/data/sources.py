@@ -1,8 +1,9 @@
-"""Rows of files and of Hub datasets: JSON Lines (also gzip), JSON, Parquet, Arrow. What a row says is for columns.py to tell.
+"""Rows of files and of Hub datasets: JSON Lines (also gzip), JSON, Parquet, CSV, Arrow. What a row says is for columns.py.
 
 A row that cannot be read is a `SkippedRow` with its reason, never lost.
 """
 
+import csv
 import gzip
 import hashlib
 import json
@@ -35,7 +36,7 @@ from foredraft.train.data.columns import (
 from foredraft.train.data.layouts import Message, SkippedRow, has_system, listed, turns
 from foredraft.train.data.layouts import parsed as parsed_json
 
-ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".parquet")  # of files in a directory
+ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".parquet", ".csv", ".tsv")  # of files in a directory
 # Names of splits in paths, as `datasets` knows them.
 SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
 SPLITS |= {"testing": "test", "eval": "test", "evaluation": "test"}
@@ -56,7 +57,7 @@ Shard = Callable[[], Iterator[Row]]  # reads a part of a source's rows, in any p
 class Source:
     """Describe where rows come from, and which columns hold what. None looks for a column under its usual names."""
 
-    path: str  # a JSON Lines or Parquet file, a folder of them or of `save_to_disk`, or a dataset's id on the Hub
+    path: str  # a JSON Lines, Parquet or CSV file, a folder of them or of `save_to_disk`, or a dataset's id on the Hub
     name: str | None = None  # of a Hub dataset with several configurations
     split: str = "train"
     data_files: str | Sequence[str] | None = None  # which files of a folder or Hub dataset: train/*.parquet
@@ -144,6 +145,10 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
         if not root.is_dir():
             raise ValueError(f"data.path={path} has no split {split}: choose one with data.split=NAME")
     if (root / "state.json").is_file() and (root / "dataset_info.json").is_file():  # the other files are metadata
+        if chosen is not None:
+            raise ValueError(
+                f"data.data_files={chosen} is for folders and the Hub, and {root} is one set of save_to_disk"
+            )
         return [root / part["filename"] for part in json.loads((root / "state.json").read_text())["_data_files"]]
     if root.is_dir():
         found = sorted(file for file in root.rglob("*") if file.name.endswith(ENDINGS) and not file.is_dir())
@@ -195,6 +200,8 @@ def shards(file: Path) -> list[Shard]:
             return [partial(arrow, file, None, 0)]
         if begins.startswith(b"\x1f\x8b"):
             return [partial(compressed, file)]
+        if file.suffix in (".csv", ".tsv"):
+            return [partial(comma_separated, file)]
         if begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             return [partial(json_array, file)]
         opened.seek(0)
@@ -227,6 +234,23 @@ def compressed(file: Path) -> Iterator[Row]:
                 if line.strip():
                     yield Row(f"{file.name}:{number}", parsed(line))
     except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def comma_separated(file: Path) -> Iterator[Row]:
+    """Read a file of text with a header and rows whose cells commas, semicolons or tabs separate. A row lacks the columns in
+    which it has no text."""
+    csv.field_size_limit(2**31 - 1)  # an answer may be longer than the 131,072 characters that are allowed otherwise
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            header = lines.readline()
+            lines.seek(0)
+            rows = csv.DictReader(lines, delimiter=max(",;\t", key=header.count), strict=True)
+            for row in rows:
+                where = f"{file.name}:{rows.line_num}"
+                more = SkippedRow("more cells than the header names")
+                yield Row(where, more if None in row else {name: cell for name, cell in row.items() if cell})
+    except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
 
 
