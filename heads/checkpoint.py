@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foredraft.heads import formats
 from foredraft.heads.base import DraftHead
-from foredraft.heads.formats.files import ADAPTER_CONFIG, CONFIG, FILE, PICKLED, SAFE, read_config
+from foredraft.heads.formats.files import ADAPTER_CONFIG, CONFIG, FILE, PICKLED, SAFE
 from foredraft.heads.hub.client import find, weights_sha256
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.files import checkpoint_file, weight_map
@@ -263,16 +263,3 @@ def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict:
         )
     if notes:
         warnings.warn(f"the head in {files.directory} is used with its own settings: {'; '.join(notes)}", stacklevel=3)
-
-
-__all__ = [
-    "check_fit",
-    "find",
-    "fingerprint",
-    "load_head",
-    "read_config",
-    "read_head",
-    "same_weights",
-    "save_head",
-    "write_head",
-]

@@ -10,8 +10,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from foredraft.cli import entry
 from foredraft.heads import hub
-from foredraft.heads.checkpoint import read_config, read_head, save_head, write_head
+from foredraft.heads.checkpoint import read_head, save_head, write_head
 from foredraft.heads.formats.engines import LLAMACPP_TARGET, check_options, export_for
+from foredraft.heads.formats.files import read_config
 from foredraft.train import publish
 
 

@@ -13,10 +13,10 @@ from omegaconf import DictConfig
 
 from foredraft.heads import formats, hub
 from foredraft.heads.base import DraftHead
-from foredraft.heads.checkpoint import fingerprint, load_head, read_config, same_weights
+from foredraft.heads.checkpoint import fingerprint, load_head, same_weights
 from foredraft.heads.formats.base import projection_names
 from foredraft.heads.formats.engines import engines
-from foredraft.heads.formats.files import INDEX, shards, weights_file
+from foredraft.heads.formats.files import INDEX, read_config, shards, weights_file
 from foredraft.heads.formats.gguf.layout import GGUFFormat
 from foredraft.heads.formats.gguf.tensors import FILE
 from foredraft.heads.hub.card import model_card

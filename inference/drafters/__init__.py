@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
-from foredraft.heads.checkpoint import find, load_head, read_config
+from foredraft.heads.checkpoint import load_head
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.eagle3 import Eagle3Head, check_window
+from foredraft.heads.formats.files import read_config
+from foredraft.heads.hub import find
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.packing import pack
 from foredraft.inference.drafters.base import Drafter, NoDrafter

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, Gemma3TextConfig, LlamaForCausalLM, Phi3
 
 from foredraft.cli import explain
 from foredraft.heads import Target, save_head
-from foredraft.heads.checkpoint import read_config
 from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.formats.files import read_config
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.target_model import gguf, resolve_path
 from foredraft.heads.target_model.gguf import check_rope, set_attention
