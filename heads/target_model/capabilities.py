@@ -56,12 +56,8 @@ class Capabilities:
             )
 
     @property
-    def verify(self) -> Literal["tree", "chain", "plain"]:
-        """Return what one forward verifies: a tree with our mask, a chain, or a single token."""
-        return "tree" if self.trees else "chain" if self.chains else "plain"
-
-    @property
     def trees(self) -> bool:
+        """Return whether one forward verifies a tree with our mask."""
         return self.why is None
 
     @property

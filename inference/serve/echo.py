@@ -18,7 +18,7 @@ Scored = tuple[float | None, list[tuple[int, float]]]  # log-probability of a to
 def score(target: Target, tokens: Sequence[int], top: int) -> Iterator[list[Scored]]:
     """Score a text's tokens in chunks, so that requests are decoded in between. The first token has no log-probability."""
     state, found = None, list[Scored]([(None, [])])
-    chunk = CHUNK if target.capabilities.verify != "plain" else len(tokens)
+    chunk = CHUNK if target.capabilities.chains else len(tokens)
     for start in range(0, len(tokens) - 1, chunk):
         part = torch.tensor([tokens[start : start + chunk + 1]], device=target.device)
         output, state = target.forward_from(part[:, :-1], start, state)
