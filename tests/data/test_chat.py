@@ -132,6 +132,38 @@ def test_a_template_whose_answers_begin_otherwise_is_refused():
         ChatFormat(tokenizer(odd)).documents(ONE)
 
 
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{{ end }}{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "written"),
+    [
+        # Hermes: a line's end before the header in the history alone.
+        (TURNS.replace("{{ end }}", "{{ '\n' if not loop.last }}") + PROMPT, "yes", "yes<|im_end|>"),
+        # Command R7B: its prompt closes the reasoning, which the answers of the history do not have.
+        (
+            TURNS.replace("{{ m.content }}", "{{ '[R]' if m.role == 'assistant' }}{{ m.content }}")
+            + PROMPT.replace("{% endif", "<|START_THINKING|><|END_THINKING|>{% endif"),
+            "yes",
+            "[R]yes<|im_end|>",
+        ),
+        # Kimi-K2-Thinking: it writes an empty reasoning before that of the text.
+        (
+            TURNS.replace("{{ m.content }}", "{{ '<think></think>' if m.role == 'assistant' }}{{ m.content }}")
+            + PROMPT,
+            "<think>so</think>yes",
+            "<think>so</think>yes<|im_end|>",
+        ),
+        # The target stops at its eos_token, whatever stands behind it.
+        (TURNS.replace("<|im_end|>", "</s><|im_end|>") + PROMPT, "yes", "yes</s>"),
+    ],
+)
+def test_an_answer_is_learned_from_its_prompt_to_its_end(template: str, answer: str, written: str):
+    (text,) = shown(ChatFormat(tokenizer(template)), [{"role": "user", "content": "Hi"}, ONE[-1] | {"content": answer}])
+    assert f"⟦{written}⟧" in text and text.count("⟦") == 1
+
+
 def test_the_plain_template_marks_answers(tmp_path):
     with pytest.raises(ValueError, match=r"no chat template.*data\.template=plain"):
         ChatFormat(tokenizer(None))

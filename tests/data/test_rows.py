@@ -347,7 +347,7 @@ def test_answers_that_are_calls_and_tools_as_json_text():
     assert tools("") is tools(None) is tools("[]") is tools([]) is None
 
 
-@pytest.mark.parametrize("name", ["gemma4", "qwen3_5"])
+@pytest.mark.parametrize("name", ["gemma4_07", "qwen3_5"])
 @pytest.mark.parametrize("arguments", ['{"a": ', "[1]"])
 def test_a_call_that_a_template_cannot_show_costs_its_row_alone(name: str, arguments: str):
     template = (ROOT / "tests" / "support" / "chat_templates" / f"{name}.jinja").read_text()

@@ -18,11 +18,15 @@ from foredraft.inference.serve.openai.choice import Choice, Piece
 from foredraft.inference.serve.openai.protocol import ChatRequest, Tool
 from foredraft.inference.serve.openai.reasoning import split_harmony
 from foredraft.inference.serve.openai.tool_formats import (
+    APERTUS,
+    APRIEL,
     BARE,
     DEEPSEEK_V3,
     DEEPSEEK_V3_1,
     FUNCTION_GEMMA,
+    FUNCTIONARY,
     GEMMA,
+    GIGACHAT,
     GLM,
     GRANITE,
     HARMONY,
@@ -30,6 +34,7 @@ from foredraft.inference.serve.openai.tool_formats import (
     KIMI,
     LFM,
     LLAMA,
+    MINICPM,
     MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
@@ -49,11 +54,15 @@ from tests.support.chats import tokenizer
 
 TEMPLATES = ROOT / "tests" / "support" / "chat_templates"
 STYLES = {
+    "apertus": APERTUS,
+    "apriel": APRIEL,
     "deepseek_r1": DEEPSEEK_V3,
     "deepseek_v3_1": DEEPSEEK_V3_1,
     "devstral": MISTRAL_ARGS,
+    "functionary": FUNCTIONARY,
     "gemma3": None,
     "gemma4": GEMMA,
+    "gemma4_07": GEMMA,
     "glm4_5": GLM,
     "gpt_oss": HARMONY,
     "granite3": GRANITE,
@@ -318,6 +327,12 @@ TEXTS: list[tuple[ToolFormat, str, str, list]] = [
     *((LFM, f"<|tool_call_start|>[f({given})]", f"<|tool_call_start|>[f({given})]", []) for given in NOT_JSON),
     (LFM, '<|tool_call_start|>[f(a="b (c-d)\n\\"e", b=\'f\n\')]<|tool_call_end|>', "", [("f", LINES)]),
     (OLMO, "<function_calls>\nf(a=1)\nf()\n</function_calls>", "", [ONE, NOTHING]),
+    (GEMMA, "<|tool_call>call:f{a:None,b:[True,False]}<tool_call|>", "", [("f", {"a": None, "b": [True, False]})]),
+    (APRIEL, f'I look.\n<tool_calls>[{{"name": "f", "arguments": {GIVEN}}}]</tool_calls>', "I look.\n", [ONE]),
+    (APERTUS, f'I look.<|tools_prefix|>[{{"f": {GIVEN}}}, {{"f": {{}}}}]<|tools_suffix|>', "I look.", [ONE, NOTHING]),
+    (FUNCTIONARY, f"I look.<function=f>{GIVEN}</function><function=f>{{}}</function>", "I look.", [ONE, NOTHING]),
+    (GIGACHAT, f'<|function_call|>{{"name": "f", "arguments": {GIVEN}}}', "", [ONE]),
+    (MINICPM, '<function name="f"><param name="a">1</param></function>', "", [("f", {"a": "1"})]),
     (BARE, CALL, "", [F]),
     (BARE, "", "", []),
 ]
@@ -420,6 +435,8 @@ def test_arguments_in_tags_have_the_types_of_their_schema(model):
         ("<functions></functions> ... <function_calls> ... <|im_start|>environment", OLMO),
         ("<start_function_call>call:f{a:<escape>b<escape>}", FUNCTION_GEMMA),
         ("plain <tool_call>", None),
+        ("<|function_call|> + {'name': ...}", GIGACHAT),
+        ('<function name="f"><param name="a">', MINICPM),
         *((name, style) for name, style in STYLES.items()),
     ],
 )
@@ -430,11 +447,11 @@ def test_formats_are_known_by_their_templates(template, style):
 
 @pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize(
-    "name", [name for name, style in STYLES.items() if style not in (None, HARMONY, MISTRAL, GEMMA)]
+    "name", [name for name, style in STYLES.items() if style not in (None, HARMONY, MISTRAL, APRIEL, GEMMA)]
 )
 def test_a_forced_call_is_what_the_template_writes(name, many):
     """Check that the grammar accepts the template's own text of calls, which is read as the same calls. (gpt-oss has a
-    second order of its header, and the ids in Mistral-Nemo's list are not for the model to write.)"""
+    second order of its header, and the ids in Mistral-Nemo's and Apriel's lists are not for the model to write.)"""
     template, style = (TEMPLATES / f"{name}.jinja").read_text(), STYLES[name]
     many = many and not template_needs(template).one_call
     plain = {key: value for key, value in VALUES.items() if key not in ("maybe", "flag")}  # some are written in Python
@@ -459,7 +476,8 @@ def test_calls_that_a_template_writes_between_marks_are_read():
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls}]
     template = (TEMPLATES / "gemma4.jinja").read_text()
     shown = rendered(normalize_messages(messages, template), template)
-    assert read(GEMMA, shown[shown.index("<|tool_call>") :], 5) == ("", [("f", VALUES)] * 2)
+    shown = shown[shown.index("<|tool_call>") :].removesuffix("<|tool_response>")  # special, not text
+    assert read(GEMMA, shown, 5) == ("", [("f", VALUES)] * 2)
 
 
 def test_calls_are_forced_as_json_where_the_format_has_no_grammar():

@@ -297,9 +297,9 @@ def test_rows_of_a_target_whose_weights_were_replaced_are_refused(tiny_path: Pat
     given += ["target.device=cpu", "output=out.jsonl", "max_new_tokens=2"]
     command = [sys.executable, str(ROOT / "scripts" / "regenerate.py"), *given]
     assert "1 rows in " in succeeded(end(start(*command, cwd=tmp_path))).out
-    (tmp_path / "rows.csv").write_text("prompt,response\nWhy?,So\n")
-    table = end(start(*command, "data.path=rows.csv", "output=none.jsonl", cwd=tmp_path))
-    assert table.code == 2 and "data.path=rows.csv contains no question to answer: {'not JSON': 2}" in table.err
+    (tmp_path / "rows.txt").write_text("Why?\nSo\n")
+    table = end(start(*command, "data.path=rows.txt", "output=none.jsonl", cwd=tmp_path))
+    assert table.code == 2 and "data.path=rows.txt contains no question to answer: {'not JSON': 2}" in table.err
     assert not (tmp_path / "none.jsonl").exists()
     model = AutoModelForCausalLM.from_pretrained(tiny_path)
     model.model.layers[0].self_attn.q_proj.weight.data += 0.1

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from foredraft.train.data.chat_template import ChatFormat
 
 STAND_IN = "\u2402answer\u2403"
-THINK = r"(?:<(?:\w+:)?think(?:ing)?>|\[THINK\])"
+THINK = r"(?:<(?:\w+:)?think(?:ing)?(?::\w+)?>|\[THINK\]|<\|START_THINKING\|>)"
+CLOSE = THINK.replace("<(", "</(").replace("[T", "[/T").replace("START", "END")
 OPENED = re.compile(rf"({THINK})\s*$")  # a generation prompt that opens the reasoning
-EMPTY = re.compile(rf"\s*{THINK}?\s*{THINK.replace('<', '</').replace('[T', '[/T')}\s*")
+EMPTY = re.compile(rf"\s*{THINK}?\s*{CLOSE}\s*")
 Span = tuple[int, int]
 Tools = list[dict] | None
 
@@ -35,6 +36,10 @@ class TurnEnd(NamedTuple):
     mark: str = ""  # after every answer
     chat: str = ""  # after the mark of a chat's last answer
     next_turn: str = ""  # what the target stops with, if the template ends no answer at all
+
+
+class OtherStart(ValueError):
+    """Say that the template starts an answer otherwise than its generation prompt does."""
 
 
 class Written(NamedTuple):
@@ -48,19 +53,19 @@ class Written(NamedTuple):
 
 def learned(form: "ChatFormat", messages: list[Message], tools: Tools = None) -> list[tuple[str, list[Span]]]:
     """Return texts with the spans in the loss. One text, or several if the template shows an earlier answer otherwise than it
-    was written. Raises SkippedRow where no answer can be learned."""
+    was written. Raises SkippedRow or OtherStart where no answer can be learned."""
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise SkippedRow("no answer in it")
     texts: list[tuple[str, list[Span]]] = []
-    reason = SkippedRow("no answer in it that is to be learned: the row says so")
+    reason: ValueError = SkippedRow("no answer in it that is to be learned: the row says so")
     for number in answers:
         if messages[number].get("weight", 1) <= 0:
             continue
         try:
             history = [form.shown(message) for message in messages[:number]]
             text, spans = Turn(form, history, messages[number], tools).find_answer()
-        except SkippedRow as error:
+        except (SkippedRow, OtherStart) as error:
             reason = error
             continue
         if texts and text.startswith(texts[-1][0]):
@@ -85,14 +90,14 @@ class Turn(NamedTuple):
         return self.form.write([*self.history, *said], prompt, tools=self.tools, thinking=thinking)[0]
 
     def find_answer(self) -> tuple[str, list[Span]]:
-        """Return the conversation up to the answer, and the spans that the target wrote of it. Raises ValueError for a
-        template whose answers start otherwise than its generation prompts, SkippedRow for an answer without the reasoning
-        that the target starts with."""
+        """Return the conversation up to the answer, and the spans that the target wrote of it. Raises OtherStart for an
+        answer that starts otherwise than its generation prompt, SkippedRow for one without the reasoning that the target
+        starts with."""
         form, answer = self.form, self.answer
         try:
             written = self.with_thoughts() or self.without_thoughts()
-        except ValueError as error:
-            if isinstance(error, SkippedRow) or not form.tagged:
+        except OtherStart:
+            if not form.tagged:
                 raise
             text, shown = self.render(form.shown(answer)), form.shown(answer)
             written = Written(text, common(text, self.render()), None, shown)
@@ -111,7 +116,9 @@ class Turn(NamedTuple):
         """Return a message behind its generation prompt, with reasoning that the template leaves out between both."""
         prompt, text = self.render(prompt=True, thinking=thinking), self.render(message, thinking=thinking)
         if not thoughts and text.startswith(prompt):
-            return Written(text, len(prompt), thinking, message)
+            header = "" if prompt.endswith(self.form.header) else self.form.header  # Gemma 4's behind a tool's result
+            said = text.removeprefix(prompt).removeprefix(header)
+            return Written(prompt + said, len(prompt), thinking, message if prompt + said == text else None)
         return Written(prompt + thoughts + self.after_header(prompt, text, thinking), len(prompt), thinking, None)
 
     def with_thoughts(self) -> Written | None:
@@ -126,8 +133,12 @@ class Turn(NamedTuple):
         def shown(message: Message) -> Written | None:
             if self.render(message, thinking=thinking) == self.render(plain, thinking=thinking):
                 return None
-            written = self.behind_prompt(message, thinking)
-            return written if thoughts.strip() in written.text[written.start :] else None
+            try:
+                written = self.behind_prompt(message, thinking)
+            except OtherStart:
+                return None
+            empty = EMPTY.match(written.text, written.start)  # and the reasoning behind it, as content
+            return written if thoughts.strip() in written.text[written.start :] and not empty else None
 
         if by_name := shown(plain | dict.fromkeys(THOUGHTS, thoughts)):
             return by_name
@@ -161,21 +172,25 @@ class Turn(NamedTuple):
         """Return what the template writes of an answer behind that part of its header which the generation prompt has too.
 
         Both are compared from the last message on: Mistral's template shows a system prompt in the last question only. Raises
-        ValueError if the header has more than the prompt, but for the empty reasoning that some templates write."""
+        OtherStart if the header has more than the prompt, but for the empty reasoning that some templates write."""
         stand_in = {"role": "assistant", "content": STAND_IN}
         header, found, _ = self.render(stand_in, thinking=thinking).partition(STAND_IN)
         asked = str(self.history[-1]["content"]).strip() if self.history else ""
         turns = self.render(thinking=thinking)
+        generation = prompt.removeprefix(turns) if prompt.startswith(turns) else ""
+        if generation.strip() and header.endswith(generation) and text.startswith(header):
+            return text[len(header) :]
         end = len(turns) if prompt.startswith(turns) and header.startswith(turns) else None  # <think> has a "hi", too
         begin = max(0, header.rfind(asked, 0, end))
         since = prompt[max(0, prompt.rfind(asked, 0, end)) :]
         at = begin + len(self.form.shared(since, header[begin:]))
         more = at < len(header) and at < begin + len(since)
-        if not found or text[:at] != header[:at] or (more and not EMPTY.fullmatch(header, at)):
-            raise ValueError(
-                f"{self.form.name} starts an answer otherwise than its generation prompt does ({prompt[-40:]!r}), so the "
-                "loss mask cannot be found: give a template with {% generation %} marks (data.template=FILE)"
-                + (", or another data.thinking" if self.form.switch else "")
+        empty = EMPTY.fullmatch(header, at) or EMPTY.fullmatch(since, at - begin)
+        if not found or text[:at] != header[:at] or (more and not empty):
+            raise OtherStart(
+                f"{self.form.name} starts an answer otherwise ({header[at:]!r}) than its generation prompt does "
+                f"({since[at - begin :]!r}), so the loss mask cannot be found: give a template with {{% generation %}} marks "
+                "(data.template=FILE)" + (", or another data.thinking" if self.form.switch else "")
             )
         empty = EMPTY.match(text, at)
         return text[empty.end() if empty else at :]
@@ -184,28 +199,44 @@ class Turn(NamedTuple):
         """Return the text with what the target must write to stop, and where that ends."""
         ends, text = self.form.turn_end, written.text.removesuffix(self.form.turn_end.chat)
         end = len(text.rstrip())
-        if self.answer.get("finish_reason") == "length" or text[written.start : end].endswith(ends.mark or "\0"):
+        if self.answer.get("finish_reason") == "length":
+            return text, end
+        eos = self.form.tokenizer.eos_token or "\0"
+        said, stop, added = text[written.start : end].partition(eos)
+        if stop and added:  # the target stops there, whatever the template adds
+            return text[: written.start] + said + eos, written.start + len(said + eos)
+        if text[written.start : end].endswith(ends.mark or "\0"):
             return text, end
         calls = self.answer.get("tool_calls") and (ends.mark or ends.next_turn)
-        if calls and (mark := self.mark_after_calls(written.thinking)):
-            return text + mark, len(text + mark)
+        if calls and (mark := self.mark_after_calls(written.thinking)) is not None:
+            return text + mark, len((text + mark).rstrip())
         if not ends.next_turn:
             return text, end
         text = text if ends.next_turn != self.form.tokenizer.eos_token else text[:end]
         return text + ends.next_turn, len(text + ends.next_turn)
 
-    def mark_after_calls(self, thinking: bool | None) -> str:
-        """Return the mark of the tools' results after an answer that only calls them; "" if there is none."""
+    def mark_after_calls(self, thinking: bool | None) -> str | None:
+        """Return the mark of the tools' results with which an answer that calls them ends; None if the template shows none.
+        It is empty if the call ends with a mark, and words follow (Gemma 4, Apertus) or any turn's start (functionary)."""
         results = [
             {"role": "tool", "content": STAND_IN, "name": call["function"]["name"], "tool_call_id": call.get("id")}
             for call in self.answer["tool_calls"]
         ]
-        try:
-            text = self.render(self.answer, thinking=thinking)
-            followed = self.render(self.answer, *results, thinking=thinking)
-        except SkippedRow:
-            return ""
-        return next_mark(self.form, followed[len(text) :]) if followed.startswith(text) else ""
+        text = self.render(self.answer, thinking=thinking)
+
+        def follows(*turns: Message) -> str:
+            try:
+                longer = self.render(self.answer, *turns, thinking=thinking)
+            except SkippedRow:
+                return ""
+            return longer.removeprefix(text) if longer.startswith(text) else ""
+
+        if not (rest := follows(*results)):
+            return None
+        mark = next_mark(self.form, rest)
+        if not text.rstrip().endswith(tuple(self.form.marks)):
+            return mark
+        return mark if rest.startswith(mark) and not follows({"role": "user", "content": "?"}).startswith(mark) else ""
 
 
 def common(one: str, other: str) -> int:

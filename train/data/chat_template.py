@@ -148,6 +148,16 @@ class ChatFormat:
         return bool(OPENED.search(self.write(asked, True, thinking=self.switched_to(True))[0]))
 
     @cached_property
+    def header(self) -> str:
+        """Return what the generation prompt adds to a question; "" for a template whose questions end with it."""
+        asked = [{"role": "user", "content": "?"}]
+        try:
+            turns, prompt = self.write(asked)[0], self.write(asked, True)[0]
+        except SkippedRow:
+            return ""
+        return prompt.removeprefix(turns) if prompt.startswith(turns) else ""
+
+    @cached_property
     def turn_end(self) -> TurnEnd:
         return turn_end(self)
 

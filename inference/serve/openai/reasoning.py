@@ -18,6 +18,8 @@ MARKS = (
     ("[THINK]", "[/THINK]"),  # Magistral, Ministral
     ("<seed:think>", "</seed:think>"),  # Seed-OSS
     ("<|channel>thought", "<channel|>"),  # Gemma 4
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A and R7B
+    ("<mm:think>", "</mm:think>"),  # MiniMax-M3
 )
 HARMONY = "<|channel|>analysis", "<|channel|>final<|message|>"
 MESSAGE = "<|message|>"

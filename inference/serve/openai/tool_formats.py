@@ -126,6 +126,13 @@ GEMMA = ToolFormat("<|tool_call>call:NAME", "<tool_call|>", "", quote='<|"|>')  
 FUNCTION_GEMMA = ToolFormat("<start_function_call>call:NAME", "<end_function_call>", "", quote="<escape>")
 LFM = ToolFormat("", "", section=("<|tool_call_start|>", "<|tool_call_end|>"), is_python=True)
 OLMO = LFM._replace(section=("<function_calls>", "</function_calls>"))  # 3
+APRIEL = MISTRAL._replace(section=("<tool_calls>[", "]</tool_calls>"))
+APERTUS = ToolFormat('{"NAME": ', "}", ", ", ("<|tools_prefix|>[", "]<|tools_suffix|>"))
+FUNCTIONARY = ToolFormat("<function=NAME>", "</function>", "")  # 3.1
+GIGACHAT = ToolFormat('<|function_call|>{"name": "NAME", "arguments": ', "}")  # 3.1
+MINICPM = ToolFormat(
+    '<function name="NAME">', "</function>", "", parameters=Parameters('<param name="KEY">', "</param>")
+)  # 5
 BARE = ToolFormat('{"name": "NAME", "arguments": ', "}")  # forced where `is_forced` is false, or the format is unknown
 
 FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (  # the first one whose texts are all in the template is used
@@ -144,6 +151,11 @@ FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (  # the first one who
     (("<|tool_call_start|>",), LFM),
     (("<function_calls>", "environment"), OLMO),
     (("<start_function_call>", FUNCTION_GEMMA.quote), FUNCTION_GEMMA),
+    (("<tool_calls>[",), APRIEL),
+    (("<|tools_prefix|>",), APERTUS),
+    (("<function=", "</function>"), FUNCTIONARY),
+    (("<|function_call|>",), GIGACHAT),
+    (("<function name=", "<param name="), MINICPM),
     (("<tool_call>", "arguments"), HERMES),
     (("dictionary of argument name and its value",), LLAMA),
 )

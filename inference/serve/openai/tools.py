@@ -32,7 +32,9 @@ OBJECT = r'(?<!\s)\s*(?:\[\s*)?\{\s*"(?:name|type|function|arguments|parameters)
 PARTIAL_OBJECT = re.compile(r'(?<!\s)\s*(?:\[\s*)?(?:\{\s*(?:"\w*)?)?$')
 SEPARATOR = re.compile(r"[\s,;]*")
 DECODER = json.JSONDecoder(strict=False, parse_constant=str)  # models write newlines within strings, and NaN
-BARE_KEY = re.compile(r'("(?:[^"\\]|\\.)*")|([{,]\s*)([\w.-]+)\s*:')  # or a text in quotes, which may contain one
+# A text in quotes, which may contain the others; a bare key; a name of Python, which Gemma's template writes.
+BARE_WORD = re.compile(r'("(?:[^"\\]|\\.)*")|([{,]\s*)([\w.-]+)\s*:|\b(None|True|False)\b')
+PYTHON_NAMES = {"True": True, "False": False, "None": None}  # in place of JSON's
 JSON_NAMES = {"true": True, "false": False, "null": None}  # which models write in Python, too
 # In calls of Python: a text in quotes, or a name before a parenthesis, whose signs become letters.
 QUOTED_OR_NAME = re.compile(r"""("(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?)|(?<![\w./-])[\w./-]+(?=\()""", re.DOTALL)
@@ -261,12 +263,19 @@ def decode_marked(text: str, at: int, quote: str, closing: str) -> tuple[Any, in
             end += len(piece) + 2 * len(quote)
             continue
         bare, ended, _ = piece.partition(closing)
-        parts.append(BARE_KEY.sub(lambda found: found[1] or f'{found[2]}"{found[3]}":', bare))
+        parts.append(BARE_WORD.sub(as_json, bare))
         end += len(bare)
         if ended:
             break
     value, size = decode_json("".join(parts).strip(), 0)
     return value, end if size else at
+
+
+def as_json(found: re.Match[str]) -> str:
+    """Return JSON for a match of BARE_WORD."""
+    if found[3]:
+        return f'{found[2]}"{found[3]}":'
+    return found[1] or json.dumps(PYTHON_NAMES[found[4]])
 
 
 def match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
@@ -283,7 +292,7 @@ def parse_argument(text: str, definition: Any) -> Any:
     try:
         return json.loads(text, parse_constant=str)
     except (ValueError, RecursionError):
-        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+        return PYTHON_NAMES.get(text.strip(), text)
 
 
 def new_call(name: str, arguments: str) -> dict[str, Any]:
