@@ -29,7 +29,7 @@ STEADY = ["trainer.lr_scheduler_type=constant", "trainer.warmup_steps=0", "train
 NO_END = "trainer.max_steps=100000"
 
 SRUN = """import os, signal, subprocess, sys
-assert sys.argv[1] == "--kill-on-bad-exit=1"
+assert sys.argv[1] == "--kill-on-bad-exit=1" and os.environ["SRUN_CPUS_PER_TASK"] == "64"
 tasks = [subprocess.Popen(sys.argv[2:]) for _ in range(int(os.environ["SLURM_NNODES"]))]
 signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])
 sys.exit(max(abs(task.wait()) for task in tasks))
@@ -92,6 +92,7 @@ def slurm(cluster: Cluster, job: int) -> subprocess.Popen:
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "1",
+        "SLURM_CPUS_PER_TASK": "64",
     }
     facts["REQUEUED"] = str(cluster.shared / "requeued")
     script = ["bash", "scripts/slurm.sh", *cluster.given, NO_END, f"output_dir={cluster.shared / 'out'}"]
