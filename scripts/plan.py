@@ -97,6 +97,25 @@ def fitting(cfg: DictConfig) -> tuple[str, float] | None:
     return None
 
 
+def check_run(cfg: DictConfig) -> None:
+    """Raise ValueError for settings that the planned run would refuse."""
+    strategy, sharding = strategy_of(cfg), cfg.target.sharding
+    check_context_parallel(cfg, cfg.gpus, strategy)
+    if strategy == "single" and cfg.gpus > 1:
+        raise ValueError(f"strategy=single trains on one GPU, and gpus={cfg.gpus}: set gpus=1, or another strategy")
+    if strategy.startswith("zero") and cfg.trainer.optim == "muon":
+        raise ValueError(f"strategy={strategy} trains with AdamW: set trainer.optim=adamw, or strategy=fsdp")
+    if is_offline(cfg) and sharding in COLLECTIVE:
+        raise ValueError(
+            f"hidden_states=offline writes with a whole target in every process, and target.sharding={sharding} splits it: "
+            "set hidden_states=server, or target.sharding=null"
+        )
+
+
+def is_offline(cfg: DictConfig) -> bool:
+    return cfg.hidden_states._target_.endswith(".offline")
+
+
 @entry("plan")
 def main(cfg: DictConfig) -> None:
     rows = "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"
@@ -104,7 +123,7 @@ def main(cfg: DictConfig) -> None:
     for name in ("gpu_gib", "gpu_tflops", "efficiency"):
         if cfg[name] <= 0:
             raise ValueError(f"{name}={cfg[name]} must be above 0")
-    check_context_parallel(cfg, cfg.gpus, strategy_of(cfg))
+    check_run(cfg)
     found = plan(cfg)
     kind = get_object(cfg.head._target_).__self__.kind  # of foredraft.heads.eagle3.Eagle3Head.for_target, the class's
     print(f"{kind} ({found['head_parameters'] / 1e6:.0f}M trained parameters) for {cfg.target.path}")
@@ -119,6 +138,13 @@ def main(cfg: DictConfig) -> None:
         f"{cfg.efficiency} / {(body + head * cfg.supervised_fraction) / 1e9:.1f} GFLOP: {found['hours']:.1f} hours for "
         f"{cfg.tokens:,} tokens\n{found['disk'] / 1e12:.2f} TB to store the hidden states in bfloat16 (hidden_states=offline)"
     )
+    if is_offline(cfg) and not cfg.hidden_states.load_full_target:
+        whole = plan(cast(DictConfig, OmegaConf.merge(cfg, {"hidden_states": {"load_full_target": True}})))
+        weights, hours = whole["gib"]["target weights"][0], whole["hours"] - found["hours"]
+        print(
+            f"the first run writes them with the whole target: {weights:.2f} GiB of weights on every GPU, and {hours:.1f} "
+            "hours more"
+        )
     if found["total"] > cfg.gpu_gib:
         largest = max(found["gib"], key=lambda name: found["gib"][name][0])
         print(f"warning: this does not fit; most of it is {largest}")

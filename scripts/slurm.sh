@@ -15,6 +15,8 @@
 #SBATCH --open-mode=append
 set -euo pipefail
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=110  # torchrun would kill the run 30 s after the signal, in the middle of its checkpoint
+# Since Slurm 22.05 srun does not inherit --cpus-per-task: all processes of a node would share one core.
+[[ -z ${SLURM_CPUS_PER_TASK:-} ]] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 
 read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 srun --kill-on-bad-exit=1 torchrun \

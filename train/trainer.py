@@ -87,7 +87,8 @@ class HeadTrainingArguments(TrainingArguments):
         self.optimizer, self.optim = self.optim, OptimizerNames.ADAMW_TORCH  # Trainer would build its own
         # accelerate and DeepSpeed would cast weights, gradients and the loss as well: DistillationModel casts products alone.
         self.products_in_bf16, self.bf16 = self.bf16, False
-        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # `accelerate launch` may have said otherwise
+        # `accelerate launch` may have said otherwise. A model that it compiles has other names of weights.
+        os.environ["ACCELERATE_MIXED_PRECISION"] = os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"
         super().__post_init__()
 
     @property

@@ -29,7 +29,7 @@ STEADY = ["trainer.lr_scheduler_type=constant", "trainer.warmup_steps=0", "train
 NO_END = "trainer.max_steps=100000"
 
 SRUN = """import os, signal, subprocess, sys
-assert sys.argv[1] == "--kill-on-bad-exit=1"
+assert sys.argv[1] == "--kill-on-bad-exit=1" and os.environ["SRUN_CPUS_PER_TASK"] == "64"
 tasks = [subprocess.Popen(sys.argv[2:]) for _ in range(int(os.environ["SLURM_NNODES"]))]
 signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])
 sys.exit(max(abs(task.wait()) for task in tasks))
@@ -92,6 +92,7 @@ def slurm(cluster: Cluster, job: int) -> subprocess.Popen:
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "1",
+        "SLURM_CPUS_PER_TASK": "64",
     }
     facts["REQUEUED"] = str(cluster.shared / "requeued")
     script = ["bash", "scripts/slurm.sh", *cluster.given, NO_END, f"output_dir={cluster.shared / 'out'}"]
@@ -296,7 +297,7 @@ def test_a_node_that_lacks_a_file_is_not_waited_for(tiny_path: Path, folder: Pat
 
 # Bad input
 
-SHARED = """import sys
+SHARED = """import os, sys
 from pathlib import Path
 import torch.distributed as dist
 from foredraft.train.runtime import distributed
@@ -304,25 +305,29 @@ both, own = map(Path, sys.argv[1:])
 dist.init_process_group("gloo", f"file://{both}/rendezvous", rank=distributed.rank(), world_size=2)
 distributed.NFS_DELAY_S = 0.5
 distributed.check_shared(both, "output_dir")
-try:
-    distributed.check_shared(own, "output_dir")
-except ValueError as error:
-    print(error)
+for directory in (own, both):
+    try:
+        distributed.check_shared(directory, "output_dir")
+    except ValueError as error:
+        print(error)
+    os.access = lambda *_: distributed.rank() == 0  # a mount that is read-only in the second process
+distributed.check_shared(both, "hidden_states.path", both / "rendezvous")
 distributed.shutdown()
 """
 
 
-def test_nodes_that_do_not_share_the_output_are_told_so(tmp_path: Path):
+def test_nodes_that_do_not_share_or_cannot_write_the_output_are_told_so(tmp_path: Path):
     directories = [tmp_path / "a", tmp_path / "b"]
     nodes = [
         start(PYTHON, "-c", SHARED, str(tmp_path), str(own), cwd=tmp_path, RANK=str(rank), WORLD_SIZE="2")
         for rank, own in enumerate(directories)
     ]
     for own, ended in zip(directories, map(end, nodes), strict=True):
-        assert ended.out == (
-            f"output_dir={own} is one directory for only 1 of the 2 processes: give an absolute path on a file system that "
-            "all nodes share\n"
-        ), ended.err
+        message = (
+            "output_dir={} is one directory for only 1 of the 2 processes: give an absolute path on a file system that "
+            "all nodes share and can write\n"
+        )
+        assert ended.out == message.format(own) + message.format(tmp_path) and ended.code == 0, ended.err
     assert not list(tmp_path.rglob(".*"))  # what was looked for
 
 

@@ -174,6 +174,26 @@ def test_a_plan_as_it_is_typed(tiny_path: Path, call):
     assert "strategy=fsdp" in said and "one of 2 pieces on every GPU" in said and "gathered target" in said
 
 
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("strategy=single", "strategy=single trains on one GPU, and gpus=8: set gpus=1"),
+        ("strategy=zero2", "strategy=zero2 trains with AdamW: set trainer.optim=adamw, or strategy=fsdp"),
+        ("context_parallel=3", "context_parallel=3 must divide the 8 processes"),
+        ("hidden_states=offline target.sharding=fsdp", "and target.sharding=fsdp splits it: set hidden_states=server"),
+    ],
+)
+def test_a_run_that_would_be_refused_is_not_planned(given: str, message: str, tiny_path: Path):
+    with pytest.raises(ValueError, match=message):
+        plan.check_run(composed("plan", f"target.path={tiny_path}", "gpus=8", *given.split()))
+
+
+def test_a_plan_of_hidden_states_on_disk_counts_the_run_that_writes_them(call):
+    given = [f"target.path={ROOT}/scripts/targets/qwen3-8b.json", "hidden_states=offline", "tokens=500000000"]
+    said = call(plan.main, *given).out
+    assert "the first run writes them with the whole target: 15.26 GiB of weights on every GPU, and " in said
+
+
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "domino", "p_eagle", "xpress"])
 def test_a_head_that_drafts_in_blocks_is_planned(tiny_path: Path, kind: str):
     """Count the blocks that start in a step, not all that could."""

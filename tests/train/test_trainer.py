@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
 
 from foredraft.heads.base import DraftHead, ParallelHead
@@ -67,6 +69,13 @@ def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Pa
 def test_an_argument_that_would_be_ignored_is_refused(tmp_path: Path, name: str, value: object, remedy: str):
     with pytest.raises(ValueError, match=f"trainer.{name}={value} has no effect on a head: {remedy}"):
         HeadTrainingArguments(str(tmp_path), use_cpu=True, **{name: value})
+
+
+def test_accelerate_launch_chooses_neither_precision_nor_compiler(tmp_path: Path, monkeypatch):
+    for name, value in {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_DYNAMO_BACKEND": "EAGER"}.items():
+        monkeypatch.setenv(name, value)
+    HeadTrainingArguments(str(tmp_path), use_cpu=True)
+    assert TorchDynamoPlugin().backend == DynamoBackend.NO and os.environ["ACCELERATE_MIXED_PRECISION"] == "no"
 
 
 @pytest.mark.parametrize(

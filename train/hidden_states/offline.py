@@ -77,8 +77,9 @@ def offline(
         )
     directory = Path(path)
     facts = describe(packed, target, sorted({*layers, *(extra_layer_ids or [])}), dtype, shard_rows)
-    distributed.check_shared(directory, "hidden_states.path")
     file, rank = directory / MANIFEST, distributed.rank()
+    # A complete store may lie where nobody can write.
+    distributed.check_shared(directory, "hidden_states.path", file if distributed.broadcast(file.exists()) else None)
     directory.mkdir(parents=True, exist_ok=True)
     # One run at a time writes. The first process decides for all, since another run may write the manifest meanwhile.
     with hold(directory, "hidden_states.path", wait=True) if rank == 0 and not file.exists() else nullcontext():

@@ -90,23 +90,25 @@ def main_process_first() -> Iterator[None]:
         barrier()
 
 
-def check_shared(directory: Path, setting: str) -> None:
-    """Raise ValueError, in every process, unless all of them see the files that one puts into `directory`, which is made
-    where it does not exist. setting: what names it. Every process must call this."""
+def check_shared(directory: Path, setting: str, file: Path | None = None) -> None:
+    """Raise ValueError, in every process, unless all of them see `file`, or without one can write `directory`, which is made
+    where it does not exist, and see there what one has written. setting: what names it. Every process must call this."""
     if world_size() == 1:
         return
-    file = directory / f".{broadcast(uuid.uuid4().hex)}"
-    if rank() == 0:
+    sought = file or directory / f".{broadcast(uuid.uuid4().hex)}"
+    if rank() == 0 and file is None:
         directory.mkdir(parents=True, exist_ok=True)
-        file.touch()
+        sought.touch()
     barrier()
-    sees = int(all_reduce(torch.tensor(float(appear([file])))))
-    if rank() == 0:
-        file.unlink()
-    if sees < world_size():
+    shares = appear([sought]) and (file is not None or os.access(directory, os.W_OK))
+    sharing = int(all_reduce(torch.tensor(float(shares))))
+    if rank() == 0 and file is None:
+        sought.unlink()
+    if sharing < world_size():
+        use = "write" if file is None else "read"
         raise ValueError(
-            f"{setting}={directory} is one directory for only {sees} of the {world_size()} processes: give an absolute path "
-            "on a file system that all nodes share"
+            f"{setting}={directory} is one directory for only {sharing} of the {world_size()} processes: give an absolute "
+            f"path on a file system that all nodes share and can {use}"
         )
 
 

@@ -50,6 +50,9 @@ STRATEGIES = {
     "zero3": Strategy("DeepSpeed ZeRO-3: weights, gradients and optimizer state in shards", zero(3, **ZERO3)),
 }
 
+# Variables of Slurm, Open MPI and MPICH: the number of processes that they start. Batch scripts do not have them.
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
 
 def arguments_of(strategy: str, more: Any) -> dict[str, Any]:
     """Return the arguments of a strategy, of which `strategy_args` replaces some."""
@@ -63,6 +66,12 @@ def choose(strategy: str, optim: str) -> str:
     # Of one process, too: accelerate opens a process group for it.
     launched = "LOCAL_RANK" in os.environ or distributed.world_size() > 1
     if strategy == "auto":
+        tasks = max(int(os.environ.get(name, "1")) for name in TASKS)
+        if not launched and tasks > 1:
+            raise ValueError(
+                f"{tasks} tasks of srun or mpirun run this program without torchrun, and each would train alone: start "
+                "torchrun once per node, as scripts/slurm.sh does, or set strategy=single for separate runs"
+            )
         return "ddp" if launched else "single"
     if strategy == "single" and launched:
         raise ValueError(
