@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
-from foredraft.heads.checkpoint import find, load_head, read_config
+from foredraft.heads.checkpoint import check_target, find, load_head, read_config
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.eagle3 import Eagle3Head, check_window
 from foredraft.heads.target_model import Target
@@ -39,6 +39,7 @@ def load_drafter(path: str | Path, target: Target, revision: str | None = None, 
     "suffix" it is "auto", which drafts only when it pays, or "fixed".
     """
     path = str(path)
+    check_target(target)
     check_tree(options.get("tree", "auto"))
     if "+" in path and not Path(path).is_dir():
         return construct(load_joined, path.split("+"), target, revision, **options)
