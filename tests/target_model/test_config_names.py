@@ -15,10 +15,12 @@ from foredraft.heads.layers import DecoderLayer
 from foredraft.heads.llama_config import from_json, head_rope, settings_like
 from foredraft.heads.target_model.logits import LogitScaling, check_logits
 from foredraft.inference import drafter_for
+from foredraft.train.checks import check_target
 from tests.conformance.families import default_settings, families
 from tests.conformance.shrink import shrink
 from tests.support import names, nightly_but
 from tests.support.architectures import FAMILIES, SCALED, plain_model
+from tests.support.configs import composed
 from tests.support.decoding import check_drafts
 from tests.support.head_factory import learn, new_head, same
 
@@ -119,3 +121,12 @@ def test_a_factor_of_one_is_no_scale() -> None:
     config = copy.deepcopy(FAMILIES["llama"])
     config.update({"logits_scaling": 1.0, "lm_head_multiplier": 1.0})
     assert LogitScaling.of(config) == LogitScaling(None, None, None)
+
+
+def test_a_target_with_narrower_embeddings_is_refused_before_a_head_is_made() -> None:
+    """OPT-350m projects its embeddings, and no head does."""
+    config = copy.deepcopy(FAMILIES["opt"])
+    config.word_embed_proj_dim = 16
+    target = Target(plain_model(config), name="opt")
+    with pytest.raises(ValueError, match="opt has embeddings of width 16 and hidden states of width 32"):
+        check_target(composed("train"), target)
