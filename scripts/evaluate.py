@@ -24,7 +24,7 @@ from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.hub import find, weights_sha256
 from foredraft.heads.target_model.files import weight_map
 from foredraft.inference import generate, load_drafter
-from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
+from foredraft.inference.drafters import AutoTree, Drafter, Likeliest, chain_of, tree_of
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
 from foredraft.inference.evaluation.report import Report, terminal, write_report
 from foredraft.inference.evaluation.results import measure, samples
@@ -214,7 +214,7 @@ def with_variants(name: str, drafter: Drafter, target: Target, length: int) -> I
     if tree is not None:
         if isinstance(drafter, AutoTree):
             yield System(f"{name}, fixed tree", copy.copy(tree), chain=chain)
-        yield System(chain, chain_of(tree, target, length), once=True)
+        yield System(chain, Likeliest(chain_of(tree, target, length)), once=True)
 
 
 def assistants(cfg: DictConfig) -> dict[str, str]:

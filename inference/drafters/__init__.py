@@ -13,7 +13,7 @@ from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.packing import pack
 from foredraft.inference.drafters.base import Drafter, NoDrafter
 from foredraft.inference.drafters.block import BlockTree
-from foredraft.inference.drafters.chain import Chain
+from foredraft.inference.drafters.chain import Chain, Likeliest
 from foredraft.inference.drafters.draft_model import DraftModel
 from foredraft.inference.drafters.dynamic import DynamicTree
 from foredraft.inference.drafters.lookahead import Lookahead
@@ -177,6 +177,7 @@ __all__ = [
     "Drafter",
     "DynamicTree",
     "HeadTree",
+    "Likeliest",
     "Lookahead",
     "NgramDrafter",
     "StaticTree",
