@@ -32,6 +32,15 @@ HEAD_FILES = (*SAFE, *PICKLED, FILE, CONFIG, ADAPTER_CONFIG)  # would be read as
 RUN_FILES = ("config.yaml", "metrics.json")  # written next to it by a training run
 
 
+def check_is_target(target: object) -> None:
+    """Raise ValueError for what is not a Target, such as a path or a model of transformers."""
+    if not isinstance(target, Target):
+        raise ValueError(
+            f"target is {type(target).__name__}, not a Target: Target.from_pretrained(path) loads one, and "
+            "Target(model, tokenizer, name) wraps a model"
+        )
+
+
 def fingerprint(target: Target) -> dict:
     """Return what ties a head to the target it was trained on. The digests cover some embedding rows, and a row of every
     matrix, as stored on disk, so they do not depend on the dtype in which the target was loaded."""
@@ -189,6 +198,7 @@ def read_head(path: str | Path, target: Target, revision: str | None = None, str
 
     Raises ValueError with the missing, unexpected or mismatched tensors and settings. Warns once about settings of the files
     that are unusual or differ from the target's; with strict this is an error for heads trained by foredraft."""
+    check_is_target(target)
     files = formats.read(find(path, revision))
     if (files.directory / ADAPTER_CONFIG).is_file():
         raise files.error(

@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
+from foredraft.heads.checkpoint import check_is_target
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.sharding import all_equal, broadcast
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.engine import Engine
 from foredraft.inference.request import Request
-from foredraft.inference.sampling import SamplingParams
+from foredraft.inference.sampling import SamplingParams, check_kind
 from foredraft.inference.slots import RequestOutput
 
 PARAMS = {field.name for field in fields(SamplingParams)}
@@ -91,6 +92,7 @@ def generate(
     each step with the number of tokens that it added to all sequences. Raises ValueError for an empty or too long prompt,
     for an unknown or unsupported setting, and for logits that are not numbers.
     """
+    check_is_target(target)
     if not isinstance(drafter, Drafter | None):
         raise ValueError(f"drafter is {type(drafter).__name__}, not a Drafter: load_drafter(path, target) makes one")
     prompts = unpad(input_ids, attention_mask)
@@ -174,6 +176,8 @@ def read_settings(
         off = value == 1 and value is not True if name in OFF_AT_ONE else not value
         if value is not None and not off and name not in PARAMS | LIMITS | IGNORED:
             raise ValueError(f"speculative decoding does not support {name}={value}: remove it, or do not draft")
+    for name in ("max_new_tokens", "max_length", "pad_token_id"):
+        check_kind(name, given.get(name), Integral, "a whole number")
     params = {name: given[name] for name in PARAMS & given.keys() if given[name] is not None}
     sampled = given.get("do_sample")
     sampled = bool(keywords.get("temperature")) if sampled is None else sampled

@@ -22,7 +22,7 @@ from foredraft.heads.caches.device import device_name
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.hub import find, weights_sha256
 from foredraft.inference import generate, load_drafter
-from foredraft.inference.drafters import AutoTree, Drafter, chain_of, tree_of
+from foredraft.inference.drafters import AutoTree, Drafter, Likeliest, chain_of, tree_of
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
 from foredraft.inference.evaluation.report import Report, terminal, write_report
 from foredraft.inference.evaluation.results import measure, samples
@@ -82,29 +82,28 @@ def evaluate(cfg: DictConfig, output: Path) -> None:
         audit_heads(cfg, target, audited, [prompt.tokens for prompt in prompts])
 
 
-def audit_heads(cfg: DictConfig, target: Target, paths: list[str], prompts: list[list[int]]) -> None:
+def audit_heads(cfg: DictConfig, target: Target, heads: list[tuple[str, str | None]], prompts: list[list[int]]) -> None:
     """Print where the first guesses of each head are right."""
     from foredraft.train.audit import audit, table, texts_of  # needs the extra `train`
 
     data = load_corpus(cfg.data, target)
     texts, counts = texts_of(target, data, prompts, cfg.max_new_tokens), count_tokens(data.train, target.vocab_size)
-    for path in paths:
-        print(f"\n{path}\n{table(audit(load_head(path, target, torch.float32), target, texts, counts))}")
+    for path, revision in heads:
+        head = load_head(path, target, torch.float32, revision)
+        print(f"\n{path}\n{table(audit(head, target, texts, counts))}")
 
 
-def paths_of(cfg: DictConfig) -> list[str]:
-    return [given if isinstance(given, str) else str(given.get("path", "")) for given in cfg.drafter]
+def parts_of(cfg: DictConfig) -> list[tuple[str, str | None]]:
+    """Return the drafters, and each of those that a + joins, as `load_drafter` reads it, each with its revision."""
+    options = [DictConfig({"path": given}) if isinstance(given, str) else given for given in cfg.drafter]
+    paths = [(str(given.get("path", "")), given.get("revision")) for given in options]
+    return [(part, at) for path, at in paths for part in ([path] if Path(path).is_dir() else path.split("+"))]
 
 
-def parts_of(cfg: DictConfig) -> list[str]:
-    """Return the drafters, and each of those that a + joins, as `load_drafter` reads it."""
-    return [part for path in paths_of(cfg) for part in ([path] if Path(path).is_dir() else path.split("+"))]
-
-
-def head_paths(cfg: DictConfig) -> list[str]:
-    """Return the directories or repositories of the heads among the drafters."""
+def head_paths(cfg: DictConfig) -> list[tuple[str, str | None]]:
+    """Return the directories or repositories of the heads among the drafters, each with its revision."""
     parts = dict.fromkeys(parts_of(cfg))  # one may stand alone and in a +
-    return [part for part in parts if ":" not in part and ("/" in part or Path(part).is_dir())]
+    return [(part, at) for part, at in parts if ":" not in part and ("/" in part or Path(part).is_dir())]
 
 
 def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
@@ -115,9 +114,10 @@ def check_same_run(file: Path, cfg: DictConfig, target: Target) -> None:
     for name in ("repeats", "temperature", "rivals", "audit", "output_dir"):
         del settings[name]
     settings["weights"] = {"target": fingerprint(target)}
-    for path in [*head_paths(cfg), *assistants(cfg).values()]:
+    for path, revision in [*head_paths(cfg), *((path, None) for path in assistants(cfg).values())]:
         with contextlib.suppress(ValueError):  # a drafter that cannot be loaded is omitted later
-            settings["weights"] |= {path: weights_sha256(find(path))} if Path(path).expanduser().is_dir() else {}
+            name = path if revision is None else f"{path}@{revision}"
+            settings["weights"][name] = weights_sha256(find(path, revision))
     settings["hardware"] = device_name(target.device)  # speeds of two machines have no common mean
     before = json.loads(file.read_text()) if file.exists() else {}
     if different := [name for name in before if before[name] != settings.get(name)]:
@@ -193,12 +193,12 @@ def with_variants(name: str, drafter: Drafter, target: Target, length: int) -> I
     if tree is not None:
         if isinstance(drafter, AutoTree):
             yield System(f"{name}, fixed tree", copy.copy(tree), chain=chain)
-        yield System(chain, chain_of(tree, target, length), once=True)
+        yield System(chain, Likeliest(chain_of(tree, target, length)), once=True)
 
 
 def assistants(cfg: DictConfig) -> dict[str, str]:
     """Return the smaller models among the drafters, with which transformers can draft too."""
-    return {part: part.removeprefix("draft:") for part in parts_of(cfg) if part.startswith("draft:")}
+    return {part: part.removeprefix("draft:") for part, _ in parts_of(cfg) if part.startswith("draft:")}
 
 
 if __name__ == "__main__":

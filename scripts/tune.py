@@ -18,7 +18,7 @@ from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.formats.engines import SGLANG_TREE, engines
 from foredraft.heads.hub import find
 from foredraft.heads.target_model.packing import pack
-from foredraft.inference.drafters import HeadTree, chain_of, drafter_for
+from foredraft.inference.drafters import HeadTree, Likeliest, chain_of, drafter_for
 from foredraft.inference.evaluation.measure import run
 from foredraft.inference.evaluation.tuning import Tuning, reached_depths, seconds_by_drafts
 from foredraft.scripts.evaluate import find_prompts
@@ -48,7 +48,7 @@ def main(cfg: DictConfig) -> None:
     lengths = [length for length in cfg.drafts if length <= most]
     if not lengths:
         raise ValueError(f"drafts={list(cfg.drafts)}: the head drafts {most} tokens at most")
-    longest = chain_of(tree, target, lengths[-1])
+    longest = Likeliest(chain_of(tree, target, lengths[-1]))
     texts = run(target, longest, prompts, cfg.max_new_tokens, "measuring acceptance", temperature=cfg.temperature)
     if not any(text.steps for text in texts):
         raise ValueError(

@@ -89,6 +89,12 @@ def check_context_parallel(cfg: DictConfig, processes: int, strategy: str) -> No
 def check_target(cfg: DictConfig, target: Target) -> None:
     """Raise ValueError for settings that do not suit the target."""
     target.capabilities.check_draftable()
+    width = getattr(target.model.get_input_embeddings(), "embedding_dim", target.hidden_size)
+    if width != target.hidden_size:
+        raise ValueError(
+            f"{target.name} has embeddings of width {width} and hidden states of width {target.hidden_size}, and a head "
+            "needs one width: choose another target, or a drafter without a head, such as suffix or ngram"
+        )
     reads_rows = target.capabilities.packed_rows and target.sharding != "tensor"
     reads_rows &= target.sharding != "fsdp" or not reads_images(target.model.config)
     if cfg.context_parallel > 1 and cfg.hidden_states._target_ == ONLINE and not reads_rows:

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from foredraft.heads.target_model.config_names import settings_of
-
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
 
@@ -23,7 +21,8 @@ class TargetOutput(NamedTuple):
 
 
 class LogitScaling(NamedTuple):
-    """Hold the divisor (Granite), the factor (Cohere) and the cap (Gemma) of logits."""
+    """Hold the divisor (Granite, Inkling, MiniCPM3), the factor (Cohere, Falcon-H1, HyperCLOVA X) and the cap (Gemma) of
+    logits."""
 
     divisor: float | None
     factor: float | None
@@ -31,9 +30,19 @@ class LogitScaling(NamedTuple):
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "LogitScaling":
-        settings = settings_of(config)
-        divisor, factor = settings.get("logits_scaling"), settings.get("logit_scale")
-        return cls(divisor or None, factor or None, settings.get("final_logit_softcapping"))
+        def setting(*names: str, neutral: float = 1) -> float | None:
+            # Not from `to_dict`, which omits computed values (MiniCPM3's scaling).
+            values = (getattr(config, name, None) for name in names)
+            return next((value for value in values if value not in (None, 0, neutral)), None)
+
+        scaling, factor = (
+            setting("logits_scaling", "logits_mup_width_multiplier"),
+            setting("logit_scale", "lm_head_multiplier"),
+        )
+        cap = setting("final_logit_softcapping", "logits_soft_cap", neutral=0)
+        if config.model_type == "hyperclovax":  # multiplies by what Granite divides by
+            scaling, factor = None, scaling
+        return cls(scaling, factor, cap)
 
     @property
     def multiplier(self) -> float:

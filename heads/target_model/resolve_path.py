@@ -114,6 +114,8 @@ def check_exists(name: str, revision: str | None = None) -> None:
         get_hf_file_metadata(hf_hub_url(name, "config.json", revision=revision), timeout=10)
     except Exception as error:
         near = "".join(f" (did you mean {known}?)" for known in difflib.get_close_matches(name, SHORT_NAMES, 1))
+        if name in SHORT_NAMES:
+            near = f" (only commands have this short name: give the directory scripts/{name})"
         raise ValueError(
             f"target {name} is not a directory, and the Hub does not provide it{near}: {first_line(error)}"
         ) from error

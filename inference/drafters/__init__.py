@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
-from foredraft.heads.checkpoint import load_head
+from foredraft.heads.checkpoint import check_is_target, load_head
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.eagle3 import Eagle3Head, check_window
 from foredraft.heads.formats.files import read_config
@@ -15,7 +15,7 @@ from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.packing import pack
 from foredraft.inference.drafters.base import Drafter, NoDrafter
 from foredraft.inference.drafters.block import BlockTree
-from foredraft.inference.drafters.chain import Chain
+from foredraft.inference.drafters.chain import Chain, Likeliest
 from foredraft.inference.drafters.draft_model import DraftModel
 from foredraft.inference.drafters.dynamic import DynamicTree
 from foredraft.inference.drafters.lookahead import Lookahead
@@ -41,6 +41,7 @@ def load_drafter(path: str | Path, target: Target, revision: str | None = None, 
     "suffix" it is "auto", which drafts only when it pays, or "fixed".
     """
     path = str(path)
+    check_is_target(target)
     check_tree(options.get("tree", "auto"))
     if "+" in path and not Path(path).is_dir():
         return construct(load_joined, path.split("+"), target, revision, **options)
@@ -178,6 +179,7 @@ __all__ = [
     "Drafter",
     "DynamicTree",
     "HeadTree",
+    "Likeliest",
     "Lookahead",
     "NgramDrafter",
     "StaticTree",

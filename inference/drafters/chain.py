@@ -1,4 +1,4 @@
-"""One branch of each tree, for targets that support only chains (heads/caches/state_cache.py)."""
+"""One branch of each tree, for targets that support only chains (heads/caches/state_cache.py); drafts of other engines."""
 
 import warnings
 
@@ -32,6 +32,14 @@ def as_supported(drafter: Drafter, target: Target) -> Drafter:
             stacklevel=4,
         )
     return Chain(drafter) if drafter.branches else drafter
+
+
+class Likeliest(Wrapper):
+    """Draft the most probable tokens also where the target samples, as other engines do. With the target's own noise, which
+    they do not have, more drafts are accepted."""
+
+    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        return self.inner.propose(accepted, None)
 
 
 class Chain(Wrapper):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foredraft import Engine, Request, SamplingParams, Target
 from foredraft.cli import check_at_least, entry
-from foredraft.inference.drafters import Drafter, chain_of, load_drafter, tree_of
+from foredraft.inference.drafters import Drafter, Likeliest, chain_of, load_drafter, tree_of
 from foredraft.inference.drafters.base import Accepted, NoDrafter, Wrapper
 from foredraft.inference.evaluation.progress import report
 from foredraft.inference.evaluation.results import ratio_error
@@ -25,11 +25,6 @@ from foredraft.train.data.prompt_sets import Prompt, questions, tokenize
 
 FIRST = 3  # steps whose time does not count
 TokenCounts = list[tuple[int, int]]  # of each text: its forwards, and what they added
-
-
-class Likeliest(Wrapper):
-    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        return self.inner.propose(accepted, None)
 
 
 class Sampled(Wrapper):

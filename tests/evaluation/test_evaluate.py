@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foredraft.heads import Target, save_head
+from foredraft.heads import Target, hub, save_head
 from foredraft.heads.base import DraftHead, PackedBatch
 from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter, DraftModel, drafter_for, load_drafter
@@ -518,12 +518,23 @@ def test_heads_are_found_wherever_they_are_named(tmp_path, monkeypatch, target, 
     for place in heads:
         save_head(make_head("medusa", target), tmp_path / place, target)
     cfg = composed("evaluate", f"target={tiny_path}", "drafter=[mine,'a+b/head','suffix+other/head']")
-    assert evaluate.head_paths(cfg) == heads
+    assert evaluate.head_paths(cfg) == [(head, None) for head in heads]
     evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
     (tmp_path / "lines.jsonl").write_text('{"kind": "text"}\n')
     save_head(make_head("eagle3", target), tmp_path / "mine", target)
     with pytest.raises(ValueError, match="other settings, weights or hardware"):
         evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
+
+
+def test_another_head_in_the_same_repository_is_another_run(server, target, tiny_path, tmp_path):
+    """A resumed run would mix the texts of two heads."""
+    cfg = composed("evaluate", f"target={tiny_path}", "drafter=[{path: org/head, revision: main}]")
+    (tmp_path / "lines.jsonl").write_text('{"kind": "text"}\n')
+    for kind, refused in (("medusa", False), ("eagle3", True)):
+        save_head(make_head(kind, target), tmp_path / kind, target)
+        hub.push(tmp_path / kind, "org/head", private=False, replace=True, dry_run=False)
+        with pytest.raises(ValueError, match="other settings, weights") if refused else contextlib.nullcontext():
+            evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
 
 
 def test_another_draft_model_in_the_same_place_is_another_run(tiny_path, target, tmp_path):

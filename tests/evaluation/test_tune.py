@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from foredraft.heads import save_head
+from foredraft.inference import generate
+from foredraft.inference.drafters import DynamicTree, drafter_for
 from foredraft.inference.evaluation import tuning
 from foredraft.inference.evaluation.tuning import Tuning, reached_depths
 from foredraft.inference.generation import Generation, Step
-from foredraft.scripts import tune
+from foredraft.scripts import evaluate, tune
 from tests.support import typed
 from tests.support.head_factory import make_head
 
@@ -74,6 +77,22 @@ def test_a_head_is_tuned_for_the_engines_that_load_it(run, target, tmp_path, mon
         '"num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": [[1, 1, 3]'
         in written["commands"]["vLLM"]
     )
+
+
+def test_drafts_count_as_other_engines_draft_them(run, target, tmp_path, monkeypatch):
+    """Other engines lack the target's noise: with it, more drafts are accepted at a temperature above 0."""
+    save_head(head := make_head("eagle3", target), tmp_path / "head", target)
+    noise: list[Tensor | None] = []
+    propose = DynamicTree.propose
+    monkeypatch.setattr(
+        DynamicTree, "propose", lambda tree, accepted, gumbel: noise.append(gumbel) or propose(tree, accepted, gumbel)
+    )
+    monkeypatch.setattr(tune, "seconds_by_drafts", lambda *given: {0: 1.0, 2: 1.0})
+    given = f"drafter={tmp_path}/head requests=[1] drafts=[2] temperature=1.0 output={tmp_path}/tune.json"
+    assert run(*given.split()).code == 0
+    (chain,) = [one for one in evaluate.with_variants("head", drafter_for(head, target), target, 2) if one.once]
+    generate(target, chain.drafter, torch.tensor([[3, 4, 5]]), max_new_tokens=4, eos_token_id=-1, temperature=1.0)
+    assert noise and all(gumbel is None for gumbel in noise)
 
 
 def test_answers_of_one_token_say_nothing_of_drafts(run, target, tmp_path):

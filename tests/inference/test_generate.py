@@ -8,10 +8,11 @@ import numpy
 import pytest
 import torch
 
+from foredraft.heads import Target
 from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.inference import generate
-from foredraft.inference.drafters import DynamicTree, NgramDrafter
+from foredraft.inference.drafters import DynamicTree, NgramDrafter, load_drafter
 from tests.support.batches import prompt
 from tests.support.decoding import SETTINGS, Oracle
 
@@ -114,12 +115,21 @@ def test_bad_input_is_named(target):
         (prompt(300), {}, r"300 tokens.*256"),
         (prompt(3), {"temperature": -1}, "temperature=-1"),
         (prompt(3), {"max_new_tokens": -1}, "max_new_tokens=-1"),
+        (prompt(3), {"max_new_tokens": 2.5}, "max_new_tokens=2.5 is not a whole number"),
+        (prompt(3), {"temperature": "0.5"}, "temperature='0.5' is not a number"),
+        (prompt(3), {"temperature": 1.0, "top_k": 1.5}, "top_k=1.5 is not a whole number"),
+        (prompt(3), {"grammar": "[0-9]+"}, r"grammar='\[0-9\]\+' is not a Grammar"),
         (prompt(3), {"seed": [1, 2]}, "seed has 2 entries"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(target, None, ids, **settings)
     with pytest.raises(ValueError, match="drafter is str, not a Drafter"):
         generate(target, "suffix", prompt(3))
+    with pytest.raises(ValueError, match="only commands have this short name: give the directory scripts/test_model"):
+        Target.from_pretrained("test_model")
+    for call in (lambda: generate(target.model, None, prompt(3)), lambda: load_drafter("suffix", target.model)):
+        with pytest.raises(ValueError, match="target is LlamaForCausalLM, not a Target"):
+            call()
 
 
 def test_settings_beyond_the_vocabulary_have_a_defined_result(target):

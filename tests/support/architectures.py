@@ -31,6 +31,7 @@ def configs(group: str = "families") -> dict[str, hf.PreTrainedConfig]:
 
 FAMILIES = configs()
 HYBRIDS = dict.fromkeys(FACTS["hybrids"]) | configs("hybrids")
+SCALED = configs("scaled")
 HYBRID_WINDOW = 12  # also the chunk and the number of keys that sparse attention picks
 CASES = [
     (family, attention)

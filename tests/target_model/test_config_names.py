@@ -13,10 +13,14 @@ from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.eagle import EagleHead
 from foredraft.heads.layers import DecoderLayer
 from foredraft.heads.llama_config import from_json, head_rope, settings_like
+from foredraft.heads.target_model.logits import LogitScaling, check_logits
 from foredraft.inference import drafter_for
+from foredraft.train.checks import check_target
 from tests.conformance.families import default_settings, families
 from tests.conformance.shrink import shrink
 from tests.support import names, nightly_but
+from tests.support.architectures import FAMILIES, SCALED, plain_model
+from tests.support.configs import composed
 from tests.support.decoding import check_drafts
 from tests.support.head_factory import learn, new_head, same
 
@@ -104,3 +108,25 @@ def test_the_config_of_every_family_shapes_a_layer(family: str) -> None:
         return
     with torch.device("meta"):
         DecoderLayer(from_json(settings_like(target)))
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_each_scale_of_logits_is_read_from_the_config(name: str) -> None:
+    target = Target(plain_model(SCALED[name]), name=name)
+    assert target.scaled != LogitScaling(None, None, None)
+    check_logits(target)
+
+
+def test_a_factor_of_one_is_no_scale() -> None:
+    config = copy.deepcopy(FAMILIES["llama"])
+    config.update({"logits_scaling": 1.0, "lm_head_multiplier": 1.0})
+    assert LogitScaling.of(config) == LogitScaling(None, None, None)
+
+
+def test_a_target_with_narrower_embeddings_is_refused_before_a_head_is_made() -> None:
+    """OPT-350m projects its embeddings, and no head does."""
+    config = copy.deepcopy(FAMILIES["opt"])
+    config.word_embed_proj_dim = 16
+    target = Target(plain_model(config), name="opt")
+    with pytest.raises(ValueError, match="opt has embeddings of width 16 and hidden states of width 32"):
+        check_target(composed("train"), target)
