@@ -164,6 +164,21 @@ def test_an_answer_is_learned_from_its_prompt_to_its_end(template: str, answer: 
     assert f"⟦{written}⟧" in text and text.count("⟦") == 1
 
 
+def test_a_header_is_context_and_the_same_text_in_an_answer_is_learned():
+    # GigaChat asks for no answer to an answer. Gemma 4 asks for none to a tool's result, and goes on without a header.
+    form = ChatFormat(tokenizer(TURNS + PROMPT.replace("{% if", "{% if messages[-1].role == 'user' and")))
+    turns = [*ONE, {"role": "assistant", "content": "more"}]
+    (text,) = shown(form, turns)
+    assert text.endswith("⟧<|im_start|>assistant\n⟦more<|im_end|>⟧")
+    (text,) = shown(form, [*turns[:2], {"role": "tool", "content": "4"}, turns[2]])
+    assert text.endswith("tool\n4<|im_end|>⟦more<|im_end|>⟧")
+    # Qwen3 writes more than the header into its prompt.
+    empty = PROMPT.replace("{% endif", "{% if enable_thinking is false %}<think></think>{% endif %}{% endif")
+    turns = [ONE[0], {"role": "assistant", "content": "<|im_start|>assistant\nis a header"}]
+    (text,) = shown(ChatFormat(tokenizer(TURNS + empty)), turns)
+    assert text.endswith("<think></think>⟦<|im_start|>assistant\nis a header<|im_end|>⟧")
+
+
 def test_the_plain_template_marks_answers(tmp_path):
     with pytest.raises(ValueError, match=r"no chat template.*data\.template=plain"):
         ChatFormat(tokenizer(None))

@@ -116,9 +116,12 @@ class Turn(NamedTuple):
         """Return a message behind its generation prompt, with reasoning that the template leaves out between both."""
         prompt, text = self.render(prompt=True, thinking=thinking), self.render(message, thinking=thinking)
         if not thoughts and text.startswith(prompt):
-            header = "" if prompt.endswith(self.form.header) else self.form.header  # Gemma 4's behind a tool's result
-            said = text.removeprefix(prompt).removeprefix(header)
-            return Written(prompt + said, len(prompt), thinking, message if prompt + said == text else None)
+            said, header = text.removeprefix(prompt), self.form.header
+            if not header or not said.startswith(header) or prompt != self.render(thinking=thinking):
+                return Written(text, len(prompt), thinking, message)
+            if self.history and self.history[-1]["role"] == "tool":  # Gemma 4 goes on without the header
+                return Written(prompt + said.removeprefix(header), len(prompt), thinking, None)
+            return Written(text, len(prompt + header), thinking, message)
         return Written(prompt + thoughts + self.after_header(prompt, text, thinking), len(prompt), thinking, None)
 
     def with_thoughts(self) -> Written | None:
