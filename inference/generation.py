@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from numbers import Integral
+from numbers import Integral, Real
 from operator import index
 from typing import Any, NamedTuple
 
@@ -173,11 +173,13 @@ def read_settings(
         if name not in known:
             near = get_close_matches(name, known, 1)
             raise ValueError(f"{name}={value} is not a setting" + (f"; did you mean {near[0]}?" if near else ""))
-        off = value == 1 and value is not True if name in OFF_AT_ONE else not value
-        if value is not None and not off and name not in PARAMS | LIMITS | IGNORED:
+        if value is None or name in PARAMS | LIMITS | IGNORED:
+            continue
+        if not (value == 1 and value is not True if name in OFF_AT_ONE else not value):
             raise ValueError(f"speculative decoding does not support {name}={value}: remove it, or do not draft")
     for name in ("max_new_tokens", "max_length", "pad_token_id"):
-        check_kind(name, given.get(name), Integral, "a whole number")
+        check_kind(name, given.get(name), Integral | None, "a whole number")
+    check_kind("temperature", given.get("temperature"), Real | None, "a number")
     params = {name: given[name] for name in PARAMS & given.keys() if given[name] is not None}
     sampled = given.get("do_sample")
     sampled = bool(keywords.get("temperature")) if sampled is None else sampled
@@ -192,7 +194,10 @@ def read_settings(
         bias.append((word[0], float("-inf")))
     params["logit_bias"] = tuple(bias)
     eos = given.get("eos_token_id")
-    eos = target.eos_token_ids if eos is None else [eos] if isinstance(eos, Integral) else list(map(index, eos))
+    try:
+        eos = target.eos_token_ids if eos is None else [eos] if isinstance(eos, Integral) else list(map(index, eos))
+    except TypeError:
+        raise ValueError(f"eos_token_id={eos!r} is not a whole number or a list of them") from None
     pad = given.get("pad_token_id")
     most, max_length = given.get("max_new_tokens"), given.get("max_length")
     if most is None:

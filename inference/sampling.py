@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral, Real
+from types import UnionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,9 +29,9 @@ TOP_P_CANDIDATES = 1024  # number of tokens that top-p considers if it cannot us
 SCALE = 2.0**40  # top-p adds probabilities as integers: the sum is the same in any order and on any device
 
 
-def check_kind(name: str, value: object, kind: type, what: str) -> None:
-    """Raise ValueError unless `value` of the setting `name` is None or of this kind. what: the kind in words."""
-    if not isinstance(value, kind | None):
+def check_kind(name: str, value: object, kind: type | UnionType, what: str) -> None:
+    """Raise ValueError unless `value` of the setting `name` is of this kind. what: the kind in words."""
+    if not isinstance(value, kind):
         raise ValueError(f"{name}={value!r} is not {what}")
 
 
@@ -49,10 +50,12 @@ class SamplingParams:
     grammar: Grammar | None = None  # constraint of the new text (inference/grammar.py)
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+        for name in ("temperature", "presence_penalty", "frequency_penalty"):
             check_kind(name, getattr(self, name), Real, "a number")
-        check_kind("top_k", self.top_k, Integral, "a whole number")
-        check_kind("grammar", self.grammar, Grammar, "a Grammar, which Grammars(target) compiles")
+        for name in ("top_p", "min_p", "repetition_penalty"):
+            check_kind(name, getattr(self, name), Real | None, "a number")
+        check_kind("top_k", self.top_k, Integral | None, "a whole number")
+        check_kind("grammar", self.grammar, Grammar | None, "a Grammar, which Grammars(target) compiles")
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:

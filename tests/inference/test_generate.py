@@ -13,6 +13,7 @@ from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.inference import generate
 from foredraft.inference.drafters import DynamicTree, NgramDrafter, load_drafter
+from foredraft.inference.sampling import SamplingParams
 from tests.support.batches import prompt
 from tests.support.decoding import SETTINGS, Oracle
 
@@ -117,12 +118,17 @@ def test_bad_input_is_named(target):
         (prompt(3), {"max_new_tokens": -1}, "max_new_tokens=-1"),
         (prompt(3), {"max_new_tokens": 2.5}, "max_new_tokens=2.5 is not a whole number"),
         (prompt(3), {"temperature": "0.5"}, "temperature='0.5' is not a number"),
+        (prompt(3), {"temperature": "0.5", "do_sample": False}, "temperature='0.5' is not a number"),
+        (prompt(3), {"eos_token_id": "</s>"}, "eos_token_id='</s>' is not a whole number or a list of them"),
+        (prompt(3), {"eos_token_id": 2.0}, "eos_token_id=2.0 is not a whole number or a list of them"),
         (prompt(3), {"temperature": 1.0, "top_k": 1.5}, "top_k=1.5 is not a whole number"),
         (prompt(3), {"grammar": "[0-9]+"}, r"grammar='\[0-9\]\+' is not a Grammar"),
         (prompt(3), {"seed": [1, 2]}, "seed has 2 entries"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(target, None, ids, **settings)
+    with pytest.raises(ValueError, match="temperature=None is not a number"):
+        SamplingParams(temperature=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="drafter is str, not a Drafter"):
         generate(target, "suffix", prompt(3))
     with pytest.raises(ValueError, match="only commands have this short name: give the directory scripts/test_model"):
