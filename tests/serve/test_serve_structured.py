@@ -332,7 +332,15 @@ TEXTS: list[tuple[ToolFormat, str, str, list]] = [
     (APERTUS, f'I look.<|tools_prefix|>[{{"f": {GIVEN}}}, {{"f": {{}}}}]<|tools_suffix|>', "I look.", [ONE, NOTHING]),
     (FUNCTIONARY, f"I look.<function=f>{GIVEN}</function><function=f>{{}}</function>", "I look.", [ONE, NOTHING]),
     (GIGACHAT, f'<|function_call|>{{"name": "f", "arguments": {GIVEN}}}', "", [ONE]),
+    (APERTUS, f'<|tools_prefix|>[{{"f": {GIVEN}}}]', "", [ONE]),  # the end token is not in the text
+    (APERTUS, f'So: {{"f": {GIVEN}}}', f'So: {{"f": {GIVEN}}}', []),  # JSON without a mark is text
     (MINICPM, '<function name="f"><param name="a">1</param></function>', "", [("f", {"a": "1"})]),
+    (
+        MINICPM,
+        '<function name="f"><param name="a"><![CDATA[<b>\n</param>]]></param><param name="b">2</param></function>',
+        "",
+        [("f", {"a": "<b>\n</param>", "b": "2"})],
+    ),
     (BARE, CALL, "", [F]),
     (BARE, "", "", []),
 ]

@@ -23,6 +23,7 @@ class Parameters(NamedTuple):
 
     opening: str
     closing: str
+    wrapper: tuple[str, str] = ("", "")  # around a value, if the model writes it
 
 
 class ToolFormat(NamedTuple):
@@ -72,12 +73,14 @@ class ToolFormat(NamedTuple):
             self.name_line.partition(NAME)[0],
             self.also,
         )
-        return [text.split()[0] for text in texts if text.strip()]
+        return [text.split()[0] for text in texts if text.strip(' \n{"')]  # a brace starts other objects, too
 
     @property
     def text(self) -> str:
         """Return all text of the format, to search it for special tokens."""
-        return "\n".join((*self.section, self.opening, self.closing, self.also, self.quote, *(self.parameters or ())))
+        return "\n".join(
+            (*self.section, self.opening, self.closing, self.also, self.quote, *(self.parameters or ())[:2])
+        )
 
 
 HERMES = ToolFormat('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n")  # Qwen2.5, Qwen3, Granite 4
@@ -130,9 +133,12 @@ APRIEL = MISTRAL._replace(section=("<tool_calls>[", "]</tool_calls>"))
 APERTUS = ToolFormat('{"NAME": ', "}", ", ", ("<|tools_prefix|>[", "]<|tools_suffix|>"))
 FUNCTIONARY = ToolFormat("<function=NAME>", "</function>", "")  # 3.1
 GIGACHAT = ToolFormat('<|function_call|>{"name": "NAME", "arguments": ', "}")  # 3.1
-MINICPM = ToolFormat(
-    '<function name="NAME">', "</function>", "", parameters=Parameters('<param name="KEY">', "</param>")
-)  # 5
+MINICPM = ToolFormat(  # 5
+    '<function name="NAME">',
+    "</function>",
+    "",
+    parameters=Parameters('<param name="KEY">', "</param>", ("<![CDATA[", "]]>")),
+)
 BARE = ToolFormat('{"name": "NAME", "arguments": ', "}")  # forced where `is_forced` is false, or the format is unknown
 
 FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (  # the first one whose texts are all in the template is used

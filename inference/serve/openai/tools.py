@@ -99,17 +99,21 @@ class ToolReader:
         head = pattern(style.head.removesuffix(style.name_line), style.id)
         head = rf"(?:{head}\s*)?{pattern(style.name_line)}" if style.name_line else head
         self.head = re.compile(rf"\s*{also}{head}\s*")
-        self.before, self.after = (re.compile(rf"(?:\s*{pattern(text)})?" if text else "") for text in style.section)
+        before, after = style.section
+        parts = [part for part in (after[: after.startswith("]")], after.removeprefix("]")) if part]
+        self.before = re.compile(rf"(?:\s*{pattern(before)})?" if before else "")
+        self.after = re.compile("".join(rf"(?:\s*{pattern(part)})?" for part in parts))  # a mark may be an end token
         first, *rest = style.closing.removeprefix("}" if style.is_object else "").split() or [""]
         before = r"[\s}]*" if style.is_object else r"\s*"  # models may close one brace too many
         self.closing = re.compile(
             (rf"{before}{re.escape(first)}" if first else "") + "".join(rf"(?:\s*{re.escape(part)})?" for part in rest)
         )
         if style.parameters is not None:
-            opening, closing = style.parameters
+            opening, closing, wrapper = style.parameters
             line = ("\n?" if opening.endswith("\n") else ""), ("\n?" if closing.startswith("\n") else "")
-            value = rf"{line[0]}(?P<value>.*?){line[1]}{re.escape(closing.strip())}\s*"
-            self.parameter = re.compile(pattern(opening) + value, re.DOTALL)
+            value = rf"{line[0]}(?P<value>.*?){line[1]}"
+            value = "(?:{}(?P<wrapped>.*?){}|{})".format(*map(re.escape, wrapper), value) if wrapper[0] else value
+            self.parameter = re.compile(rf"{pattern(opening)}{value}{re.escape(closing.strip())}\s*", re.DOTALL)
 
     def split(self, text: str, is_end: bool, known: int = 0) -> tuple[str, list[dict[str, Any]]]:
         """Return the certain content, and at the end the calls. Malformed calls and calls of unknown tools are content.
@@ -211,7 +215,8 @@ class ToolReader:
     def parameters_at(self, text: str, at: int, schema: dict[str, Any]) -> tuple[dict[str, Any], int]:
         found, properties = dict[str, Any](), properties_of(schema)
         while one := self.parameter.match(text, at):
-            found[one["key"]] = parse_argument(one["value"], properties.get(one["key"]))
+            value = one.groupdict().get("wrapped")
+            found[one["key"]] = parse_argument(one["value"] if value is None else value, properties.get(one["key"]))
             at = one.end()
         return found, at
 
