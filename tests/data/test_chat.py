@@ -130,6 +130,11 @@ def test_a_template_whose_answers_begin_otherwise_is_refused():
     odd = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant, now\n{% endif %}")
     with pytest.raises(ValueError, match=r"starts an answer otherwise.*data.template=FILE"):
         ChatFormat(tokenizer(odd)).documents(ONE)
+    # Reasons are counted, so a long text is not in them.
+    loud = CHATML.replace("{{ m.content", "{{ m.content | upper if m.role == 'user' else m.content")
+    with pytest.raises(ValueError, match="generation prompt does") as error:
+        ChatFormat(tokenizer("{{ 'x' * 90 if add_generation_prompt }}" + loud)).documents(ONE)
+    assert "x" * 41 not in str(error.value)
 
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{{ end }}{% endfor %}"

@@ -191,9 +191,9 @@ class Turn(NamedTuple):
         empty = EMPTY.fullmatch(header, at) or EMPTY.fullmatch(since, at - begin)
         if not found or text[:at] != header[:at] or (more and not empty):
             raise OtherStart(
-                f"{self.form.name} starts an answer otherwise ({header[at:]!r}) than its generation prompt does "
-                f"({since[at - begin :]!r}), so the loss mask cannot be found: give a template with {{% generation %}} marks "
-                "(data.template=FILE)" + (", or another data.thinking" if self.form.switch else "")
+                f"{self.form.name} starts an answer otherwise ({header[at:][:40]!r}) than its generation prompt does "
+                f"({since[at - begin :][:40]!r}), so the loss mask cannot be found: give a template with {{% generation %}} "
+                "marks (data.template=FILE)" + (", or another data.thinking" if self.form.switch else "")
             )
         empty = EMPTY.match(text, at)
         return text[empty.end() if empty else at :]
