@@ -89,10 +89,13 @@ def test_a_table_as_spreadsheets_write_it(tmp_path: Path):
     (tmp_path / "rows.tsv").write_text("prompt\tresponse\nyes, no?\tno\n")
     assert next(Source(str(tmp_path / "rows.tsv")).rows()).value == {"prompt": "yes, no?", "response": "no"}
     file.write_text('question,answer\na,"b\nc,d\n')  # the quote would swallow all rows
-    with pytest.raises(ValueError, match=r"rows\.csv cannot be read: unexpected end of data"):
+    with pytest.raises(ValueError, match=r"rows\.csv cannot be read after line 0: unexpected end of data"):
+        [*Source(str(file)).rows()]
+    file.write_text('question,answer\na,b\n"Oh" he said,c\n')
+    with pytest.raises(ValueError, match=r"rows\.csv cannot be read after line 2: ',' expected after '\"'"):
         [*Source(str(file)).rows()]
     file.write_bytes(b"question,answer\n\xe9,b\n")
-    with pytest.raises(ValueError, match=r"rows\.csv cannot be read: 'utf-8' codec"):
+    with pytest.raises(ValueError, match=r"rows\.csv cannot be read after line 0: 'utf-8' codec"):
         [*Source(str(file)).rows()]
 
 

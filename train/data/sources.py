@@ -241,17 +241,18 @@ def comma_separated(file: Path) -> Iterator[Row]:
     """Read a file of text with a header and rows whose cells commas, semicolons or tabs separate. A row lacks the columns in
     which it has no text."""
     csv.field_size_limit(2**31 - 1)  # an answer may be longer than the 131,072 characters that are allowed otherwise
+    last = 0
     try:
         with file.open(encoding="utf-8-sig", newline="") as lines:
             header = lines.readline()
             lines.seek(0)
             rows = csv.DictReader(lines, delimiter=max(",;\t", key=header.count), strict=True)
             for row in rows:
-                where = f"{file.name}:{rows.line_num}"
+                last, filled = rows.line_num, {name: cell for name, cell in row.items() if cell}
                 more = SkippedRow("more cells than the header names")
-                yield Row(where, more if None in row else {name: cell for name, cell in row.items() if cell})
+                yield Row(f"{file.name}:{last}", more if None in row else filled)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+        raise ValueError(f"{file} cannot be read after line {last}: {error}") from error
 
 
 def parsed(line: bytes) -> Any:
