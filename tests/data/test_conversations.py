@@ -80,7 +80,7 @@ def test_the_split_depends_on_what_is_said_alone(file: Path, tmp_path: Path):
 def test_a_table_as_spreadsheets_write_it(tmp_path: Path):
     file = tmp_path / "rows.csv"
     long = "word, " * 40_000
-    cells = f'question;answer;system\n"what;\nis ""it""?";{long};\nwhy?;so;be brief\nhow?;so;a;b\n'
+    cells = f'question; answer;system\n"what;\nis ""it""?";{long};\nwhy?;so;be brief\nhow?;so;a;b\n'
     file.write_text(cells, encoding="utf-8-sig")
     first, second, third = Source(str(file)).rows()
     assert first.where == "rows.csv:3" and first.value == {"question": 'what;\nis "it"?', "answer": long}

@@ -148,6 +148,7 @@ class Turn(NamedTuple):
         prompt = self.render(prompt=True, thinking=thinking)
         if opened := OPENED.search(prompt):
             close = opened[1][0] + "/" + opened[1][1:]
+            close = opened[1].replace("START", "END") if "START" in opened[1] else close
             close = f"\n{close}\n\n" if prompt.endswith("\n") else close
             return self.behind_prompt(plain, thinking, thoughts + close)
         if form.opens_reasoning or "</think>" not in form.template:

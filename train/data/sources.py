@@ -248,9 +248,10 @@ def comma_separated(file: Path) -> Iterator[Row]:
             lines.seek(0)
             rows = csv.DictReader(lines, delimiter=max(",;\t", key=header.count), strict=True)
             for row in rows:
-                last, filled = rows.line_num, {name: cell for name, cell in row.items() if cell}
-                more = SkippedRow("more cells than the header names")
-                yield Row(f"{file.name}:{last}", more if None in row else filled)
+                last, more = rows.line_num, row.pop(None, None)
+                filled = {name.strip(): cell for name, cell in row.items() if cell}
+                value = SkippedRow("more cells than the header names") if more else filled
+                yield Row(f"{file.name}:{last}", value)
     except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{file} cannot be read after line {last}: {error}") from error
 
