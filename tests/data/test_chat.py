@@ -184,6 +184,16 @@ def test_a_header_is_context_and_the_same_text_in_an_answer_is_learned():
     assert text.endswith("<think></think>⟦<|im_start|>assistant\nis a header<|im_end|>⟧")
 
 
+def test_an_answer_lacks_the_reasoning_that_its_prompt_and_the_history_open():
+    """Check it for Nemotron-Nano-v2's template, and that a text with the end of the reasoning has it."""
+    opening = TURNS.replace("{{ m.content }}", "{{ '<think>\n' if m.role == 'assistant' }}{{ m.content }}")
+    form = ChatFormat(tokenizer(opening + PROMPT.replace("{% endif", "<think>\n{% endif")))
+    with pytest.raises(SkippedRow, match="without the reasoning that its target starts with"):
+        form.documents(ONE)
+    (text,) = shown(form, [ONE[0], ONE[1] | {"content": "so</think>yes"}])
+    assert "⟦so\n</think>\n\nyes<|im_end|>⟧" in text
+
+
 def test_the_plain_template_marks_answers(tmp_path):
     with pytest.raises(ValueError, match=r"no chat template.*data\.template=plain"):
         ChatFormat(tokenizer(None))

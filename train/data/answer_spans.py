@@ -167,8 +167,9 @@ class Turn(NamedTuple):
         plain = {name: value for name, value in split_reasoning(self.answer).items() if name not in THOUGHTS}
         message = plain if self.form.supports_reasoning else self.answer
         written = self.behind_prompt(message, self.form.switched_to(False))
-        opened = written.message is None and OPENED.search(written.text[: written.start])
-        if opened or EMPTY.match(written.text, written.start):
+        before, said = written.text[: written.start], written.text[written.start :]
+        opened = OPENED.search(before) and (written.message is None or not re.search(CLOSE, said))
+        if opened or EMPTY.match(said):
             raise SkippedRow("an answer without the reasoning that its target starts with")
         return written
 
