@@ -35,10 +35,8 @@ class LogitScaling(NamedTuple):
             values = (getattr(config, name, None) for name in names)
             return next((value for value in values if value not in (None, 0, neutral)), None)
 
-        scaling, factor = (
-            setting("logits_scaling", "logits_mup_width_multiplier"),
-            setting("logit_scale", "lm_head_multiplier"),
-        )
+        scaling = setting("logits_scaling", "logits_mup_width_multiplier")
+        factor = setting("logit_scale", "lm_head_multiplier")
         cap = setting("final_logit_softcapping", "logits_soft_cap", neutral=0)
         if config.model_type == "hyperclovax":  # multiplies by what Granite divides by
             scaling, factor = None, scaling

@@ -88,6 +88,15 @@ def test_a_table_as_spreadsheets_write_it(tmp_path: Path):
     assert str(third.value) == "more cells than the header names"
     (tmp_path / "rows.tsv").write_text("prompt\tresponse\nyes, no?\tno\n")
     assert next(Source(str(tmp_path / "rows.tsv")).rows()).value == {"prompt": "yes, no?", "response": "no"}
+    assert [row.where for row in Source(str(tmp_path)).rows()] == [
+        "rows.csv:3",
+        "rows.csv:4",
+        "rows.csv:5",
+        "rows.tsv:2",
+    ]
+    write(tmp_path / "rows.jsonl", [{"text": "a"}])  # next to which tables are metadata, or copies
+    assert [row.where for row in Source(str(tmp_path)).rows()] == ["rows.jsonl:1"]
+    assert len([*Source(str(tmp_path), data_files="*.csv").rows()]) == 3
     file.write_text('question,answer\na,"b\nc,d\n')  # the quote would swallow all rows
     with pytest.raises(ValueError, match=r"rows\.csv cannot be read after line 0: unexpected end of data"):
         [*Source(str(file)).rows()]

@@ -71,13 +71,8 @@ WRITTEN = json.loads((TEMPLATES / "written.json").read_text())
 CONVERSATIONS: dict[str, list[dict]] = WRITTEN["conversations"]
 TOOL: dict = WRITTEN["tool"]
 MODELS = {name: Model(**facts) for name, facts in WRITTEN["models"].items()}
-ENDS = (
-    "<|call|>",
-    "<|observation|>",
-    "<|tool_response>",
-    "<|eom_id|>",
-    "<|tools_suffix|>",
-)  # of an answer that is a call
+# Ends of an answer that is a call.
+ENDS = ("<|call|>", "<|observation|>", "<|tool_response>", "<|eom_id|>", "<|tools_suffix|>")
 
 
 def wrote(model: str, name: str) -> list[str]:

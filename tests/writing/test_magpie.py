@@ -189,18 +189,7 @@ def test_openings_of_real_templates(model):
     form = form_of(model)
     openings = TurnPrefixes(form)
     # The others change earlier answers, and give one turn.
-    turns = model in (
-        "functionary",
-        "gemma3",
-        "granite4",
-        "kimi_k2",
-        "llama3",
-        "llama4",
-        "mistral",
-        "phi3",
-        "phi4",
-        "smollm2",
-    )
+    turns = model in typed("functionary gemma3 granite4 kimi_k2 llama3 llama4 mistral phi3 phi4 smollm2")
     assert (openings.between is not None) == turns
     assert openings.tokens(openings.before + "hi" + openings.after) == form.prompt([{"role": "user", "content": "hi"}])
     if turns:

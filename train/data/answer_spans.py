@@ -140,8 +140,10 @@ class Turn(NamedTuple):
                 written = self.behind_prompt(message, thinking)
             except OtherStart:
                 return None
-            empty = EMPTY.match(written.text, written.start)  # and the reasoning behind it, as content
-            return written if thoughts.strip() in written.text[written.start :] and not empty else None
+            said = written.text[written.start :]
+            if EMPTY.match(said):  # the template has no reasoning, and shows it as content behind the empty one
+                return None
+            return written if thoughts.strip() in said else None
 
         if by_name := shown(plain | dict.fromkeys(THOUGHTS, thoughts)):
             return by_name
@@ -177,7 +179,7 @@ class Turn(NamedTuple):
         """Return what the template writes of an answer behind that part of its header which the generation prompt has too.
 
         Both are compared from the last message on: Mistral's template shows a system prompt in the last question only. Raises
-        OtherStart if the header has more than the prompt, but for the empty reasoning that some templates write."""
+        OtherStart if they differ in more than the empty reasoning that some templates write."""
         stand_in = {"role": "assistant", "content": STAND_IN}
         header, found, _ = self.render(stand_in, thinking=thinking).partition(STAND_IN)
         asked = str(self.history[-1]["content"]).strip() if self.history else ""
@@ -190,8 +192,8 @@ class Turn(NamedTuple):
         since = prompt[max(0, prompt.rfind(asked, 0, end)) :]
         at = begin + len(self.form.shared(since, header[begin:]))
         more = at < len(header) and at < begin + len(since)
-        empty = EMPTY.fullmatch(header, at) or EMPTY.fullmatch(since, at - begin)
-        if not found or text[:at] != header[:at] or (more and not empty):
+        only_reasoning = EMPTY.fullmatch(header, at) or EMPTY.fullmatch(since, at - begin)
+        if not found or text[:at] != header[:at] or (more and not only_reasoning):
             raise OtherStart(
                 f"{self.form.name} starts an answer otherwise ({header[at:][:40]!r}) than its generation prompt does "
                 f"({since[at - begin :][:40]!r}), so the loss mask cannot be found: give a template with {{% generation %}} "

@@ -75,7 +75,7 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
         raise ValueError(f"data.path={path} does not exist: give a text file or a folder of them")
     files = [root] if root.is_file() else sorted(file for file in root.glob(glob) if file.is_file())
     for file in files:
-        if file.suffix in (".jsonl", ".parquet", ".csv", ".tsv"):
+        if file.suffix in (".jsonl", ".parquet"):
             raise ValueError(f"{file} holds rows, not raw text: give data=conversations data.path={path}")
     texts = [(file, read_text(file)) for file in files]
     texts = [(file, text) for file, text in texts if text.strip()]

@@ -36,7 +36,8 @@ from foredraft.train.data.columns import (
 from foredraft.train.data.layouts import Message, SkippedRow, has_system, listed, turns
 from foredraft.train.data.layouts import parsed as parsed_json
 
-ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".parquet", ".csv", ".tsv")  # of files in a directory
+TABLES = (".csv", ".tsv")
+ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".parquet", *TABLES)  # of files in a directory
 # Names of splits in paths, as `datasets` knows them.
 SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
 SPLITS |= {"testing": "test", "eval": "test", "evaluation": "test"}
@@ -163,7 +164,10 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
         if twice := next((file for file in found if file.with_name(f"{file.name}.gz") in names), None):
             raise ValueError(f"{twice} and {twice.name}.gz would both be read: remove one of them")
         if chosen is None:
-            return of_split(found, root, split)
+            rows = [
+                file for file in found if file.suffix not in TABLES
+            ]  # next to others, a table has metadata, or a copy
+            return of_split(rows or found, root, split)
         patterns = [chosen] if isinstance(chosen, str) else chosen
         named = {file for one in patterns if not one.startswith("/") for file in root.glob(one)}
         if not named.intersection(found):
@@ -200,8 +204,8 @@ def shards(file: Path) -> list[Shard]:
             return [partial(arrow, file, None, 0)]
         if begins.startswith(b"\x1f\x8b"):
             return [partial(compressed, file)]
-        if file.suffix in (".csv", ".tsv"):
-            return [partial(comma_separated, file)]
+        if file.suffix in TABLES:
+            return [partial(table_of_text, file)]
         if begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             return [partial(json_array, file)]
         opened.seek(0)
@@ -237,9 +241,8 @@ def compressed(file: Path) -> Iterator[Row]:
         raise ValueError(f"{file} cannot be read: {error}") from error
 
 
-def comma_separated(file: Path) -> Iterator[Row]:
-    """Read a file of text with a header and rows whose cells commas, semicolons or tabs separate. A row lacks the columns in
-    which it has no text."""
+def table_of_text(file: Path) -> Iterator[Row]:
+    """Read a CSV file with a header, separated by commas, semicolons or tabs. Empty cells are left out of their row."""
     csv.field_size_limit(2**31 - 1)  # an answer may be longer than the 131,072 characters that are allowed otherwise
     last = 0
     try:
