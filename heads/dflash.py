@@ -159,6 +159,7 @@ class DFlashHead(BlockHead):
             "sliding_window": self.window,
             "use_sliding_window": sliding,
             "num_target_layers": self.target.num_layers,
+            **({"is_causal": True} if self.causal else {}),  # SGLang's name of `causal`
             "draft_vocab_size": self.draft_vocab,
             "dflash_config": {
                 "projector_type": self.kind,

@@ -14,10 +14,9 @@ from foredraft.heads.dflash import DFlashHead
 
 class DominoHead(DFlashHead):
     """Draft like DFlash, with a GRU's correction. Weights have the names of SpecForge: DFlash's, prefix_gru.*,
-    embed_proj.{0,2}."""
+    embed_proj.{0,2}. So does the architecture: `projector_type` alone tells SGLang that this is a Domino."""
 
     kind = "domino"
-    architecture = "DominoDraftModel"
     own_defaults = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}  # noqa: RUF012
 
     def __init__(self, config: dict[str, Any]):

@@ -98,11 +98,10 @@ ONE_MASKING = Requirement(
     "{engine}'s draft models are causal in all layers or in none, and this one only in its sliding layers "
     "(head.window={head.window}): use vLLM",
 )
-# An engine that reads no `causal`.
-MASKING_BY_TYPE = Requirement(
-    lambda head, target: all(head.masking(i)[0] == (kind == SLIDING) for i, kind in enumerate(head.layer_types)),
-    "{engine} is causal in sliding layers and bidirectional in all others, and this head (head.causal={head.causal}, "
-    "head.window={head.window}) is not: use vLLM",
+CAUSAL_WINDOWS = Requirement(
+    lambda head, target: all(head.masking(i)[0] for i, kind in enumerate(head.layer_types) if kind == SLIDING),
+    "{engine} is causal in sliding layers, and this head (head.causal={head.causal}, head.window={head.window}) is not: use "
+    "vLLM",
 )
 WHOLE_ROTATION = Requirement(
     lambda head, target: "partial_rotary_factor" not in head.config.rope_parameters,
@@ -144,7 +143,6 @@ SPECULATORS_RATIO = Requirement(
     "{head.correction}: use format=vllm",
 )
 SGLANG_LAYERS = (
-    THREE_LAYERS,
     Requirement(
         lambda head, target: head.layers[0] != 0,
         "SGLang provides outputs of decoder layers, and this head takes the embedding (hidden state 0)",

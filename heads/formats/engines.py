@@ -37,10 +37,11 @@ VLLM_P_EAGLE = """vllm serve {target} --speculative-config '{{"method": "eagle3"
 VLLM_MTP = """vllm serve {head} --speculative-config '{{"method": "mtp", "num_speculative_tokens": {depth}}}'"""
 # One method covers a family of drafters, whatever the head's architecture.
 VLLM_DFLASH = VLLM.replace("{method}", "dflash")
-# SGLang's algorithms are in capitals. It reads the size of a block from config.json: `--speculative-num-draft-tokens` would
-# also count the anchor.
+# SGLang's algorithms are in capitals, and DFLASH is also that of DFlash-2 and Domino. It reads the size of a block from
+# config.json: `--speculative-num-draft-tokens` would also count the anchor.
 SGLANG_BLOCK = """python -m sglang.launch_server --model-path {target} --speculative-algorithm {algorithm} \
 --speculative-draft-model-path {head}"""
+SGLANG_DFLASH = SGLANG_BLOCK.replace("{algorithm}", "DFLASH")
 SGLANG_TREE = "--speculative-eagle-topk 4 --speculative-num-draft-tokens 16"
 SGLANG = f"{SGLANG_BLOCK} --speculative-num-steps {{depth}} {SGLANG_TREE}"
 SPECULATORS = "vllm serve {head}"
@@ -57,6 +58,8 @@ LLAMACPP_TARGET = "python convert_hf_to_gguf.py {target} --outfile TARGET.gguf"
 VLLM_CHAIN = "vLLM drafts a chain, not a tree."
 XPRESS = "vLLM 0.32 does not support xPress; its pull request 54448 and the authors' branch do. It drafts a chain."
 SGLANG_CHAIN = "SGLang drafts a chain, not a tree."
+SGLANG_SELECTOR = f"{SGLANG_CHAIN} It supports DFlash-2 since 0.5.19."
+SGLANG_DOMINO = f"{SGLANG_CHAIN} It supports Domino since 0.5.20."
 SGLANG_BIAS = "SGLang's fc has a bias; if the head has none, one of zeros is written."
 BY_NAME = "vLLM finds the target by its name in config.json."
 P_EAGLE = "vLLM finds the target by its name in config.json, and P-EAGLE's files by method=eagle3."
@@ -73,6 +76,9 @@ LLAMACPP_MTP = f"""{LLAMACPP_CHAIN} --no-mtp
 For one file with both: export with format=mtp, convert that directory without --no-mtp, and omit -md."""
 IMAGES = """{engine} gives this head the features of images as embeddings, and heads here learn from those of their \
 placeholders: after images, fewer drafts may be accepted."""
+WINDOW = (
+    "{engine} does not support head.window={window}: in longer texts the head sees all, and fewer drafts are accepted."
+)
 LONGROPE = "vLLM takes longrope's factors for long texts at all positions, unless texts end at {limit} tokens."
 SGLANG_YARN = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
 SGLANG_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
@@ -102,19 +108,10 @@ def mtp_note(head: DraftHead, target: Target) -> str:
     return "Engines look for an MTP layer if config.json announces one, and this target's does not."
 
 
-def window_note(engine: str, head: DraftHead, target: Target) -> str:
-    """Return what an engine that reads no window of EAGLE-3 heads does in longer texts."""
-    if (
-        engine == "vLLM"
-        or not isinstance(head, Eagle3Head)
-        or head.window is None
-        or head.window >= (target.context or 10**9)
-    ):
-        return ""
-    return (
-        f"{engine} does not support head.window={head.window}: in longer texts the head sees all, and fewer drafts are "
-        "accepted than in vLLM."
-    )
+def window_of(head: DraftHead, target: Target) -> int | None:
+    """Return the window of an EAGLE-3 head if the target's texts may be longer."""
+    window = head.window if isinstance(head, Eagle3Head) else None
+    return None if window is None or window >= (target.context or 10**9) else window
 
 
 def images_note(engine: str, head: DraftHead, target: Target) -> str:
@@ -156,7 +153,7 @@ VLLM_CORRECTED = checks.PLAIN_LOGITS, *VLLM_BLOCKS
 SGLANG_ROPE = partial(checks.usual_yarn, read=SGLANG_YARN)
 SGLANG_BLOCKS = (
     checks.FULL_VOCABULARY,
-    checks.MASKING_BY_TYPE,
+    checks.CAUSAL_WINDOWS,
     checks.WHOLE_ROTATION,
     checks.INNER_STATES,
     checks.NO_EMBEDDING_NORM,
@@ -204,9 +201,10 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
     "SGLang": {
         Eagle3Head: Rule(formats.Eagle3Format, SGLANG, flags_note, SGLANG_EAGLE3),
         EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (*EAGLE_CHECKS, checks.SGLANG_STATE, SGLANG_ROPE)),
-        DFlashHead: Rule(formats.DFlashFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_BLOCKS, checks.IN_PLACE)),
+        DFlashHead: Rule(formats.DFlashFormat, SGLANG_DFLASH, SGLANG_CHAIN, (*SGLANG_BLOCKS, checks.IN_PLACE)),
         DSparkHead: Rule(formats.DSparkFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_CORRECTED, checks.ANCHOR_FIRST)),
-        DominoHead: Rule(formats.DominoFormat, SGLANG_BLOCK, SGLANG_CHAIN, (*SGLANG_CORRECTED, checks.SGLANG_PREFIX)),
+        DFlash2Head: Rule(formats.DFlash2Format, SGLANG_DFLASH, SGLANG_SELECTOR, (*SGLANG_BLOCKS, checks.IN_PLACE)),
+        DominoHead: Rule(formats.DominoFormat, SGLANG_DFLASH, SGLANG_DOMINO, (*SGLANG_CORRECTED, checks.SGLANG_PREFIX)),
     },
     "the speculators package": {
         Eagle3Head: Rule(
@@ -305,10 +303,15 @@ def export_for(
         verify(loader, head, target)
     note = rule.note if isinstance(rule.note, str) else rule.note(head, target)
     note, limit = note.format(target=target.name, kind=head.kind), longrope_limit(rule, head)
-    notes = [note, window_note(loader, head, target), images_note(loader, head, target)]
-    notes += [LONGROPE.format(limit=limit)] if limit else []
+    notes, use, window = [note, images_note(loader, head, target)], rule.use, window_of(head, target)
+    if limit:
+        notes.append(LONGROPE.format(limit=limit))
+        use += f" --max-model-len {limit}"
+    if window and loader == "SGLang":  # counts the positions before the query's own
+        use += f" --speculative-draft-window-size {window - 1}"
+    elif window and loader != "vLLM":
+        notes.append(WINDOW.format(engine=loader, window=window))
     arguments = (formats.default_format(head), dtype, target_gguf) if name == "gguf" else ()
-    use = f"{rule.use} --max-model-len {limit}" if limit else rule.use
     return Export(rule.layout(*arguments), use, "\n".join(filter(None, notes)))
 
 

@@ -146,6 +146,27 @@ def test_vllm_masks_a_block_as_it_was_trained(deep, tmp_path, kind, name, change
         assert vllm_causal(config, layer) == head.masking(layer)[0]
 
 
+SGLANG_CLASSES = {"DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel"}  # of 0.5.23, for block heads
+
+
+@pytest.mark.parametrize("kind", ["dflash", "jetspec", "dflash2", "dspark", "domino"])
+@pytest.mark.parametrize("changes", [{}, {"window": 6}, {"window": 6, "causal": True}])
+def test_sglang_masks_a_block_as_it_was_trained(deep, tmp_path, kind, changes):
+    """Compare with SGLang 0.5.23's rule, written down anew: `is_causal` of all layers, or the type of each."""
+    changes = changes | {"draft_vocab_size": None} | ({"sample_from_anchor": True} if kind == "dspark" else {})
+    head = make_head(kind, deep, **changes)
+    if kind == "dflash2" and changes.get("window") and not head.causal:
+        with pytest.raises(ValueError, match="SGLang is causal in sliding layers"):
+            engines.export_for("sglang", head, deep)
+        return
+    write_export("sglang", head, deep, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert SGLANG_CLASSES.issuperset(config["architectures"])
+    for layer, kind_of in enumerate(config["layer_types"]):
+        assert config.get("is_causal", kind_of == "sliding_attention") == head.masking(layer)[0]
+    assert read_head(tmp_path, deep).to_config() == head.to_config()
+
+
 def test_a_window_that_vllm_would_take_for_another_is_refused(deep):
     with pytest.raises(ValueError, match=r"causal in all layers or in none, .* \(head.window=\d+\): use format=vllm"):
         engines.export_for("speculators", make_head("dflash", deep, window=6), deep)
@@ -180,7 +201,7 @@ def test_windows_are_causal_where_vllm_says_so(deep, tmp_path, name, layer, bloc
     written = json.loads((tmp_path / "again" / "config.json").read_text())
     assert [vllm_causal(written, number) for number in range(3)] == [causal] * 3
     if head.causal is False:
-        with pytest.raises(ValueError, match=r"SGLang is causal in sliding layers .* head.window=4"):
+        with pytest.raises(ValueError, match=r"SGLang is causal in sliding layers, .* head.window=4"):
             engines.export_for("sglang", head, deep)
 
 

@@ -105,19 +105,21 @@ def test_round_trips_are_equal_to_the_bit(deep, tmp_path, kind, name):
         assert same(read_head(other, deep), head)
 
 
-def test_engines_that_read_no_window_are_named(deep):
-    head = ours("eagle3 window", deep)
-    for name in ("sglang", "eagle", "gguf"):
+def test_an_engine_gets_the_window_or_is_named(deep):
+    """SGLang counts the positions before a query's own, in a flag of its command."""
+    head, flag = ours("eagle3 window", deep), " --speculative-draft-window-size 10"
+    assert engines.export_for("sglang", head, deep).command(head, "T", "H").endswith(flag)
+    for name in ("eagle", "gguf"):
         assert (
             "does not support head.window=11: in longer texts the head sees all"
             in engines.export_for(name, head, deep).note
         )
-    assert (
-        "head.window"
-        not in engines.export_for("vllm", head, deep).note + engines.export_for("speculators", head, deep).note
+    assert not any(
+        "head.window" in engines.export_for(name, head, deep).note for name in ("vllm", "speculators", "sglang")
     )
     head.window = deep.context
-    assert "head.window" not in engines.export_for("sglang", head, deep).note
+    assert "window" not in engines.export_for("sglang", head, deep).command(head, "T", "H")
+    assert "head.window" not in engines.export_for("gguf", head, deep).note
 
 
 def test_the_class_of_a_config_keeps_the_window(deep):
@@ -170,11 +172,6 @@ REFUSED = [
     ("dflash anchor first", "vllm", "vLLM drafts dflash in place, and this head anchor first"),
     ("dflash anchor first", "sglang", "SGLang drafts dflash in place, and this head anchor first"),
     ("dspark in place", "sglang", "SGLang drafts dspark anchor first, and this head in place"),
-    (
-        "jetspec",
-        "sglang",
-        r"causal in sliding layers and bidirectional in all others, and this head \(head.causal=True",
-    ),
     ("dflash2 pruned", "vllm", "vLLM does not support a pruned vocabulary of dflash2 heads"),
     ("eagle3 of the last state", "vllm", r"vLLM returns the last hidden state \(8\) before its norm"),
     ("eagle3 of the last state", "speculators", r"vLLM returns the last hidden state \(8\) before its norm"),
@@ -187,7 +184,7 @@ REFUSED = [
         "llama.cpp does not read attention_factor=1.5, truncate=False of this head's yarn",
     ),
     ("eagle3 of other layers", "eagle", r"takes hidden states \[2, 4, 5\] .* this head takes \[1, 3, 5\]"),
-    ("eagle3 of two layers", "sglang", "fuses three layers"),
+    ("eagle3 of two layers", "gguf", "fuses three layers"),
     ("eagle3 of the embedding", "sglang", "hidden state 0"),
 ]
 
@@ -327,7 +324,8 @@ SGLANG = "--speculative-algorithm {} --speculative-draft-model-path H"
         ("vllm", "dflash2", DFLASH + '"num_speculative_tokens": 7'),
         ("sglang", "eagle3", SGLANG.format("EAGLE3") + " --speculative-num-steps 4 "),
         ("sglang", "dflash", SGLANG.format("DFLASH")),
-        ("sglang", "domino", SGLANG.format("DOMINO")),
+        ("sglang", "dflash2", SGLANG.format("DFLASH")),
+        ("sglang", "domino", SGLANG.format("DFLASH")),
     ],
 )
 def test_an_engine_is_started_in_its_own_words(deep, engine, kind, words):

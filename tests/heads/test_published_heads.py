@@ -280,7 +280,7 @@ def captured(kind: str, given: list[int], n: int) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gpt_oss"])
-@pytest.mark.parametrize("layers", [[2, 12, 21], [4, 12, 23], [1, 12, 21]])
+@pytest.mark.parametrize("layers", [[2, 12, 21], [4, 12, 23], [1, 12, 21], [3, 20], [4, 8, 12, 20, 23]])
 def test_an_export_names_the_layers_that_both_engines_read(tmp_path, layers, kind):
     """vLLM reads the top level, as hidden states, and SGLang eagle_config."""
     target = tiny_target(24, kind == "gpt_oss", kind if kind == "deepseek_v3" else None)
