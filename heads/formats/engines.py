@@ -56,7 +56,8 @@ LLAMACPP_TARGET = "python convert_hf_to_gguf.py {target} --outfile TARGET.gguf"
 
 # Notes: what the engine does not support, and how it loads the files.
 VLLM_CHAIN = "vLLM drafts a chain, not a tree."
-XPRESS = "vLLM 0.32 does not support xPress; its pull request 54448 and the authors' branch do. It drafts a chain."
+XPRESS = f"{VLLM_CHAIN} It supports xPress since 0.33."
+XPRESS_PACKAGE = "vLLM 0.33 reads xPress heads only in format=vllm."
 SGLANG_CHAIN = "SGLang drafts a chain, not a tree."
 SGLANG_SELECTOR = f"{SGLANG_CHAIN} It supports DFlash-2 since 0.5.19."
 SGLANG_DOMINO = f"{SGLANG_CHAIN} It supports Domino since 0.5.20."
@@ -193,7 +194,7 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
         DFlashHead: Rule(formats.DFlashFormat, VLLM, VLLM_CHAIN, VLLM_DFLASH_CHECKS),
         DFlash2Head: Rule(formats.DFlash2Format, VLLM_DFLASH, VLLM_CHAIN, VLLM_DFLASH2),
         XPressHead: Rule(
-            formats.XPressFormat, VLLM, XPRESS, (checks.FULL_VOCABULARY, checks.IN_PLACE, *VLLM_CORRECTED)
+            formats.XPressFormat, VLLM_DFLASH, XPRESS, (checks.FULL_VOCABULARY, checks.IN_PLACE, *VLLM_CORRECTED)
         ),
         DSparkHead: Rule(formats.SpeculatorsDSpark, VLLM, VLLM_CHAIN, (checks.VANILLA, *VLLM_CORRECTED)),
         PEagleHead: Rule(formats.PEagleFormat, VLLM_P_EAGLE, VLLM_CHAIN, (checks.INNER_STATES,)),
@@ -222,7 +223,7 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
         XPressHead: Rule(
             formats.SpeculatorsXPress,
             SPECULATORS,
-            XPRESS,
+            XPRESS_PACKAGE,
             (checks.SPECULATORS_MASKING, checks.SPECULATORS_RATIO, *VLLM_CORRECTED),
         ),
         PEagleHead: Rule(formats.SpeculatorsPEagle, VLLM_P_EAGLE, P_EAGLE, (checks.INNER_STATES,)),

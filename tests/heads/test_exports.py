@@ -322,6 +322,7 @@ SGLANG = "--speculative-algorithm {} --speculative-draft-model-path H"
         ("vllm", "eagle3", EAGLE3),
         ("vllm", "dflash", DFLASH + '"num_speculative_tokens": 7'),
         ("vllm", "dflash2", DFLASH + '"num_speculative_tokens": 7'),
+        ("vllm", "xpress", DFLASH + '"num_speculative_tokens": 7'),
         ("sglang", "eagle3", SGLANG.format("EAGLE3") + " --speculative-num-steps 4 "),
         ("sglang", "dflash", SGLANG.format("DFLASH")),
         ("sglang", "dflash2", SGLANG.format("DFLASH")),
