@@ -76,12 +76,13 @@ class BlockTree(CachedTree):
         ranked: list[Tensor] = []
         tokens, scores, frontier, size = bonus, bonus.new_zeros(bonus.shape, dtype=torch.float32), parents[0], 1
         for depth in range(1, self.levels + 1):
-            if depth > 1 and self.should_stop is not None and self.should_stop(scores):
+            going = self.stop_improbable(scores) if depth > 1 else scores
+            if going is None:
                 break
             values, ids = scorer.best(depth, tokens)  # (batch, parents or 1, guesses)
             above, guess = self.pairs(tokens.shape[1])
             row = above if values.shape[1] > 1 else torch.zeros_like(above)
-            scores, chosen = (scores[:, above] + values[:, row, guess]).topk(min(most, len(above)))
+            scores, chosen = (going[:, above] + values[:, row, guess]).topk(min(most, len(above)))
             parent = above[chosen]
             tokens = ids[:, row, guess].gather(1, chosen)
             candidates.append(tokens)

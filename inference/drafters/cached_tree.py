@@ -1,8 +1,6 @@
 """The common part of trees that a head with a KV cache drafts level by level (dynamic.py, block.py)."""
 
-import math
 from abc import abstractmethod
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -54,8 +52,8 @@ class CachedTree(Drafter):
         min_probability: float,
     ):
         """Initialize the tree. nodes: maximum number of nodes, including the bonus token. depth: number of levels below it.
-        width: branches per level. min_probability: on a CPU, drafting stops when the branches of a level have a smaller total
-        probability, as the draft scores them, in all sequences; 0 drafts all levels."""
+        width: branches per level. min_probability: on a CPU, a sequence is drafted no further if the branches of a level have
+        a smaller total probability, as the draft scores them; 0 drafts all levels."""
         if depth < 1 or width < 1 or nodes < 2 or min_probability < 0:
             raise ValueError(
                 f"a tree needs at least depth=1, width=1, nodes=2 and min_probability=0, not depth={depth}, width={width}, "
@@ -68,10 +66,7 @@ class CachedTree(Drafter):
         self.width = min(width, vocab)
         self.branches = self.width > 1
         self.nodes = min(nodes, 1 + self.width + (depth - 1) * self.width**2)
-        # Decides from the scores of a level (batch, width) whether drafting stops there.
-        self.should_stop: Callable[[Tensor], bool] | None = None
-        if min_probability > 0 and target.device.type == "cpu":
-            self.should_stop = lambda scores: all(sum(map(math.exp, row)) < min_probability for row in scores.tolist())
+        self.min_probability = min_probability if target.device.type == "cpu" else 0.0
         self.draft_ids = head.draft_ids
         self.cache: KVCache | None = None
 
@@ -132,7 +127,7 @@ class CachedTree(Drafter):
         lengths = [length + count for length, count in zip(cache.lengths, accepted.counts, strict=True)]
         draft, seq_lens = partial(self.draft, lengths), cache.seq_lens + counts
         inputs = accepted.tokens, accepted.aux_hidden_states, counts, gumbel, self.sampling.temperature
-        if self.should_stop is None and new <= 1 + self.depth:  # neither reads scores nor catches up after other steps
+        if not self.min_probability and new <= 1 + self.depth:  # neither reads scores nor catches up after other steps
             cache.set_bucket(new + self.entries)
             key = "draft", cache.kv_bucket, self.nodes, self.levels
             tree, self.ranks = cache.graphs(key, draft, *inputs)
@@ -159,17 +154,30 @@ class CachedTree(Drafter):
         cache.extend(lengths, counts)
         return self.rerank(*self.expand(cache, hidden, newest(tokens, counts), gumbel, temperature))
 
+    def stop_improbable(self, scores: Tensor) -> Tensor | None:
+        """Return the scores (batch, width) of a level below which another is drafted: -inf in the sequences that stop there,
+        so that a text's drafts do not depend on the other texts of a batch. None if all stop."""
+        if not self.min_probability:
+            return scores
+        goes_on = scores.exp().sum(1, keepdim=True) >= self.min_probability
+        return scores.masked_fill(~goes_on, -torch.inf) if goes_on.any() else None
+
     @abstractmethod
     def expand(
         self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, temperature: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, parents and scores (batch, n) of the candidates. bonus: (batch, 1), the first candidate, which has
-        no score. hidden: (batch, 1, width), the output of `draft_extend` at the end of each sequence."""
+        no score. A score of -inf says that the candidate is none. hidden: (batch, 1, width), the output of `draft_extend` at
+        the end of each sequence."""
 
     def rerank(self, tokens: Tensor, parents: Tensor, scores: Tensor) -> tuple[TokenTree, Tensor]:
         """Return the tree of the best `nodes` candidates (batch, n), and the ranks of its nodes. Candidates keep their order,
         in which parents come first. The bonus token has no score."""
-        chosen, ranks = scores.topk(min(self.nodes, tokens.shape[1]) - 1).indices.sort(1)
+        most, given = min(self.nodes, tokens.shape[1]) - 1, scores > -torch.inf
+        if self.min_probability:  # a CPU: elsewhere this would wait for the device
+            most = min(most, int(given.sum(1).max()))
+        tokens = torch.cat([tokens[:, :1], tokens[:, 1:].where(given, -1)], 1)
+        chosen, ranks = scores.topk(most).indices.sort(1)
         chosen = chosen + 1
         chosen = torch.cat([chosen.new_zeros(len(chosen), 1), chosen], 1)
         order = torch.arange(chosen.shape[1], device=tokens.device).expand(len(chosen), -1)

@@ -49,13 +49,14 @@ class DynamicTree(CachedTree):
         parents = [frontier.new_zeros(batch, width + 1)]
         ranked, among, size = [scores], own, 1 + width
         for depth in range(2, self.levels + 1):
-            if self.should_stop is not None and self.should_stop(scores):
+            going = self.stop_improbable(scores)
+            if going is None:
                 break
             positions = (cache.seq_lens + depth - 2).expand(-1, width)
             hidden = head.draft_step(hidden, head.embed(tokens, self.target), positions, cache.mask(among), cache)
             cache.num_uncommitted += width
             best = best_of(hidden, depth)
-            scored = (best.values + scores[:, :, None]).flatten(1)  # (batch, width * width)
+            scored = (best.values + going[:, :, None]).flatten(1)  # (batch, width * width)
             named = self.to_target_ids(best.indices).flatten(1)
             candidates.append(named)
             ranked.append(scored)

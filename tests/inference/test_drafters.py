@@ -29,9 +29,11 @@ from foredraft.inference.drafters import (
     tree_of,
 )
 from foredraft.inference.drafters.base import Accepted, PendingAccepted, bonus_only, chains, trees
+from foredraft.inference.drafters.cached_tree import CachedTree
 from foredraft.inference.drafters.measurements import Costs
 from foredraft.inference.drafters.union import merge
 from foredraft.inference.sampling import Sampling, SamplingParams
+from foredraft.inference.tree import TokenTree
 from tests.support import nightly_but
 from tests.support.decoding import SETTINGS, OneBranch, drafters
 from tests.support.head_factory import make_head
@@ -241,19 +243,46 @@ def test_a_union_accepts_at_least_what_each_accepts_alone(small):
 
 
 @torch.inference_mode()
-def test_a_tree_stops_where_little_is_left_to_gain_in_any_row(small):
+def test_a_tree_stops_where_little_is_left_to_gain(small):
     head = eagle(small).head
     texts, aux_hidden_states = [[1, 2, 3], [4, 5]], len(head.layers) * small.hidden_size
     for min_probability, levels in ((0.0, 4), (1.1, 1)):
         drafter = DynamicTree(head, small, nodes=10, depth=4, width=3, min_probability=min_probability)
         drafter.begin(2, 64, Sampling.of([SamplingParams()] * 2, 1024))
         assert drafter.propose(accepted(*texts, width=aux_hidden_states), None).depths.max() == levels
-    scores = []
     drafter = DynamicTree(head, small, nodes=10, depth=4, width=3)
-    assert drafter.should_stop is not None
-    for shares in ([[0.05, 0.04, 0.03], [0.3, 0.1, 0.1]], [[0.05, 0.04, 0.03], [0.1, 0.02, 0.02]]):
-        scores.append(drafter.should_stop(torch.tensor(shares).log()))
-    assert scores == [False, True]
+    shares = torch.tensor([[0.05, 0.04, 0.03], [0.3, 0.1, 0.1], [0.2, 0.06, 0.0]]).log()
+    below = drafter.stop_improbable(shares)
+    assert below is not None and below.isfinite().any(1).tolist() == [False, True, True]
+    assert below[1:].equal(shares[1:]) and drafter.stop_improbable(shares[:1]) is None
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dspark", "draft model"])
+def test_the_drafts_of_a_text_stop_alike_alone_and_in_a_batch(target, kind, monkeypatch):
+    settings = {"nodes": 12, "depth": 4, "width": 3, "min_probability": 0.6}
+    if kind == "draft model":
+        drafter: CachedTree = DraftModel(target, target, **settings)
+    else:
+        drafter = drafter_for(make_head(kind, target), target, **settings)
+    drafts: dict[tuple[int, ...], set[tuple[int, ...]]] = {}  # of each text, by what was written of it
+    uneven, propose = [], drafter.propose
+
+    def record(accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
+        tree = propose(accepted, gumbel)
+        drafted = [branches(tree, row) for row in range(len(tree.tokens))]
+        for text, paths in zip(accepted.text, drafted, strict=True):
+            assert drafts.setdefault(tuple(text), paths) == paths
+        uneven.append(len({max(map(len, paths)) for paths in drafted}) > 1)
+        return tree
+
+    monkeypatch.setattr(drafter, "propose", record)
+    for max_num_seqs in (1, 4):
+        engine = Engine(target, drafter, max_num_seqs=max_num_seqs)
+        for seed in range(4):
+            engine.add(Request(prompt(9, seed), SamplingParams(1.0), 24, seed))
+        while engine.has_work:
+            engine.step()
+    assert any(uneven), "in no step one text stopped before another"
 
 
 def test_short_words_name_drafters(target, tiny_path):
