@@ -150,6 +150,15 @@ class DFlashHead(BlockHead):
     def to_config(self) -> dict:
         """Return z-lab's config.json, in which layers are numbered by their outputs, from 0."""
         sliding = self.window is not None
+        block = {
+            "projector_type": self.kind,
+            "target_layer_ids": [layer - 1 for layer in self.layers],
+            "mask_token_id": self.mask_token_id,
+            "sample_from_anchor": self.sample_from_anchor,
+            **({} if self.causal is None else {"causal": self.causal}),  # vLLM's name
+            **({"causal_head": True} if self.causal else {}),  # JetSpec's
+            **self.own_settings,
+        }
         return llama_config.to_json(self.config) | {
             "architectures": [self.architecture],
             "model_type": "qwen3",
@@ -159,17 +168,9 @@ class DFlashHead(BlockHead):
             "sliding_window": self.window,
             "use_sliding_window": sliding,
             "num_target_layers": self.target.num_layers,
-            **({"is_causal": True} if self.causal else {}),  # SGLang's name of `causal`
             "draft_vocab_size": self.draft_vocab,
-            "dflash_config": {
-                "projector_type": self.kind,
-                "target_layer_ids": [layer - 1 for layer in self.layers],
-                "mask_token_id": self.mask_token_id,
-                "sample_from_anchor": self.sample_from_anchor,
-                **({} if self.causal is None else {"causal": self.causal}),  # vLLM's name
-                **({"causal_head": True} if self.causal else {}),  # JetSpec's
-                **self.own_settings,
-            },
+            "dflash_config": block,
+            **({"is_causal": block["causal"]} if "causal" in block else {}),  # SGLang's, and in z-lab's files
         }
 
     def base_logits(self, hidden: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from foredraft.heads.formats.native import NativeFormat
 from foredraft.heads.formats.p_eagle import PEagleFormat
 from foredraft.heads.formats.speculators import (
     SpeculatorsDFlash,
+    SpeculatorsDFlash2,
     SpeculatorsDSpark,
     SpeculatorsFormat,
     SpeculatorsPEagle,
@@ -31,6 +32,7 @@ FORMATS: tuple[type[Format], ...] = (
     NativeFormat,
     MTPFormat,
     SpeculatorsDFlash,
+    SpeculatorsDFlash2,
     SpeculatorsDSpark,
     SpeculatorsXPress,
     SpeculatorsPEagle,

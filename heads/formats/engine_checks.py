@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foredraft.heads.dflash2 import DFlash2Head
-from foredraft.heads.eagle3 import FLAGS, SLIDING
+from foredraft.heads.eagle3 import FLAGS
 from foredraft.heads.formats.base import embeds_rows
 from foredraft.heads.formats.eagle3 import AUX
 from foredraft.heads.formats.layer_ids import as_sglang_reads, for_sglang
@@ -97,11 +97,6 @@ ONE_MASKING = Requirement(
     lambda head, target: head.window is None or head.causal is not None,
     "{engine}'s draft models are causal in all layers or in none, and this one only in its sliding layers "
     "(head.window={head.window}): use vLLM",
-)
-CAUSAL_WINDOWS = Requirement(
-    lambda head, target: all(head.masking(i)[0] for i, kind in enumerate(head.layer_types) if kind == SLIDING),
-    "{engine} is causal in sliding layers, and this head (head.causal={head.causal}, head.window={head.window}) is not: use "
-    "vLLM",
 )
 WHOLE_ROTATION = Requirement(
     lambda head, target: "partial_rotary_factor" not in head.config.rope_parameters,

@@ -154,7 +154,6 @@ VLLM_CORRECTED = checks.PLAIN_LOGITS, *VLLM_BLOCKS
 SGLANG_ROPE = partial(checks.usual_yarn, read=SGLANG_YARN)
 SGLANG_BLOCKS = (
     checks.FULL_VOCABULARY,
-    checks.CAUSAL_WINDOWS,
     checks.WHOLE_ROTATION,
     checks.INNER_STATES,
     checks.NO_EMBEDDING_NORM,

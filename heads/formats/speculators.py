@@ -1,4 +1,4 @@
-"""vLLM's own layout, that of the `speculators` package: EAGLE-3, P-EAGLE, DFlash, DSpark and xPress.
+"""vLLM's own layout, that of the `speculators` package: EAGLE-3, P-EAGLE, DFlash, DFlash-2, DSpark and xPress.
 
 The config of the decoder layers is in `transformer_layer_config`, and other settings are at the top level. All flags are
 written, because engines have different defaults. Hidden states have our numbers, one more than those of layers' outputs.
@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Self
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.dflash import DFlashHead
+from foredraft.heads.dflash2 import DFlash2Head
 from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.eagle3 import FLAGS, SLIDING, WINDOWED, Eagle3Head
 from foredraft.heads.formats.base import HeadFiles, check_settings, embeds_rows
-from foredraft.heads.formats.dflash import DFlashFormat, DSparkFormat, layer_ids
+from foredraft.heads.formats.dflash import DFlash2Format, DFlashFormat, DSparkFormat, layer_ids
 from foredraft.heads.formats.eagle3 import Eagle3Format, has_qk_norms
 from foredraft.heads.formats.layer_ids import IDS
 from foredraft.heads.formats.llama_layer import layer_settings
@@ -103,7 +104,8 @@ class SpeculatorsDFlash(DFlashFormat):
             raise files.error(
                 "config.json has no sliding_window_non_causal, whose default is true in vLLM and false in speculators: add it"
             )
-        causal = config.get("causal") or (False if config.get("sliding_window_non_causal") else None)
+        bidirectional = config.get("sliding_window_non_causal", self.kind is DFlash2Head)  # that kind's default
+        causal = config.get("causal") or (False if bidirectional else None)
         causal = causal if layer.get("is_causal") is None else layer["is_causal"]  # as vLLM does
         return self.shared_config(files, layer, config | {"target_layer_ids": ids, "causal": causal}, target)
 
@@ -126,6 +128,12 @@ class SpeculatorsDFlash(DFlashFormat):
             "sliding_window_non_causal": not head.causal and (head.window is None or head.causal is False),
             **{name: block[name] for name in (*NAMES, *MARKOV) if name in block},
         }
+
+
+class SpeculatorsDFlash2(SpeculatorsDFlash, DFlash2Format):
+    """Read only: vLLM 0.33 is the first to load it, and earlier ones load our own files."""
+
+    title = "DFlash-2 in the layout of the speculators package (vLLM)"
 
 
 class SpeculatorsDSpark(SpeculatorsDFlash, DSparkFormat):

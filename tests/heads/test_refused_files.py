@@ -14,7 +14,7 @@ LAYER = "transformer_layer_config"
 FLAT, SPECULATORS = "safeailab_eagle3 specforge modelopt vllm_qwen3", "speculators speculators_qwen3"  # EAGLE-3
 EAGLE, MEDUSA, HYDRA = "safeailab_eagle vllm_eagle", "medusa_v1 medusa_v2", "hydra hydra_pp"
 BLOCKS = """zlab jetspec zlab_dflash2 vllm_xpress speculators_xpress deepspec deepspec_dflash specforge_dspark
-    specforge_domino speculators_dflash speculators_dspark"""
+    specforge_domino speculators_dflash speculators_dflash2 speculators_dspark"""
 # What follows from other weights, or repeats some of the target's.
 IMPLIED = ("t2d", "embed_tokens.weight", "rotary_emb.inv_freq")
 
