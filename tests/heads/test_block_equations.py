@@ -203,7 +203,7 @@ def test_logits_are_those_of_the_equations(target, kind):
 TRAPS: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"dflash_config": {"sample_from_anchor": True}}),
     ("dflash", {"dflash_config": {"causal": True}}),
-    ("jetspec", {"dflash_config": {"causal": False, "causal_head": False}}),
+    ("jetspec", {"is_causal": False, "dflash_config": {"causal": False, "causal_head": False}}),
     ("dflash", {"dflash_config": {"target_layer_ids": [0, 1]}}),
     ("dflash", {"dflash_config": {"mask_token_id": 9}}),
     ("dflash anchor first", {"layer_types": ["full_attention"] * 3}),
