@@ -1,6 +1,10 @@
 """Publishing a trained head: the gate that its files must pass, and what is sent along with them."""
 
+import html
 import json
+import os
+import re
+import shlex
 import shutil
 import tempfile
 from pathlib import Path
@@ -29,16 +33,22 @@ from foredraft.train import parity_gate
 
 TEXTS, LENGTH = 4, 48  # texts that the gate decodes, and their tokens
 CARD, METRICS, REPORT = "README.md", "metrics.json", "report.html"
+PATH_SETTING = re.compile(r"(?m)[:-] ['\"]?(~?/.+/.+?)['\"]?$")  # in YAML
+
+
+def target_names(config: dict[str, Any]) -> list[str]:
+    """Return the names of the target in the config.json of a head."""
+    names = config.get("foredraft", {}).get("target", {}).get("name"), config.get("base_model_name_or_path")
+    verifier = config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
+    return [name for name in (*names, verifier) if name]
 
 
 def open_target(settings: DictConfig, head: str | Path) -> Target:
     """Open the target of a script's config; if its path is null, the one that the config of `head` names."""
     if settings.path is not None:
         return instantiate(settings)
-    config = read_config(hub.find(head))
-    path = config.get("foredraft", {}).get("target", {}).get("name") or config.get("base_model_name_or_path")
-    path = path or config.get("speculators_config", {}).get("verifier", {}).get("name_or_path")
-    if not path:
+    path = next(iter(target_names(read_config(hub.find(head)))), None)
+    if path is None:
         raise ValueError(f"the config of {head} names no target: give it, target.path=...")
     try:
         return instantiate(settings, path=path)
@@ -108,6 +118,36 @@ def head_metadata(head: DraftHead, target: Target, written: formats.Format | Non
     }
 
 
+def public_name(name: str) -> str:
+    """Return the name of a target without the place of its files: the Hub id of a cached copy, else the last part."""
+    if cached := re.search(r"models--([^/]+)--([^/]+)/snapshots/", name):
+        return "/".join(cached.groups())
+    path = Path(name).expanduser()
+    return Path(os.path.abspath(path)).name if name.startswith((".", "/", "~")) or path.exists() else name
+
+
+def hide_paths(folder: Path, target: Target, config: dict[str, Any], recorded: dict[str, Any]) -> None:
+    """Replace paths of this machine and the training's in the text files of `folder` by their last parts.
+
+    config: of the head. recorded: of its metrics.json."""
+    ours, run = public_name(target.name), folder / "config.yaml"
+    fits = same_weights(config.get("foredraft", {}).get("target", {}), fingerprint(target))
+    settings = re.findall(PATH_SETTING, run.read_text("utf-8")) if run.is_file() else []
+    started = shlex.split(recorded.get("command", ""))[:2]  # python /PATH/train/run.py
+    trained_on = [*target_names(config), recorded.get("about", {}).get("target", "")]
+    names = {path: Path(path).name for path in (*settings, *started) if path.startswith(("/", "~/"))}
+    names |= {name: ours if fits else public_name(name) for name in trained_on}
+    names |= dict.fromkeys((target.name, target.checkpoint), ours)
+    names = {name: public for name, public in names.items() if re.search(r"/.", name) and public_name(name) != name}
+    for file in folder.iterdir():
+        if file.suffix in (".json", ".yaml", ".html", ".md") and file.name != INDEX:
+            text = file.read_text("utf-8")
+            for name in sorted(names, key=len, reverse=True):
+                for form in {name, json.dumps(name)[1:-1], html.escape(name)}:
+                    text = re.sub(rf"(?<![\w.~-]){re.escape(form)}(?![\w-])", names[name].replace("\\", r"\\"), text)
+            file.write_text(text, "utf-8")
+
+
 def stage(head: Path, folder: Path, repo: str, target: Target, license: str | None) -> None:
     """Copy to `folder` what the Hub gets of the head in `head`: its files, card, metrics, config and report. Raises
     ValueError for files that only foredraft can read."""
@@ -138,6 +178,7 @@ def stage(head: Path, folder: Path, repo: str, target: Target, license: str | No
     if license is not None:
         facts["license"] = license
     (folder / CARD).write_text(model_card(recorded, facts, recorded.get("data")))
+    hide_paths(folder, target, files.config, recorded)
 
 
 def push(

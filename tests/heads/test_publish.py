@@ -100,7 +100,7 @@ def test_a_card_names_the_target_by_the_name_that_push_is_given(trained, target,
     shutil.copytree(trained / "eagle3/head", tmp_path / "head")
     about = {"target": "/home/me/model", "engines": [], "sha256": hub.weights_sha256(tmp_path / "head")}
     (tmp_path / "head" / "metrics.json").write_text(json.dumps({"about": about}))
-    for name, expected in (("org/model", "org/model"), ("org/other", "/home/me/model")):
+    for name, expected in (("org/model", "org/model"), ("org/other", "model")):
         folder = tmp_path / name
         folder.mkdir(parents=True)
         if name == "org/other":  # its weights are not those that were measured
@@ -111,6 +111,41 @@ def test_a_card_names_the_target_by_the_name_that_push_is_given(trained, target,
         card = (folder / "README.md").read_text()
         assert f'Target.from_pretrained("{expected}")' in card
         assert ("vllm serve org/model" in card) == (name == "org/model")
+
+
+def test_what_is_pushed_names_no_place_on_a_disk(trained, target, tmp_path):
+    run = tmp_path / "my runs" / "out"
+    shutil.copytree(trained / "medusa/head", run / "head")
+    (run / "head" / "config.yaml").write_text(
+        f"target:\n  path: {target.name}\ndata:\n  path:\n  - '{run}/ü.txt'\n  glob: '*/*'\n"
+    )
+    about = {"target": "/home/me/model", "engines": [], "sha256": hub.weights_sha256(run / "head")}
+    recorded = {
+        "about": about,
+        "data": {"source": f"{run}/ü.txt"},
+        "command": f"python /opt/x/run.py 'data.path={run}/ü.txt'",
+    }
+    (run / "head" / "metrics.json").write_text(json.dumps(recorded))
+    (run / "report.html").write_text(f"<title>eagle3 for {target.name}</title>see https://x.org/home/me/model")
+    (run / "metrics.json").write_text("{}")
+    edit(run / "head", lambda config: config.update(base_model_name_or_path=target.checkpoint))
+    for name in (target.name, "org/model", "/hub/models--org--model/snapshots/c0ffee"):
+        folder = tmp_path / f"staged {len(name)}"
+        folder.mkdir()
+        publish.stage(run / "head", folder, "org/head", Target(target.model, target.tokenizer, name), None)
+        sent = {file.name: file.read_text() for file in folder.iterdir() if file.suffix != ".safetensors"}
+        assert sent.keys() == {"README.md", "config.json", "config.yaml", "metrics.json", "report.html"}
+        for place in (str(tmp_path), json.dumps(target.name)[1:-1], "/opt/x", "my runs", "/hub/"):
+            assert not [file for file, text in sent.items() if place in text]
+        public = Path(name).name if name == target.name else "org/model"
+        config = json.loads(sent["config.json"])
+        assert config["foredraft"]["target"]["name"] == config["base_model_name_or_path"] == public
+        assert json.loads(sent["metrics.json"])["data"]["source"] == "ü.txt" and "glob: '*/*'" in sent["config.yaml"]
+        assert (
+            sent["report.html"].endswith("https://x.org/home/me/model")
+            and f'from_pretrained("{public}")' in sent["README.md"]
+        )
+    assert str(tmp_path) in (run / "head" / "config.yaml").read_text()  # resuming needs it
 
 
 def test_a_published_head_names_its_target_as_speculators_does(trained, target, tmp_path):
