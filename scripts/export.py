@@ -3,6 +3,7 @@
 `checkpoint` may be in any layout that `load_drafter` reads, so this also converts published heads.
 """
 
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from foredraft.train import publish
 @entry("export")
 def main(cfg: DictConfig) -> None:
     if OmegaConf.is_missing(cfg, "checkpoint") and cfg.format == "gguf":
-        convert = LLAMACPP_TARGET.format(target=cfg.target.path or "TARGET")
+        convert = LLAMACPP_TARGET.format(target=shlex.quote(cfg.target.path or "TARGET"))
         raise ValueError(f"set checkpoint=...; export writes only heads. Convert the target with llama.cpp: {convert}")
     options, out = check_options(cfg.format, dtype=cfg.dtype, target_gguf=cfg.target_gguf), Path(cfg.output_dir)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -6,6 +6,7 @@ SGLang and llama.cpp, which draft chains. Run it where you will serve: on anothe
 """
 
 import json
+import shlex
 from pathlib import Path
 
 from hydra.utils import instantiate
@@ -15,7 +16,7 @@ from foredraft.cli import check_at_least, entry
 from foredraft.heads import Target, load_head
 from foredraft.heads.base import DraftHead, ParallelHead
 from foredraft.heads.dflash import DFlashHead
-from foredraft.heads.formats.engines import SGLANG_TREE, engines
+from foredraft.heads.formats.engines import SGLANG_TREE, engines, fill
 from foredraft.heads.hub import find
 from foredraft.heads.target_model.packing import pack
 from foredraft.inference.drafters import HeadTree, Likeliest, chain_of, drafter_for
@@ -113,11 +114,12 @@ def settings(schedule: list[list[int]], drafts: int, path: str, head: DraftHead,
         if command == other["command"]:  # it drafts whole blocks
             continue
         if one["format"] is None:
-            command = command.replace("{head}", path)
+            command = fill(command, head=path)
         else:
             folder = f"exported-{one['format']}"
-            command = command.replace("{head}", folder)
-            command = f"foredraft export checkpoint={path} format={one['format']} output_dir={folder}\n{command}"
+            command = fill(command, head=folder)
+            given = shlex.join([f"checkpoint={path}", f"format={one['format']}", f"output_dir={folder}"])
+            command = f"foredraft export {given}\n{command}"
         table = f'"{VLLM_KEY}": {most}, "{VLLM_KEY}_per_batch_size": {json.dumps(schedule)}'
         command = command.replace(f'"{VLLM_KEY}": {drafts}', table)
         chain = f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {drafts + 1}"

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shlex
 import shutil
 import tempfile
 import time
@@ -89,8 +90,8 @@ def finalize(
     write_results(directory, head, target, data, page)
     if target.embeddings_only:
         print(
-            "nothing was measured, because only the target's ends are loaded here: foredraft evaluate "
-            f"target={target.name} drafter={directory / 'head'}",
+            "nothing was measured, because only the target's ends are loaded here: "
+            + shlex.join(["foredraft", "evaluate", f"target={target.name}", f"drafter={directory / 'head'}"]),
             flush=True,
         )
     elif results is None:

@@ -8,6 +8,7 @@ One batch on its way:  train/data/row_order.py (rows) -> train/module.py (target
 import contextlib
 import math
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -281,8 +282,8 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
     if stop.stopped():
         distributed.shutdown()
         print(
-            f"stopped at step {trainer.state.global_step}; the same command resumes from there, and drafter="
-            f"{checkpoints.newest(run.directory / CHECKPOINTS)} drafts with what it has learned",
+            f"stopped at step {trainer.state.global_step}; the same command resumes from there, and "
+            f"{shlex.quote(f'drafter={checkpoints.newest(run.directory / CHECKPOINTS)}')} drafts with what it has learned",
             flush=True,
         )
         raise SystemExit(130)

@@ -4,6 +4,7 @@ RULES has one line for each format and kind of head: the layout, the command tha
 raises ValueError if the engine would not load the head, or would draft with it incorrectly.
 """
 
+import shlex
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -85,17 +86,31 @@ SGLANG_YARN = ("mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate")
 SGLANG_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
+def fill(command: str, **paths: str) -> str:
+    """Fill paths into a command as a shell reads them: quoted, and within the JSON of an argument as part of its quotes."""
+    for name, path in paths.items():
+        inner = path.replace("'", "'\\''")
+        command = command.replace(f'"{{{name}}}"', f'"{inner}"').replace(f"'{{{name}}}'", repr(path))
+        command = command.replace(f"{{{name}}}", shlex.quote(path))
+    return command
+
+
 class Export(NamedTuple):
     layout: Format
     use: str  # the command that loads it, a template for `command`
     note: str = ""  # what the engine does not support
 
     def command(self, head: DraftHead, target: str, directory: str, drafts: int | None = None) -> str:
-        """Return the command for this head, which was written to this directory, and the target of this name. drafts: per
-        step; None for the head's depth, but at least 3 for EAGLE-1, which learns one depth and drafts more."""
+        """Return the command for this head, which was written to this directory, and the target of this name; their paths are
+        quoted. drafts: per step; None for the head's depth, but at least 3 for EAGLE-1, which learns one depth and drafts
+        more."""
         depth = drafts or max(head.depth, 3 if head.kind == "eagle" else 1)
-        names = {"method": head.kind, "algorithm": head.kind.upper()}
-        return self.use.format(target=target, head=directory, depth=depth, **names)
+        names = {"method": head.kind, "algorithm": head.kind.upper(), "target": "{target}", "head": "{head}"}
+        return fill(
+            self.use.format(depth=depth, **names),
+            target=target,
+            **({} if directory == "{head}" else {"head": directory}),
+        )
 
 
 def flags_note(head: DraftHead, target: Target) -> str:
@@ -302,7 +317,7 @@ def export_for(
     for verify in rule.checks:
         verify(loader, head, target)
     note = rule.note if isinstance(rule.note, str) else rule.note(head, target)
-    note, limit = note.format(target=target.name, kind=head.kind), longrope_limit(rule, head)
+    note, limit = note.format(target=shlex.quote(target.name), kind=head.kind), longrope_limit(rule, head)
     notes, use, window = [note, images_note(loader, head, target)], rule.use, window_of(head, target)
     if limit:
         notes.append(LONGROPE.format(limit=limit))
@@ -319,8 +334,8 @@ def engines(
     head: DraftHead, target: Target, name: str, drafts: int | None = None, written: Format | None = None
 ) -> list[dict[str, Any]]:
     """Return, for the model card, each engine that loads the head, the `format` of export (None where the engine loads the
-    head's own files), and the `command`, with {head} still to be filled in. name: of the target, for the commands. drafts: as
-    for `Export.command`. written: layout of the head's files; None for the one that training writes."""
+    head's own files), and the `command`, whose {head} is for `fill`. name: of the target, for the commands. drafts: as for
+    `Export.command`. written: layout of the head's files; None for the one that training writes."""
     written, supported = written or formats.default_format(head), []
     for engine, names in ENGINES.items():
         for layout in names:

@@ -69,7 +69,7 @@ def llamacpp_command(
     """Export the head named `drafter` in `dtype`, and return the arguments of llama.cpp's server. gguf: the target's file.
     "none" is the baseline. Raises ValueError for a drafter that llama.cpp does not support, and without a file."""
     if gguf is None or not Path(gguf).is_file():
-        convert = LLAMACPP_TARGET.format(target=target.name)
+        convert = LLAMACPP_TARGET.format(target=shlex.quote(target.name))
         raise ValueError(f"target_gguf={gguf} is not a file: engine=llamacpp needs it as GGUF, {convert}")
     command = ["-m", gguf]
     if drafter != "none":
@@ -89,7 +89,7 @@ def exported(engine: str, layout: str, drafter: str, target: Target, name: str, 
     head = read_head(drafter, target)
     found, folder = export_for(layout, head, target, *options), tempfile.mkdtemp(prefix=f"foredraft-{engine}-")
     write_head(head, folder, target, found.layout, found.layout.weight_files)
-    return shlex.split(found.command(head, shlex.quote(name), folder))
+    return shlex.split(found.command(head, name, folder))
 
 
 def exec_server(engine: str, command: list[str], api_key: str | None) -> None:

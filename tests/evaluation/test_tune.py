@@ -1,6 +1,7 @@
 """foredraft tune: from measured acceptance and seconds to the settings of engines."""
 
 import json
+import shlex
 from functools import partial
 from pathlib import Path
 
@@ -113,6 +114,9 @@ def test_every_engine_gets_its_own_settings(deep):
         "foredraft export checkpoint=mine/head format=gguf output_dir=exported-gguf\n"
     )
     assert commands["llama.cpp"].endswith("-md exported-gguf/head.gguf --spec-type draft-eagle3 --spec-draft-n-max 2")
+    commands = tune.settings(KNOWN.schedule(), 2, "my runs/head", make_head("eagle3", deep), deep)
+    assert shlex.split(commands["llama.cpp"])[2] == "checkpoint=my runs/head"
+    assert '"model": "my runs/head"' in commands["vLLM"] and "-draft-model-path 'my runs/head' " in commands["SGLang"]
 
 
 def test_engines_get_the_head_of_a_run_and_the_directory_of_a_target_in_gguf(deep, tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """What is written for an engine is complete, the engine reads it as intended, and the gate lets nothing else pass."""
 
 import json
+import shlex
 import shutil
 
 import pytest
@@ -336,6 +337,30 @@ def test_an_engine_is_started_in_its_own_words(deep, engine, kind, words):
     command = engines.export_for(engine, head, deep).command(head, "T", "H")
     counted = (engine, kind) == ("sglang", "eagle3")
     assert words in command and ("--speculative-num-draft-tokens" in command) == counted
+
+
+QUOTED = [
+    ("vllm", "eagle3"),
+    ("sglang", "eagle3"),
+    ("speculators", "eagle3"),
+    ("speculators", "p_eagle"),
+    ("gguf", "eagle3"),
+]
+QUOTED += [("medusa", "medusa"), ("vllm", "dflash2"), ("sglang", "domino")]
+
+
+@pytest.mark.parametrize(("layout", "kind"), QUOTED)
+def test_a_shell_reads_the_paths_of_a_command_as_they_are(layout, kind, deep, monkeypatch):
+    path, target = "/Anna's heads/new {x}", "/my models/T"
+    monkeypatch.setattr(deep, "name", target)
+    export = engines.export_for(layout, build_head(kind, deep), deep)
+    words = shlex.split(export.command(build_head(kind, deep), target, path))
+    if "--speculative-config" in words:
+        assert json.loads(words[words.index("--speculative-config") + 1])["model"] == path
+    else:
+        assert path in words or f"{path}/head.gguf" in words
+    assert layout in ("speculators", "medusa", "gguf") or target in words
+    assert layout != "gguf" or f"target='{target}' head=eagle3" in export.note
 
 
 def test_what_an_engine_has_learnt_is_said(deep):

@@ -9,6 +9,7 @@ back.
 import contextlib
 import ctypes
 import resource
+import shlex
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -52,7 +53,7 @@ def explain_out_of_memory(cfg: Any, target: str, head: str) -> Iterator[None]:
             remedy = f"lower max_length={length}, {share}or {remedy}"
         if rows > 1:
             remedy = "halve the first and double trainer.gradient_accumulation_steps, which trains the same"
-        plan = f"target={target} head={head} strategy={cfg.strategy} gpus={processes}"
+        plan = f"{shlex.quote(f'target={target}')} head={head} strategy={cfg.strategy} gpus={processes}"
         plan += f" context_parallel={cfg.context_parallel}" if cfg.context_parallel > 1 else ""
         raise ValueError(
             f"out of memory with trainer.per_device_train_batch_size={rows} and max_length={length}: {remedy}; "
