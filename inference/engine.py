@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain, islice
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -333,8 +334,10 @@ def grown(size: int, needed: int) -> int:
 def check_ids(name: str, ids: Iterable[int], count: int) -> None:
     """Raise ValueError for a token that is not in range(count): a device would fail for all sequences at once."""
     for token in ids:
-        if not 0 <= token < count:
-            raise ValueError(f"{name} contains token {token}, but the target has 0 to {count - 1}: check the tokenizer")
+        if not isinstance(token, Integral) or not 0 <= token < count:
+            raise ValueError(
+                f"{name} contains token {token!r}, but the target has 0 to {count - 1}: check the tokenizer"
+            )
 
 
 def forward_nodes(

@@ -1,6 +1,6 @@
 """`generate`: decode whole texts in one call, with the settings of transformers. It loops over the engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -144,9 +144,10 @@ def build_requests(
     inputs."""
     if seed is None:
         seed = broadcast(target, int(torch.randint(1 << 62, ()))) if shared["params"].temperature > 0 else 0
-    seeds = (
-        [int(seed) + number for number in range(len(prompts))] if isinstance(seed, Integral) else list(map(int, seed))
-    )
+    try:
+        seeds = list(map(index, seed)) if isinstance(seed, Iterable) else [index(seed) + n for n in range(len(prompts))]
+    except TypeError:
+        raise ValueError(f"seed={seed!r} is not a whole number or a list of them, one per sequence") from None
     if len(seeds) != len(prompts):
         raise ValueError(f"seed has {len(seeds)} entries for {len(prompts)} sequences: give one for each")
     same = shared | {"params": replace(shared["params"], grammar=None)}  # a grammar cannot be compared
@@ -166,6 +167,7 @@ def read_settings(
 ) -> dict[str, Any]:
     """Return the arguments that all requests share, and pad_token_id. length: of the sequences of input_ids, which counts
     toward max_length. Raises ValueError for unknown and unsupported settings."""
+    check_kind("generation_config", config, GenerationConfig | None, "a GenerationConfig of transformers")
     given = {} if config is None else {k: v for k, v in config.to_diff_dict().items() if not k.startswith("_")}
     given |= keywords
     known = set(GenerationConfig().to_dict()) | PARAMS | LIMITS
@@ -179,6 +181,7 @@ def read_settings(
             raise ValueError(f"speculative decoding does not support {name}={value}: remove it, or do not draft")
     for name in ("max_new_tokens", "max_length", "pad_token_id"):
         check_kind(name, given.get(name), Integral | None, "a whole number")
+    check_kind("do_sample", given.get("do_sample"), Integral | None, "true or false")
     check_kind("temperature", given.get("temperature"), Real | None, "a number")
     params = {name: given[name] for name in PARAMS & given.keys() if given[name] is not None}
     sampled = given.get("do_sample")
@@ -187,12 +190,7 @@ def read_settings(
         raise ValueError("do_sample=true with temperature=0: set a temperature above 0, or remove do_sample")
     params["temperature"] = params.get("temperature", 1.0) if sampled else min(0.0, params.get("temperature", 0.0))
     params["top_k"] = params.get("top_k") or None
-    bias = [(int(token), float(value)) for token, value in dict(params.get("logit_bias", {})).items()]
-    for word in given.get("bad_words_ids") or []:
-        if len(word) != 1:
-            raise ValueError(f"bad_words_ids={word} has {len(word)} tokens: only words of one token are supported")
-        bias.append((word[0], float("-inf")))
-    params["logit_bias"] = tuple(bias)
+    params["logit_bias"] = logit_bias(params.get("logit_bias", {}), given.get("bad_words_ids") or [])
     eos = given.get("eos_token_id")
     try:
         eos = target.eos_token_ids if eos is None else [eos] if isinstance(eos, Integral) else list(map(index, eos))
@@ -214,6 +212,21 @@ def read_settings(
         "pad_token_id": max([0, *eos[:1]]) if pad is None else pad,  # transformers pads by the first end token
         "stop_strings": given.get("stop_strings") or (),
     }
+
+
+def logit_bias(biases: Any, words: Any) -> tuple[tuple[int, float], ...]:
+    """Return the pairs of `SamplingParams.logit_bias` for such a setting and for bad_words_ids."""
+    try:
+        bias = [(int(token), float(value)) for token, value in dict(biases).items()]
+    except (TypeError, ValueError):
+        raise ValueError(f"logit_bias={biases!r} does not map tokens to numbers, as {{5: -1.0}} does") from None
+    for word in words if isinstance(words, list | tuple) else [words]:
+        if not isinstance(word, list | tuple) or not all(isinstance(token, Integral) for token in word):
+            raise ValueError(f"bad_words_ids={words!r} is not a list of lists of tokens, such as [[5]]")
+        if len(word) != 1:
+            raise ValueError(f"bad_words_ids={word} has {len(word)} tokens: only words of one token are supported")
+        bias.append((word[0], float("-inf")))
+    return tuple(bias)
 
 
 def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:

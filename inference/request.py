@@ -1,11 +1,12 @@
 """Requests, their sequences while they are decoded, and the criteria that end a text."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 from foredraft.heads.target_model import Target
 from foredraft.inference.grammar import GrammarState
-from foredraft.inference.sampling import SamplingParams
+from foredraft.inference.sampling import SamplingParams, check_kind
 from foredraft.inference.text import Detokenizer
 
 
@@ -25,8 +26,18 @@ class Request:
     reasoning: tuple[str, str] = ("", "")
 
     def __post_init__(self) -> None:
-        stops = (self.stop_strings,) if isinstance(self.stop_strings, str) else self.stop_strings or ()
+        if not isinstance(self.prompt, Sequence) or isinstance(self.prompt, str):
+            raise ValueError(f"prompt={self.prompt!r} is not a list of tokens")
+        check_kind("params", self.params, SamplingParams, "SamplingParams")
+        for name in ("max_new_tokens", "seed", "min_new_tokens"):
+            check_kind(name, getattr(self, name), Integral, "a whole number")
+        check_kind("trace", self.trace, Integral | None, "a whole number")
+        check_kind("eos_token_ids", self.eos_token_ids, Collection, "a set of tokens")
+        stops = self.stop_strings or ()
+        stops = stops if isinstance(stops, Iterable) and not isinstance(stops, str) else (stops,)
         self.stop_strings = tuple(filter(None, stops))
+        for stop in self.stop_strings:
+            check_kind("stop_strings", stop, str, "a text or a list of texts")
 
     @property
     def failure(self) -> str:

@@ -66,6 +66,11 @@ class SamplingParams:
             raise ValueError(f"min_p={self.min_p} must lie in [0, 1]")
         if self.repetition_penalty is not None and not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0")
+        for pair in self.logit_bias if isinstance(self.logit_bias, tuple | list) else (None,):
+            if not isinstance(pair, tuple | list) or [isinstance(part, Real) for part in pair] != [True, True]:
+                raise ValueError(
+                    f"logit_bias={self.logit_bias!r} is not pairs of a token and a number, such as ((5, -1.0),)"
+                )
         for token, value in self.logit_bias:
             if not value < float("inf"):
                 raise ValueError(

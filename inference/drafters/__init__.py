@@ -2,8 +2,10 @@
 
 import inspect
 from collections.abc import Callable
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, TypeVar, get_args
 
 from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
 from foredraft.heads.checkpoint import check_is_target, load_head
@@ -137,7 +139,8 @@ def drafter_for(
 
 def construct(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Return what `make` constructs from these. Raises ValueError for an option that it does not have."""
-    names = list(inspect.signature(make).parameters)
+    parameters = inspect.signature(make).parameters
+    names = list(parameters)
     if unknown := [name for name in options if name not in names]:
         also = ["tree"] * (make not in (NoDrafter, Lookahead, load_joined))  # which `load` reads itself
         also += ["window"] * any(isinstance(argument, Eagle3Head) for argument in arguments)
@@ -146,6 +149,13 @@ def construct(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
         raise ValueError(
             f"{unknown[0]}={options[unknown[0]]} is not an option of {some}: leave it out (options: {known})"
         )
+    for name, value in options.items():
+        annotation = parameters[name].annotation
+        kinds = get_args(annotation) or (annotation,)
+        for kind, number, what in ((int, Integral, "a whole number"), (float, Real, "a number")):
+            fits = (isinstance(value, number) and not isinstance(value, bool)) or (value is None and NoneType in kinds)
+            if kind in kinds and not fits:
+                raise ValueError(f"{name}={value!r} is not {what}")
     return make(*arguments, **options)
 
 

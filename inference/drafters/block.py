@@ -43,7 +43,14 @@ class BlockTree(CachedTree):
                 f"min_confidence={min_confidence} must be a probability below 1, and the head must predict acceptance: set 0"
             )
         width = check_width(width, WIDTH if head.correction else nodes - 1, target)
-        super().__init__(head, target, nodes, depth or head.depth, width, min_probability if head.correction else 0.0)
+        super().__init__(
+            head,
+            target,
+            nodes,
+            head.depth if depth is None else depth,
+            width,
+            min_probability if head.correction else 0.0,
+        )
         self.head, self.min_confidence = head, min_confidence
         self.entries = head.block_entries
         self.cached_pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}

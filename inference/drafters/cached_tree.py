@@ -30,6 +30,8 @@ def check_width(width: int | None, usual: int, target: Target) -> int:
     ValueError if the target does not support this width."""
     if width is None:
         return usual if target.capabilities.trees and not target.capabilities.prefers_chains else 1
+    if width < 1:
+        raise ValueError(f"width={width} must be at least 1, which drafts a chain")
     if width > 1 and not target.capabilities.trees:
         raise ValueError(f"width={width} asks for a tree, and {target.capabilities.why}: remove width or set width=1")
     return width
@@ -54,7 +56,7 @@ class CachedTree(Drafter):
         """Initialize the tree. nodes: maximum number of nodes, including the bonus token. depth: number of levels below it.
         width: branches per level. min_probability: on a CPU, a sequence is drafted no further if the branches of a level have
         a smaller total probability, as the draft scores them; 0 drafts all levels."""
-        if depth < 1 or width < 1 or nodes < 2 or min_probability < 0:
+        if depth < 1 or width < 1 or nodes < 2 or not min_probability >= 0:
             raise ValueError(
                 f"a tree needs at least depth=1, width=1, nodes=2 and min_probability=0, not depth={depth}, width={width}, "
                 f"nodes={nodes} and min_probability={min_probability}"

@@ -74,7 +74,7 @@ class SuffixDrafter(Drafter):
         chains; None is unlimited."""
         if longest < 2 or nodes < 2:
             raise ValueError(f"longest={longest} and nodes={nodes} must be at least 2")
-        if per_match <= 0 or past < 0:
+        if not per_match > 0 or past < 0:
             raise ValueError(f"per_match={per_match} must be above 0 and past={past} not negative")
         if width is not None and width < 1:
             raise ValueError(f"width={width} must be at least 1")

@@ -327,6 +327,22 @@ def test_a_heads_window_can_be_set_for_drafting(target, tmp_path):
         load_drafter(str(tmp_path / "medusa"), target, window=16)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "dflash"])
+def test_options_of_another_type_are_named(kind, target, tmp_path):
+    save_head(make_head(kind, target), tmp_path / "head", target)
+    names = {"eagle3": ["nodes", "depth", "width"], "medusa": ["nodes", "width"], "dflash": ["nodes", "depth", "width"]}
+    for name in names[kind]:
+        for value in ("16", 1.5, [5], True):
+            with pytest.raises(ValueError, match=f"^{name}=.* is not a whole number"):
+                load_drafter(tmp_path / "head", target, **{name: value})
+        with pytest.raises(ValueError, match=f"{name}=0"):
+            load_drafter(tmp_path / "head", target, **{name: 0})
+    assert load_drafter(tmp_path / "head", target, width=None).nodes > 1
+    if kind != "medusa":
+        with pytest.raises(ValueError, match=r"min_probability='0\.5' is not a number"):
+            load_drafter(tmp_path / "head", target, min_probability="0.5")
+
+
 def test_bad_settings_are_named(target, tiny_path):
     draft = f"draft:{tiny_path}"
     for spec, options, message in (
@@ -334,6 +350,11 @@ def test_bad_settings_are_named(target, tiny_path):
         ("ngram", {"longest": 0}, "longest=0"),
         ("suffix", {"nodes": 1}, "nodes=1"),
         ("suffix", {"per_match": 0}, "per_match=0"),
+        ("suffix", {"per_match": float("nan")}, "per_match=nan"),
+        ("suffix", {"past": 1.5}, "past=1.5 is not a whole number"),
+        ("ngram", {"depth": None}, "depth=None is not a whole number"),
+        ("lookahead", {"guesses": "3"}, "guesses='3' is not a whole number"),
+        (draft, {"min_probability": float("nan")}, "min_probability=nan"),
         ("lookahead", {"window": 0}, "window=0"),
         ("lookahead", {"ngram": 1}, "ngram=1"),
         (draft, {"width": 0}, "width=0"),

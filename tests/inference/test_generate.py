@@ -11,7 +11,7 @@ import torch
 from foredraft.heads import Target
 from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.heads.eagle3 import Eagle3Head
-from foredraft.inference import generate
+from foredraft.inference import Engine, Request, generate
 from foredraft.inference.drafters import DynamicTree, NgramDrafter, load_drafter
 from foredraft.inference.sampling import SamplingParams
 from tests.support.batches import prompt
@@ -124,11 +124,42 @@ def test_bad_input_is_named(target):
         (prompt(3), {"temperature": 1.0, "top_k": 1.5}, "top_k=1.5 is not a whole number"),
         (prompt(3), {"grammar": "[0-9]+"}, r"grammar='\[0-9\]\+' is not a Grammar"),
         (prompt(3), {"seed": [1, 2]}, "seed has 2 entries"),
+        *((prompt(3), {"seed": seed}, "seed=.* is not a whole number or a list") for seed in (1.5, "16", [1.5], ["a"])),
+        *(
+            (prompt(3), {"bad_words_ids": words}, "bad_words_ids=.* is not a list of lists of tokens")
+            for words in (5, "x", [5], ["a"], [["a"]], {5: 1}, [None])
+        ),
+        *(
+            (prompt(3), {"logit_bias": bias}, "logit_bias=.* does not map tokens to numbers")
+            for bias in (5, [5], {5: None}, {5: "x"}, {"x": 1.0})
+        ),
+        *(
+            (prompt(3), {"stop_strings": stops}, "stop_strings=.* is not a text or a list of")
+            for stops in (5, [5], b"x")
+        ),
+        (prompt(3), {"do_sample": "false"}, "do_sample='false' is not true or false"),
+        (prompt(3), {"generation_config": {"top_k": 5}}, "generation_config=.* is not a GenerationConfig"),
     ):
         with pytest.raises(ValueError, match=message):
             generate(target, None, ids, **settings)
     with pytest.raises(ValueError, match="temperature=None is not a number"):
         SamplingParams(temperature=None)  # type: ignore[arg-type]
+    for bias in (5, None, [5], [(5,)], [(5, 1.0, 2)], {5: 1.0}, [(5, "x")], [("a", 1.0)]):
+        with pytest.raises(ValueError, match=r"logit_bias=.* is not pairs of a token and a number"):
+            SamplingParams(logit_bias=bias)
+    for name, values, message in (
+        ("prompt", (5, "16", None), "is not a list of tokens"),
+        ("prompt", (["a"], [5.5], [None]), "the prompt contains token .*, but the target has 0 to 319"),
+        ("params", (5, None, {}), "is not SamplingParams"),
+        ("max_new_tokens", ("16", 1.5, None), "is not a whole number"),
+        ("min_new_tokens", ("16", 1.5, None), "is not a whole number"),
+        ("seed", ("16", 1.5, None), "is not a whole number"),
+        ("eos_token_ids", (5, None), "is not a set of tokens"),
+        ("trace", ("16", 1.5), "is not a whole number"),
+    ):
+        for value in values:
+            with pytest.raises(ValueError, match=message):
+                Engine(target, None).add(Request(**{"prompt": [5], name: value}))
     with pytest.raises(ValueError, match="drafter is str, not a Drafter"):
         generate(target, "suffix", prompt(3))
     with pytest.raises(ValueError, match="only commands have this short name: give the directory scripts/test_model"):
