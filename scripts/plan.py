@@ -16,7 +16,7 @@ from foredraft.heads.target_model import loading
 from foredraft.heads.target_model.loading import resolve_dtype
 from foredraft.heads.target_model.resolve_path import check_path, gguf_of, resolve_path
 from foredraft.heads.target_model.sharding import COLLECTIVE
-from foredraft.train.checks import check_context_parallel
+from foredraft.train.checks import check_context_parallel, check_head_settings, check_loss
 from foredraft.train.runtime.memory_plan import memory_per_gpu, stored_quantization, strategy_of, study
 
 
@@ -101,6 +101,8 @@ def check_run(cfg: DictConfig) -> None:
     """Raise ValueError for settings that the planned run would refuse."""
     strategy, sharding = strategy_of(cfg), cfg.target.sharding
     check_context_parallel(cfg, cfg.gpus, strategy)
+    check_head_settings(cfg)
+    check_loss(cfg)
     if strategy == "single" and cfg.gpus > 1:
         raise ValueError(f"strategy=single trains on one GPU, and gpus={cfg.gpus}: set gpus=1, or another strategy")
     if strategy.startswith("zero") and cfg.trainer.optim == "muon":

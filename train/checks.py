@@ -1,17 +1,23 @@
 """What would stop a run at its end is found before its first step: settings, data, and a head that cannot be saved."""
 
 import copy
+import inspect
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin
 
 import torch
+from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 
 from foredraft.cli import check_at_least
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.checkpoint import published_dtype, save_head
+from foredraft.heads.dflash import DFlashHead
+from foredraft.heads.eagle import HiddenStateHead
 from foredraft.heads.formats.native import subclasses
 from foredraft.heads.hub import client
 from foredraft.heads.target_model import Target
@@ -24,6 +30,10 @@ from foredraft.train.runtime import distributed
 from foredraft.train.runtime.run_state import CHECKPOINTS
 
 ONLINE = "foredraft.train.hidden_states.online.online"
+# Smallest values of a head's whole numbers, if it is not 1; those without a largest one; and the largest of the others.
+LEAST = {"blocks": 0, "mask_token_id": 0, "pure_draft_prefix_len": 0}
+UNLIMITED = ("draft_vocab_size", "mask_token_id", "window")
+MOST = 2**16
 GATE_TOKENS = 48  # of the text that the parity gate drafts from
 
 
@@ -53,7 +63,8 @@ def check_config(cfg: DictConfig) -> None:
     rank = cfg.lora_r or cfg.get("head", {}).get("lora_r")  # head=auto has no head of the run
     if rank is not None and cfg.strategy not in ("single", "ddp"):
         raise ValueError(f"lora_r={rank} works with strategy=single or ddp, and this is {cfg.strategy}")
-    losses.build(cfg.loss, cfg.loss_args)
+    check_loss(cfg)
+    check_head_settings(cfg)
     check_context_parallel(cfg, distributed.world_size(), cfg.strategy)
     if cfg.init_from is not None:
         client.find(cfg.init_from)  # before data and text take their time
@@ -67,6 +78,57 @@ def check_config(cfg: DictConfig) -> None:
         raise ValueError(
             f"trainer.dataloader_num_workers={workers}: with fresh_text=true the process that reads rows runs the target, "
             "which a worker cannot. Set 0"
+        )
+
+
+def head_class(cfg: DictConfig) -> type:
+    """Return the class whose method builds the head; `object` if a function does, or there is no head yet (head=auto)."""
+    make: Any = get_method(cfg.head._target_) if "_target_" in cfg.get("head", {}) else None
+    return make.__self__ if inspect.ismethod(make) else object
+
+
+def check_head_settings(cfg: DictConfig) -> None:
+    """Raise ValueError for a value of the section `head` that is not of the type or size that its constructor takes."""
+    if "_target_" not in cfg.get("head", {}):  # head=auto
+        return
+    make, kind = get_method(cfg.head._target_), head_class(cfg)
+    annotations = {name: parameter.annotation for name, parameter in inspect.signature(make).parameters.items()}
+    if issubclass(kind, DFlashHead):
+        annotations |= {name: type(value) for name, value in kind.own_defaults.items()}
+    given: Any = OmegaConf.to_container(cfg.head)
+    for name, value in given.items():
+        types = get_args(annotations.get(name)) or (annotations.get(name),)
+        kinds = {get_origin(each) or each for each in types}
+        least, most = LEAST.get(name, 1), math.inf if name in UNLIMITED else MOST
+        setting = f"head.{name}={value}"
+        if value is None and NoneType in kinds:
+            continue
+        if int in kinds and not (type(value) is int and least <= value <= most):
+            limit = f"of at least {least}" if name in UNLIMITED else f"from {least} to {most:,}"
+            raise ValueError(f"{setting} must be a whole number {limit}")
+        if float in kinds and type(value) not in (int, float):
+            raise ValueError(f"{setting} is not a number")
+        if list in kinds and not (isinstance(value, list) and all(type(number) is int for number in value)):
+            raise ValueError(f"{setting} is not a list of whole numbers, such as [2,16,29]")
+        if dict in kinds and not isinstance(value, dict):
+            raise ValueError(f"{setting} is not a group of settings, such as {{rope_type: default}}")
+
+
+def check_loss(cfg: DictConfig) -> None:
+    """Raise ValueError for a loss that does not exist or that heads of this kind cannot learn from."""
+    losses.build(cfg.loss, cfg.loss_args)
+    used, kind = losses.parts(cfg.loss, cfg.loss_args), head_class(cfg)
+    if kind is object:
+        return
+    if "label" in used and not issubclass(kind, BlockHead):
+        raise ValueError(
+            f"loss={cfg.loss} learns from the tokens of the text, and only heads that draft in blocks are given them: set "
+            "loss=ce"
+        )
+    if used & {"regression", "hass"} and not issubclass(kind, HiddenStateHead):
+        raise ValueError(
+            f"loss={cfg.loss} compares hidden states that the target's lm_head reads, and {kind.__name__} drafts from other "
+            "ones: set loss=kl_div, or head=eagle"
         )
 
 

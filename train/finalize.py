@@ -142,6 +142,7 @@ def training_figures(state: TrainerState) -> dict[str, float]:
 def rank_accuracies(distillation: DistillationModel, texts: Held, length: int, ranks: int = 8) -> list[list[float]]:
     """Measure [depth][rank]: how often the guess of this rank is the target's token, on held-out text; it shapes the tree."""
     target, head = distillation.target, distillation.head
+    ranks = ranks if head.draft_ids is None else min(ranks, len(head.draft_ids))
     data = Packed(held_out.tokenized(target.text_tokenizer, texts, range(len(texts))), length, seed=0)
     hits, counts = torch.zeros(head.depth, ranks), torch.zeros(head.depth)
     rows = (data[row] for row in range(min(len(data), 24)))

@@ -177,6 +177,12 @@ def are_numbers(arguments: Any) -> bool:
     return all(isinstance(value, int | float) for value in values) and type(k) is int and k > 0
 
 
+def parts(name: str, arguments: Mapping[str, Any] | None = None) -> set[str]:
+    """Return the names of the losses that such a loss is made of: its own, or those that it weighs."""
+    given = LOSSES[name].arguments | dict(arguments or {})
+    return set(given["weights"]) if LOSSES[name].function is weighted_sum else {name}
+
+
 def build(name: str, arguments: Mapping[str, Any] | None = None) -> Callable[[Prediction, Prediction], Tensor]:
     """Return the loss that `loss=NAME loss_args={...}` selects. Raise ValueError for an unknown name or argument."""
     if name not in LOSSES:

@@ -180,6 +180,8 @@ def test_a_plan_as_it_is_typed(tiny_path: Path, call):
         ("strategy=single", "strategy=single trains on one GPU, and gpus=8: set gpus=1"),
         ("strategy=zero2", "strategy=zero2 trains with AdamW: set trainer.optim=adamw, or strategy=fsdp"),
         ("context_parallel=3", "context_parallel=3 must divide the 8 processes"),
+        ("head=medusa head.blocks=-1", "^head.blocks=-1 must be a whole number from 0 to 65,536"),
+        ("head=hydra loss=regression", "^loss=regression compares hidden states"),
         ("hidden_states=offline target.sharding=fsdp", "and target.sharding=fsdp splits it: set hidden_states=server"),
     ],
 )

@@ -11,14 +11,17 @@ from omegaconf import OmegaConf
 from transformers import TrainerState
 
 from foredraft.heads import Target, save_head
-from foredraft.train import finalize, held_out
+from foredraft.heads.medusa import MedusaHead
+from foredraft.train import checks, finalize, held_out
 from foredraft.train.data import data_card
 from foredraft.train.data.packing import Document
+from foredraft.train.losses import kl_div
+from foredraft.train.module import DistillationModel
 from foredraft.train.run import set_steps
 from foredraft.train.runtime import callbacks, checkpoints, locks, run_state
-from tests.support import typed
+from tests.support import names, typed
 from tests.support.configs import composed
-from tests.support.head_factory import make_head, same
+from tests.support.head_factory import make_head, same, settings
 
 
 def test_accuracies_of_the_tree_are_counted_by_depth_and_rank(target: Target, monkeypatch):
@@ -26,9 +29,49 @@ def test_accuracies_of_the_tree_are_counted_by_depth_and_rank(target: Target, mo
     guesses = [(2, torch.tensor([[7, 3, 8]]), torch.tensor([8]))]
     guesses += [(1, torch.tensor([[5, 6, 9], [7, 8, 4]]), torch.tensor([5, right])) for right in (8, 9)]
     fakes = {"guesses_of": lambda rows, ranks: guesses}
-    distillation = Fake(target=target, head=Fake(depth=3), **fakes)
+    distillation = Fake(target=target, head=Fake(depth=3, draft_ids=None), **fakes)
     found = finalize.rank_accuracies(distillation, ["a text"], length=16, ranks=3)
     assert found == [[0.5, 0.25, 0.0], [0.0, 0.0, 1.0], [0.0] * 3]
+
+
+def test_a_small_draft_vocabulary_has_fewer_ranks(target):
+    torch.manual_seed(0)
+    head = MedusaHead.for_target(target, 2, draft_vocab_size=5, counts=torch.arange(target.vocab_size))
+    found = finalize.rank_accuracies(DistillationModel(head, target, kl_div), ["some text " * 20], length=16)
+    assert [len(row) for row in found] == [5, 5]
+
+
+def wrong_settings() -> list[tuple[str, str, object]]:
+    """Return values of another type or size for every number, list and group of conf/head."""
+    found: list[tuple[str, str, object]] = []
+    for kind in names("head"):
+        for key, value in dict(settings(kind).get("head", {})).items():
+            if key == "target_layer_ids":
+                found += [(kind, key, wrong) for wrong in (3, "x", [1.5], ["a"])]
+            elif key == "rope":
+                found += [(kind, key, wrong) for wrong in (5, "x", [1])]
+            elif type(value) is float:
+                found += [(kind, key, wrong) for wrong in ("x", True)]
+            elif type(value) is int or key in ("draft_vocab_size", "mask_token_id", "window", "lora_r"):
+                found += [(kind, key, wrong) for wrong in (-1, 1.5, "x", True)]
+                found += [] if key in checks.LEAST else [(kind, key, 0)]
+                found += [] if key in checks.UNLIMITED else [(kind, key, 10**9)]
+    return found
+
+
+def test_settings_of_a_head_that_cannot_be_are_named_before_it_is_built():
+    wrong = wrong_settings()
+    assert {kind for kind, *_ in wrong} == {*names("head")} - {"auto"}
+    for kind, key, value in wrong:
+        chosen = OmegaConf.create({"head": {**settings(kind).head, key: value}})
+        with pytest.raises(ValueError, match=rf"^head\.{key}="):
+            checks.check_head_settings(chosen)
+
+
+@pytest.mark.parametrize("kind", sorted({*names("head")} - {"auto"}))
+def test_the_settings_of_conf_pass(kind):
+    checks.check_head_settings(settings(kind))
+    checks.check_loss(settings(kind))
 
 
 @pytest.mark.parametrize(("keep_best", "best", "step"), [(True, 2, 2), (True, 4, 4), (False, 2, 4)])
