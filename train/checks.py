@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 
 import torch
 from hydra.utils import get_method
@@ -82,9 +82,9 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def head_class(cfg: DictConfig) -> type:
-    """Return the class whose method builds the head; `object` if a function does, or there is no head yet (head=auto)."""
+    """Return the class whose method builds the head; None's if a function does, or there is no head yet (head=auto)."""
     make: Any = get_method(cfg.head._target_) if "_target_" in cfg.get("head", {}) else None
-    return make.__self__ if inspect.ismethod(make) else object
+    return cast(type, make.__self__) if inspect.ismethod(make) else NoneType
 
 
 def check_head_settings(cfg: DictConfig) -> None:
@@ -118,7 +118,7 @@ def check_loss(cfg: DictConfig) -> None:
     """Raise ValueError for a loss that does not exist or that heads of this kind cannot learn from."""
     losses.build(cfg.loss, cfg.loss_args)
     used, kind = losses.parts(cfg.loss, cfg.loss_args), head_class(cfg)
-    if kind is object:
+    if kind is NoneType:
         return
     if "label" in used and not issubclass(kind, BlockHead):
         raise ValueError(
