@@ -3,7 +3,9 @@
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
+import pandas
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -13,7 +15,7 @@ from foredraft.train.data.conversations import corpus
 from foredraft.train.data.corpus import count_tokens, has_chats, prompts
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.encoding import Encoder
-from foredraft.train.data.layouts import SkippedRow
+from foredraft.train.data.layouts import SkippedRow, tools
 from foredraft.train.data.sources import Row, Source
 from tests.support.chats import CHATML, tokenizer
 
@@ -106,6 +108,35 @@ def test_a_table_as_spreadsheets_write_it(tmp_path: Path):
     file.write_bytes(b"question,answer\n\xe9,b\n")
     with pytest.raises(ValueError, match=r"rows\.csv cannot be read after line 0: 'utf-8' codec"):
         [*Source(str(file)).rows()]
+
+
+def test_lists_in_a_table_as_pandas_writes_them(tmp_path: Path):
+    city = {"type": "function", "function": {"name": "city", "parameters": {"type": "object", "strict": True}}}
+    call = {"type": "function", "function": {"name": "city", "arguments": {"near": None, "sea": True}}}
+    rows: list[dict[str, Any]] = [
+        {
+            "messages": [
+                {"role": "user", "content": 'it\'s "so"\n[1]'},
+                {"role": "assistant", "content": "é\\n", "name": None},
+            ]
+        },
+        {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"question": "and?", "answer": "[{'a': 1}]", "history": [["a", "b's"]]},
+    ]
+    rows[1]["tools"] = [city]
+    pandas.DataFrame(rows).to_csv(tmp_path / "rows.csv", index=False)
+    assert "None" in (tmp_path / "rows.csv").read_text()
+    write(tmp_path / "rows.jsonl", rows)
+    one, two = (Source(str(tmp_path / name)) for name in ("rows.csv", "rows.jsonl"))
+    found = [one.conversation(row) for row in one.rows()]
+    assert found == [two.conversation(row) for row in two.rows()] and len(found) == 4
+    assert tools(next(row.value["tools"] for row in one.rows() if "tools" in row.value)) == [city]
+    (tmp_path / "rows.csv").write_text(
+        "messages\n\"[{'role': 'user', 'content': 'a'}\n {'role': 'assistant'}]\"\n"
+    )  # of arrays
+    with pytest.raises(SkippedRow, match="a list that is neither JSON nor Python, as pandas writes arrays into CSV"):
+        one.conversation(next(one.rows()))
 
 
 def test_a_tiny_set_still_holds_something_out(tmp_path: Path):

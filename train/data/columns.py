@@ -17,6 +17,7 @@ from foredraft.train.data.layouts import (
     listed,
     not_learned,
     parsed,
+    parsed_list,
     role_of,
     tools,
     turns,
@@ -79,7 +80,7 @@ def joined(messages: list[Message], said: list[Message]) -> list[Message]:
 
 def earlier(row: dict) -> list[Message]:
     """Return the turns before a row's prompt, pairs of a question and its answer (LLaMA-Factory, ms-swift)."""
-    history = parsed(row.get("history"))
+    history = parsed_list(row.get("history"))
     if not history or not isinstance(history, list):
         return []
     paired = all(isinstance(item, list) and len(item) == 2 for item in history)

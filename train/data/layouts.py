@@ -7,6 +7,7 @@ with images has a list of parts as its content, {"type": "text", "text"} and {"t
 place as heads.target_model.images.open_image takes it.
 """
 
+import ast
 import base64
 import json
 import re
@@ -41,6 +42,7 @@ PAIRS = (
     ("prompt", "response"),
 )
 LONGEST_PATH = 4096  # characters; what is longer are the bytes of an image
+LIST = re.compile(r"\s*\[\s*[\[{'\"]")  # of objects, lists or texts
 IN_TEXT = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)  # a generation prompt may hold the first tag
 
 
@@ -49,9 +51,9 @@ class SkippedRow(ValueError):
 
 
 def listed(value: Any) -> Any:
-    """Return messages that are written as JSON, or that `datasets` holds by column, and one by itself, as a list of
+    """Return messages that are written as JSON or Python, or that `datasets` holds by column, and one by itself, as a list of
     messages; other values unchanged."""
-    found = parsed(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+    found = parsed_list(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
     if isinstance(found, dict) and found and all(isinstance(cells, list) for cells in found.values()):
         found = [dict(zip(found, cells, strict=False)) for cells in zip(*found.values(), strict=False)]
     found = [found] if isinstance(found, dict) else found
@@ -173,7 +175,7 @@ def tool_calls(calls: Any) -> list[dict]:
 def tools(column: Any) -> list[dict] | None:
     """Return the functions that a row's `tools` column declares, in OpenAI's layout; None if there are none. Raise SkippedRow
     for what is not a list of functions."""
-    column = parsed(column)
+    column = parsed_list(column)
     if not column:
         return None
     found = [parsed(tool) for tool in (column if isinstance(column, list) else [column])]
@@ -189,6 +191,16 @@ def parsed(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
+
+
+def parsed_list(value: Any) -> Any:
+    """Parse a list that a data set holds as JSON, or as Python writes it: pandas does so in CSV. Other text stays text."""
+    found = parsed(value)
+    try:
+        is_list = isinstance(found, str) and LIST.match(found)
+        return ast.literal_eval(found.strip()) if is_list else found
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return found
 
 
 def parts(value: Any, images: list) -> list[dict] | None:

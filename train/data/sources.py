@@ -33,8 +33,7 @@ from foredraft.train.data.columns import (
     system,
     weighted,
 )
-from foredraft.train.data.layouts import Message, SkippedRow, has_system, listed, turns
-from foredraft.train.data.layouts import parsed as parsed_json
+from foredraft.train.data.layouts import LIST, Message, SkippedRow, has_system, listed, parsed_list, turns
 
 TABLES = (".csv", ".tsv")
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".parquet", *TABLES)  # of files in a directory
@@ -100,6 +99,10 @@ class Source:
             raise SkippedRow("no answer came")  # regeneration says why
         if column := usual_unless(value, self.text, TEXTS, self.messages, self.prompt, self.response):
             return raw_text(value, column)
+        if any(isinstance(cell, str) and LIST.match(cell) for cell in value.values()):
+            raise SkippedRow(
+                "a list that is neither JSON nor Python, as pandas writes arrays into CSV: write JSON Lines"
+            )
         raise SkippedRow("no conversation and no text in it")
 
     def turns(self, value: dict, images: bool) -> list[Message] | None:
@@ -108,7 +111,7 @@ class Source:
         # Without a prompt, a named response answers nothing, and does not replace the messages.
         response = self.response if prompt or self.prompt else None
         column = usual_unless(value, self.messages, LISTS, self.prompt, response, self.text)
-        items = parsed_json(listed(value[column])) if column else None
+        items = parsed_list(listed(value[column])) if column else None
         if isinstance(items, list) and (items or not prompt):
             beside = value.get("images", value.get("image", [])) if images else None
             beside = beside if beside is None or isinstance(beside, list) else [beside]
