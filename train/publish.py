@@ -174,6 +174,8 @@ def stage(head: Path, folder: Path, repo: str, target: Target, license: str | No
     trained_on = files.config.get("foredraft", {}).get("target", {})
     if trained_on and same_weights(trained_on, fingerprint(target)):
         facts |= {key: metadata[key] for key in ("target", "engines")}
+    if "/snapshots/" in facts["target"]:  # of the Hub's cache
+        facts["target"] = public_name(facts["target"])
     facts |= {"repo": repo, "sha256": sha256, "revision": commit_of(target)}
     if license is not None:
         facts["license"] = license

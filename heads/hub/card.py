@@ -15,6 +15,8 @@ from typing import Any
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from foredraft.heads.target_model.resolve_path import PREFIX
+
 Rows = list[tuple[str, str]]
 
 
@@ -138,10 +140,15 @@ def aligned(pairs: Rows, indent: str = "") -> str:
 def front_matter(head: dict) -> dict[str, Any]:
     """Return the metadata that the Hub reads."""
     fields: dict[str, Any] = {"library_name": "foredraft", "pipeline_tag": "text-generation"}
+    target = head["target"]
+    name = (
+        target.rsplit("/", target.count("/") - 1)[0] if target.endswith(".gguf") and target.count("/") > 1 else target
+    )
     try:
-        validate_repo_id(head["target"])
-        if not Path(head["target"]).exists():  # the path of a local directory may look like a Hub id
-            fields["base_model"] = head["target"]
+        validate_repo_id(name)
+        # The path of a local directory may look like a Hub id, and a GGUF file's is no repository.
+        if not Path(target).exists() and not name.endswith(".gguf"):
+            fields["base_model"] = name
     except HFValidationError:
         pass  # a path on somebody's disk: the Hub refuses a card with it as base model
     fields["tags"] = ["speculative-decoding", "draft-head", head["kind"]]
@@ -187,11 +194,13 @@ def model_card(metrics: dict, head: dict, data: dict | None) -> str:
     )
     markdown.filters["json"] = partial(json.dumps, ensure_ascii=False)
     markdown.filters["cell"] = lambda text: " ".join(text.split()).replace("|", "\\|")
+    matter = front_matter(head)
     shares = [finite(metrics.get(f"identical_{key}")) for key in ("greedy", "sampled", "in_dtype")]
     place = head.get("repo") or "<this directory, or its id on the Hub>"
     template = markdown.get_template("model_card.md.jinja")
     return template.render(
-        front_matter=front_matter(head),
+        front_matter=matter,
+        has_public_target="base_model" in matter or head["target"].startswith(PREFIX),
         kind=head["kind"],
         target=str(head["target"]),
         place=place,

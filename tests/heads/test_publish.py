@@ -138,6 +138,8 @@ def test_what_is_pushed_names_no_place_on_a_disk(trained, target, tmp_path):
         for place in (str(tmp_path), json.dumps(target.name)[1:-1], "/opt/x", "my runs", "/hub/"):
             assert not [file for file, text in sent.items() if place in text]
         public = Path(name).name if name == target.name else "org/model"
+        assert ('base_model: "org/model"' in sent["README.md"]) == (name != target.name)
+        assert ("The target has no public name here" in sent["README.md"]) == (name == target.name)
         config = json.loads(sent["config.json"])
         assert config["foredraft"]["target"]["name"] == config["base_model_name_or_path"] == public
         assert json.loads(sent["metrics.json"])["data"]["source"] == "ü.txt" and "glob: '*/*'" in sent["config.yaml"]
