@@ -141,12 +141,10 @@ def front_matter(head: dict) -> dict[str, Any]:
     """Return the metadata that the Hub reads."""
     fields: dict[str, Any] = {"library_name": "foredraft", "pipeline_tag": "text-generation"}
     target = head["target"]
-    name = (
-        target.rsplit("/", target.count("/") - 1)[0] if target.endswith(".gguf") and target.count("/") > 1 else target
-    )
+    name = "/".join(target.split("/")[:2]) if target.endswith(".gguf") else target  # of ORG/NAME/FILE.gguf
     try:
         validate_repo_id(name)
-        # The path of a local directory may look like a Hub id, and a GGUF file's is no repository.
+        # The path of a local directory or file may look like a Hub id.
         if not Path(target).exists() and not name.endswith(".gguf"):
             fields["base_model"] = name
     except HFValidationError:
