@@ -334,7 +334,9 @@ def grown(size: int, needed: int) -> int:
 def check_ids(name: str, ids: Iterable[int], count: int) -> None:
     """Raise ValueError for a token that is not in range(count): a device would fail for all sequences at once."""
     for token in ids:
-        if not isinstance(token, Integral) or not 0 <= token < count:
+        if (
+            not (type(token) is int or isinstance(token, Integral)) or not 0 <= token < count
+        ):  # the first is 10 times faster
             raise ValueError(
                 f"{name} contains token {token!r}, but the target has 0 to {count - 1}: check the tokenizer"
             )

@@ -68,6 +68,17 @@ def test_settings_of_a_head_that_cannot_be_are_named_before_it_is_built():
             checks.check_head_settings(chosen)
 
 
+def a_head_from(start: int = 0) -> None:
+    """Stand for the constructor of somebody's head."""
+
+
+def test_a_head_of_another_module_may_count_from_any_number():
+    head = {"_target_": f"{__name__}.a_head_from", "start": -3}
+    checks.check_head_settings(OmegaConf.create({"head": head}))
+    with pytest.raises(ValueError, match=r"head\.start=1\.5 must be a whole number"):
+        checks.check_head_settings(OmegaConf.create({"head": head | {"start": 1.5}}))
+
+
 @pytest.mark.parametrize("kind", sorted({*names("head")} - {"auto"}))
 def test_the_settings_of_conf_pass(kind):
     checks.check_head_settings(settings(kind))
