@@ -122,13 +122,20 @@ def add_error_handlers(app: FastAPI) -> None:
         if first["type"] == "extra_forbidden":
             message, code = f"Unknown parameter: {param!r}: remove it", "unknown_parameter"
             return ApiError(400, message, param, code).response()
+        if first["type"] == "json_invalid":
+            return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {param}").response()
         message = first["msg"].removeprefix("Value error, ")
         return ApiError(400, f"{param}: {message}" if param else message, param).response()
 
     @app.exception_handler(HTTPException)
     async def refused(raw_request: Request, error: HTTPException) -> Response:
-        if not isinstance(error, ApiError):  # such as an unknown path
-            error = ApiError(error.status_code, error.detail, headers=dict(error.headers or {}))
+        if not isinstance(error, ApiError):
+            path, headers, message = repr(raw_request.url.path[:100]), dict(error.headers or {}), error.detail
+            if error.status_code == 404:
+                message = f"{path} is not served here: /openapi.json lists all paths. A client's base URL ends with /v1"
+            elif error.status_code == 405:
+                message = f"{raw_request.method} is not supported by {path}: use {headers['Allow']}"
+            error = ApiError(error.status_code, message, headers=headers)
         return error.response()
 
     @app.exception_handler(Exception)

@@ -93,6 +93,16 @@ def test_there_are_no_files_to_reach(server, path):
     assert status in (404, 405) and "error" in json.loads(body)
 
 
+def test_errors_of_a_wrong_address_or_body_name_it_and_the_remedy(server):
+    def said(*request) -> str:
+        return json.loads(server.post(*request, **bearer())[2])["error"]["message"]
+
+    wrong = said(b"{}", "/chat/completions")  # a client whose base URL lacks /v1
+    assert "'/chat/completions' is not served here" in wrong and "base URL ends with /v1" in wrong
+    assert said(b"{}", "/v1/models") == "POST is not supported by '/v1/models': use GET"
+    assert said(b'{"prompt": a}', "/v1/completions") == "the body is not JSON: Expecting value at character 11"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_frees_its_row(server, client, short, stream):
     before = len(server.logged())
