@@ -91,6 +91,16 @@ class Grammars:
         self.check_size(text)
         return self.compiled(LLMatcher.grammar_from_lark(text))
 
+    def as_lark(self, text: str) -> str:
+        """Return the grammar in Lark; one in llama.cpp's GBNF is converted. Raises ValueError if it is neither."""
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        self.check_size(text)
+        try:
+            return any_to_lark(text.encode().decode())
+        except Exception as error:  # llguidance has no class for all of its parser's errors
+            raise ValueError(f"the grammar is neither Lark nor GBNF: {error}") from None
+
     def check_size(self, text: str) -> None:
         if len(text) > MAX_SIZE:
             raise ValueError(f"the grammar has {len(text)} characters, but at most {MAX_SIZE} are allowed: shorten it")

@@ -292,6 +292,7 @@ def test_tools_that_are_not_allowed_are_left_out(mode):
         ({"truncation": "auto"}, "truncation is not supported", None),
         ({"extra_body": {"n": 2}}, "n is not supported here: /v1/chat/completions", None),
         ({"extra_body": {"max_tokens": 2}}, "use max_output_tokens", None),
+        ({"extra_body": {"guided_regex": "a"}}, "guided_regex is not supported here: use text.format; /v1/chat", None),
         ({"extra_body": {"typical_p": 0.5}}, "Unknown parameter: 'typical_p'", "typical_p"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item 0 is an item_reference", "input"),
         (

@@ -1,6 +1,7 @@
 """JSON, schemas and tool calls through the openai package: what a grammar forces, and what is read out of a text."""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -122,6 +123,43 @@ def test_an_answer_is_of_its_schema(client, form):
         assert found["kind"] in ("alpha", "beta") and len(found["many"]) <= 2 and found.keys() == {"kind", "many"}
 
 
+PATTERN, CHOICE = r"[ab]{3}/\d\\", ["yes", 'no "é"\n']
+LARK, GBNF = 'start: "x" | "y/z"', 'root ::= "x" | end\nend ::= [a-c] "!"'
+CONSTRAINTS = [  # by vLLM's names, its older ones as guidance still sends them, SGLang's and llama.cpp's
+    ({"structured_outputs": {"regex": PATTERN, "json": None, "disable_any_whitespace": False}}, PATTERN),
+    ({"structured_outputs": {"choice": CHOICE}}, 'yes|no "é"\n'),
+    ({"structured_outputs": {"grammar": LARK}, "guided_grammar": LARK, "guided_decoding_backend": "guidance"}, "x|y/z"),
+    ({"structured_outputs": {"json": '{"enum": ["a", 7]}'}}, '"a"|7'),
+    ({"structured_outputs": {"json": {"const": True}, "json_object": False}}, "true"),
+    ({"guided_regex": r"a\/[0-9]"}, "a/[0-9]"),
+    ({"regex": "[0-9]\n[a]"}, "[0-9]\na"),
+    ({"ebnf": GBNF, "regex": ""}, "x|[a-c]!"),
+    ({"grammar": GBNF, "json_schema": None}, "x|[a-c]!"),
+    ({"json_schema": {"const": 1}, "grammar": ""}, "1"),
+    ({"response_format": {"type": "grammar", "grammar": GBNF}}, "x|[a-c]!"),
+]
+
+
+@pytest.mark.parametrize("constraint, pattern", CONSTRAINTS)
+def test_a_constraint_holds_by_the_name_of_another_server(client, constraint, pattern):
+    asked = {"model": "tiny", "prompt": "def", "seed": 1, "max_tokens": 20}
+    chat = [choice.message.content for choice in ended(client, extra_body=constraint)]
+    for text in (*chat, client.completions.create(**asked, extra_body=constraint).choices[0].text):
+        assert re.fullmatch(pattern, text), text
+
+
+@pytest.mark.parametrize("grammar", [LARK, 'root ::= "x" | "y/z"'])
+@pytest.mark.parametrize("closing", ["", "</think>"])
+def test_a_grammar_may_stand_next_to_tools_and_follow_reasoning(target, grammar, closing):
+    for tools in (None, TOOLS):
+        asked = ChatRequest(messages=[ASKED["messages"][0]], tools=tools, grammar=grammar)
+        rules = answer_grammar(asked, TEMPLATE, Grammars(target), closing).matcher
+        call = '<tool_call>\n{"name": "stop_it", "arguments": {}}\n</tool_call>'
+        for text, accepted in (("x", True), ("y/z", True), ("z", False), (call, tools is not None)):
+            ids = target.text_tokenizer("z" + closing + text if closing else text).input_ids
+            assert (rules.deep_copy().try_consume_tokens(ids) == len(ids)) == accepted, text
+
+
 def test_the_openai_package_parses_a_model_of_pydantic(client):
     class Kind(BaseModel):
         kind: bool
@@ -226,6 +264,19 @@ def test_tools_are_told_to_the_template_unless_they_may_not_be_called(client):
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 70_000]}}}},
             "at most 65536",
         ),
+        ({"response_format": {"type": "grammar"}}, "grammar must be given"),
+        ({"response_format": FORMAT, "extra_body": {"regex": "a"}}, "cannot be combined with regex"),
+        ({"extra_body": {"structured_outputs": {"regex": "("}}}, "be compiled"),
+        (
+            {"extra_body": {"structured_outputs": {"structural_tag": "x"}}},
+            "contains .*structural_tag.* send one of json",
+        ),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}, "guided_choice": ["a"]}}, "contains .*regex.*choice"),
+        ({"extra_body": {"structured_outputs": {"choice": []}}}, "contains .*choice"),
+        ({"extra_body": {"structured_outputs": {"json": "[1]"}}}, "is not a JSON object"),
+        ({"extra_body": {"structured_outputs": "x"}}, "structured_outputs is 'x'"),
+        ({"extra_body": {"grammar": "hello"}}, "neither Lark nor GBNF"),
+        ({"extra_body": {"grammar": "root ::= " + "(" * 9999}}, "neither Lark nor GBNF"),
         ({"tool_choice": "required"}, "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}, "tools": TOOLS}, "'other'"),
         ({"tools": [*TOOLS, TOOLS[0]]}, "two tools of one name"),

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from foredraft.inference.grammar import Grammar
 from foredraft.inference.sampling import SamplingParams
+from foredraft.inference.serve.openai.response_format import ResponseFormat, converted
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -30,7 +31,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 # Fields for identification, billing and caching, and predictions of the text for a faster answer.
 IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
-IGNORED |= {"request_id", "cache_salt", "client_metadata", "prediction"}
+IGNORED |= {"request_id", "cache_salt", "client_metadata", "prediction", "guided_decoding_backend"}
 
 
 class StreamOptions(BaseModel):
@@ -41,31 +42,6 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = Field(
         False, description="accepted but not supported: it would hide lengths from network observers"
     )
-
-
-class JsonSchema(BaseModel):
-    name: str = ""
-    definition: dict[str, Any] = Field(alias="schema")
-
-
-class ResponseFormat(BaseModel):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def wrap_schema(cls, fields: Any) -> Any:
-        """Accept the schema next to the type, where llama.cpp and others have it, also with json_object."""
-        schema = fields.get("schema") if isinstance(fields, dict) else None
-        if schema is None or fields.get("json_schema") is not None or fields.get("type") == "text":
-            return fields
-        return {"type": "json_schema", "json_schema": {"schema": schema}}
-
-    @model_validator(mode="after")
-    def check_schema(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema must be given exactly for type json_schema")
-        return self
 
 
 class CommonRequest(BaseModel):
@@ -105,18 +81,18 @@ class CommonRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def refuse_unsupported(cls, fields: Any) -> Any:
-        """Refuse unsupported fields, and remove fields without effect."""
+        """Refuse unsupported fields, remove fields without effect, and convert constraints to a response_format."""
         if not isinstance(fields, dict):
             return fields
         for name, harmless in cls.refused.items():
             value = fields.get(name)
-            if value is not None and value not in harmless:
+            if value is not None and value not in harmless and (name, value) != ("best_of", fields.get("n")):
                 raise ValueError(f"{name} is not supported here: {cls.remedies.get(name, 'remove it')}")
         dropped = {*cls.refused, *IGNORED, *(name for name in UNSET_AT_MINUS_ONE if fields.get(name) == -1)}
         dropped |= (
             {"logprobs"} if fields.get("logprobs") is False else set()
         )  # which is 0 for pydantic: a request for them
-        return {name: value for name, value in fields.items() if value is not None and name not in dropped}
+        return converted({name: value for name, value in fields.items() if value is not None and name not in dropped})
 
     @model_validator(mode="after")
     def check_stop(self) -> "CommonRequest":

@@ -12,6 +12,7 @@ from foredraft.inference.serve.openai.protocol import (
     Tokens,
     content_text,
 )
+from foredraft.inference.serve.openai.response_format import CONSTRAINTS
 from foredraft.inference.serve.openai.responses_tools import ResponsesTool, as_call, offered
 
 STORED = "responses are not stored, so send the whole conversation as input"
@@ -29,6 +30,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_token_ids": ((False,), CHAT),
     "max_tokens": ((), "use max_output_tokens"),
     "response_format": ((), "use text.format"),
+    **dict.fromkeys(("structured_outputs", *CONSTRAINTS), ((), f"use text.format; {CHAT}")),
 }
 LOGPROBS = "message.output_text.logprobs"  # the name of log-probabilities in `include`
 # The types of items, and the texts that each must have.

@@ -198,15 +198,13 @@ def is_text(schema: Any) -> bool:
     return "string" in types or not (types or keys & {"$ref", "enum", "properties", "items", "allOf", "anyOf", "oneOf"})
 
 
-def call_rules(
-    tools: list[Tool], style: ToolFormat, many: bool, special: Special, schema: dict[str, Any] | None = None
-) -> str:
-    """Return the rules for a call of one of these tools, for several calls if the format has a separator, or for JSON of a
-    schema instead."""
+def call_rules(tools: list[Tool], style: ToolFormat, many: bool, special: Special, answer: str | None = None) -> str:
+    """Return the rules for a call of one of these tools, for several calls if the format has a separator, or for an answer
+    of this rule instead."""
     before, after = (as_rule(text, special) for text in style.section)
     more = f"({as_rule(style.separator, special)} call)*" if many and style.separator is not None else ""
-    rules = ["start: calls" if schema is None else "start: calls | answer", f"calls: {before} call {more} {after}"]
-    rules += [] if schema is None else [f"answer: {json_rule(schema)}"]
+    rules = ["start: calls" if answer is None else "start: calls | answer", f"calls: {before} call {more} {after}"]
+    rules += [] if answer is None else [f"answer: {answer}"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
     for number, tool in enumerate(tools):
         opening = " id ".join(

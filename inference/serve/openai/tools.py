@@ -74,15 +74,19 @@ def answer_grammar(request: CommonRequest, template: Any, grammars: Grammars, cl
     mark that ends the reasoning that the prompt opens. Raises ValueError like `Grammars`."""
     found, wanted, special = call_format(request, template), request.response_format, grammars.special
     schema: dict[str, Any] | None = None
-    if wanted is not None and wanted.type != "text":
+    answer: str | None = None
+    if wanted is not None and wanted.type == "grammar":
+        answer = f"%lark {{\n{grammars.as_lark(wanted.grammar or '')}\n}}"
+    elif wanted is not None and wanted.type != "text":
         schema = {"type": "object"} if wanted.json_schema is None else wanted.json_schema.definition
-    rules = None if schema is None or not closing else f"start: answer\nanswer: {json_rule(schema)}"
+        answer = json_rule(schema)
+    rules = None if answer is None or (schema is not None and not closing) else f"start: answer\nanswer: {answer}"
     if isinstance(request, ChatRequest) and request.tools and found is not None:
         many = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
         if forced := forced_tools(request):
             rules = call_rules(forced, found, many, special)
-        elif schema is not None and found.is_forced and request.tool_choice != "none":
-            rules = call_rules(request.tools, found, many, special, schema)
+        elif answer is not None and found.is_forced and request.tool_choice != "none":
+            rules = call_rules(request.tools, found, many, special, answer)
     if rules is not None:
         return grammars.lark(after_reasoning(rules, closing, special))
     return None if schema is None else grammars.json_schema(schema)
