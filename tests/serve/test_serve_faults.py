@@ -81,6 +81,8 @@ def test_the_key_is_needed_and_never_shown(server):
     for wrong in ("", KEY[:-1], KEY + "a", "é"):
         status, _, body = server.post(b"{}", "/v1/completions", **bearer(wrong))
         assert status == 401 and b"invalid_api_key" in body
+    for scheme in ("Bearer", "bearer"):  # HTTP compares schemes without case
+        assert server.post(b"{}", "/v1/completions", Authorization=f"{scheme} {KEY}")[0] == 400  # the body is wrong
     with pytest.raises(openai.AuthenticationError):
         server.client("wrong").models.list()
     shown = server.log.read_text() + str(server.metric("foredraft_requests_total"))
