@@ -165,7 +165,20 @@ def test_effort_is_what_the_template_reads(encoder):
     for asked, ends in (("none", True), ("high", False), (None, False)):
         facts = {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": asked}
         assert encoder.tokenizer.decode(encoder.chat(ChatRequest(**facts))[0]).endswith(closed) == ends
-    encoder.reads_thinking = False
+
+
+def test_an_effort_that_changes_nothing_is_accepted_by_a_template_without_it(encoder, monkeypatch):
+    """Clients send OpenAI's default for any model that reasons, and "none" for one that does not."""
+
+    def ask(effort: str | None) -> list:
+        return encoder.chat(ChatRequest(messages=[{"role": "user", "content": "a"}], reasoning_effort=effort))
+
+    monkeypatch.setattr(encoder, "reads_thinking", False)
+    assert ask("medium") == ask(None)
+    for effort in ("low", "none"):  # it reasons in any case
+        with pytest.raises(ValueError, match=r"reasoning_effort: the chat template of .* lacks it"):
+            ask(effort)
+    monkeypatch.setattr(encoder.tokenizer, "chat_template", "{{ messages[0].content }}")
+    assert ask("none") == ask("medium") == ask(None)
     with pytest.raises(ValueError, match=r"reasoning_effort: the chat template of .* lacks it"):
-        encoder.chat(ChatRequest(messages=[{"role": "user", "content": "a"}], reasoning_effort="low"))
-    encoder.reads_thinking = True
+        ask("low")

@@ -21,6 +21,7 @@ from foredraft.heads.target_model.messages import (
 )
 from foredraft.inference.serve.errors import context_exceeded
 from foredraft.inference.serve.openai.protocol import ChatRequest, CompletionRequest, content_text, is_tokens
+from foredraft.inference.serve.openai.reasoning import reasoning_marks
 from foredraft.inference.text import encode_prompt
 
 # Replaces a mark within a message. The private characters themselves are removed from messages.
@@ -88,10 +89,13 @@ class PromptEncoder:
         return [tokens]
 
     def effort(self, effort: str | None) -> dict[str, Any]:
-        """Return variables of the template for this effort. Raises ValueError if the template does not use any."""
+        """Return variables of the template for this effort. Raises ValueError if the template does not use any, unless it is
+        OpenAI's default, or "none" for a target without reasoning."""
         if effort is None or self.reads_effort:
             return {} if effort is None else {"reasoning_effort": effort}
         if not self.reads_thinking:
+            if effort == "medium" or (effort == "none" and not any(reasoning_marks(self.tokenizer.chat_template))):
+                return {}
             raise ValueError(f"reasoning_effort: the chat template of {self.target.name} lacks it: remove it")
         return {"enable_thinking": effort != "none"}
 
