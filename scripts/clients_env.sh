@@ -23,5 +23,6 @@ make() { # NAME PACKAGE...
 make litellm litellm==1.110.2
 make langchain langchain-openai==1.7.4
 make agents openai-agents==0.24.0
+make outlines outlines==1.3.3 openai==3.57.0
 make lm_eval 'lm_eval[api]==0.4.13' transformers==5.23.0
 make guidellm guidellm==0.8.1 torch==2.13.0

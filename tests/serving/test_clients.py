@@ -55,7 +55,7 @@ def program(environment: str, name: str = "python") -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["litellm", "langchain", "agents"])
+@pytest.mark.parametrize("name", ["litellm", "langchain", "agents", "outlines"])
 def test_a_client_s_own_loop_runs(server, name):
     call(program(name), CLIENTS / f"{name}_client.py", server.url)
 
