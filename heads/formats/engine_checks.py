@@ -138,6 +138,10 @@ SPECULATORS_RATIO = Requirement(
     "{head.correction}: use format=vllm",
 )
 SGLANG_LAYERS = (
+    Requirement(  # its test of the widths takes what such a head reads for the output of fc
+        lambda head, target: len(head.layers) > 1,
+        "SGLang leaves out the fc of a head that reads one hidden state, as this one does {head.layers}: use vLLM",
+    ),
     Requirement(
         lambda head, target: head.layers[0] != 0,
         "SGLang provides outputs of decoder layers, and this head takes the embedding (hidden state 0)",

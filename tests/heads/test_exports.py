@@ -29,6 +29,7 @@ FORMATS = {  # that take a head of this kind
     "eagle3 full vocabulary": "vllm speculators sglang eagle",
     "eagle3 qk_norm": "vllm speculators",
     "eagle3 window": "vllm speculators sglang eagle",
+    "eagle3 of two layers": "vllm speculators sglang",
     "eagle3 qk_norm window": "vllm speculators",
     "eagle3 yarn": "vllm speculators sglang",
     "eagle3_1": "vllm speculators sglang",
@@ -39,8 +40,8 @@ FORMATS = {  # that take a head of this kind
     "hydra_pp": "hydra",
     "dflash": "vllm sglang speculators transformers",
     "dflash pruned": "vllm speculators",
-    "jetspec": "vllm speculators",
-    "dflash2": "vllm",
+    "jetspec": "vllm sglang speculators",
+    "dflash2": "vllm sglang",
     "dspark": "vllm sglang speculators",
     "dspark pruned": "speculators",
     "dspark in place": "vllm speculators",
@@ -81,6 +82,7 @@ CHANGES = {
     "p_eagle of the last state": {"kind": "p_eagle", "target_layer_ids": [2, 4, 8]},
     "eagle3 of other layers": {"kind": "eagle3", "target_layer_ids": [1, 3, 5]},
     "eagle3 of two layers": {"kind": "eagle3", "target_layer_ids": [1, 5]},
+    "eagle3 of one layer": {"kind": "eagle3", "target_layer_ids": [5]},
     "eagle3 of the embedding": {"kind": "eagle3", "target_layer_ids": [0, 3, 5]},
     "medusa pruned": {"kind": "medusa", "draft_vocab_size": 250},
 }
@@ -186,6 +188,11 @@ REFUSED = [
     ),
     ("eagle3 of other layers", "eagle", r"takes hidden states \[2, 4, 5\] .* this head takes \[1, 3, 5\]"),
     ("eagle3 of two layers", "gguf", "fuses three layers"),
+    (
+        "eagle3 of one layer",
+        "sglang",
+        r"leaves out the fc of a head that reads one hidden state, as this one does \[5\]",
+    ),
     ("eagle3 of the embedding", "sglang", "hidden state 0"),
 ]
 
