@@ -25,17 +25,46 @@ COMPILE_SECONDS = 5  # of CPU time
 COMPILE_BYTES = 2**31  # of address space; Python with llguidance uses 30 MiB
 # llguidance bounds the cost of every step, but not of checking whether patterns exclude each other: a dozen patterns
 # take seconds, two dozen take hours. So a process that can be killed compiles the grammar first.
-TRIAL = f"""import os, resource, sys
+LIMITED = f"""import os, resource, sys
 from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import any_to_lark
 resource.setrlimit(resource.RLIMIT_CPU, ({COMPILE_SECONDS}, {COMPILE_SECONDS}))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 if sys.platform == "linux":  # other systems do not support this limit
     resource.setrlimit(resource.RLIMIT_AS, ({COMPILE_BYTES}, {COMPILE_BYTES}))
 os.nice(10)
-LLMatcher.validate_grammar(sys.stdin.buffer.read().decode())
+"""
+TRIAL = "LLMatcher.validate_grammar(sys.stdin.buffer.read().decode())"
+# The search for Lark takes half a minute in 60,000 empty lines.
+CONVERSION = """try:
+    sys.stdout.buffer.write(any_to_lark(sys.stdin.buffer.read().decode()).encode())
+except Exception as error:  # llguidance has no class for all of its parser's errors
+    sys.exit(str(error))
 """
 # A model may write its JSON over several lines. Without this bound it could also write white space forever.
 JSON_OPTIONS: Any = {"whitespace_pattern": "[ \\n\\r\\t]{0,32}"}
+
+
+def run_limited(code: str, grammar: str) -> subprocess.CompletedProcess[bytes]:
+    """Run code in a process that gets this grammar. Raises ValueError if it exceeds the limits."""
+    try:
+        text = grammar.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the grammar contains half a character (a lone surrogate)") from None
+    ended = subprocess.run([sys.executable, "-c", LIMITED + code], input=text, capture_output=True)
+    if ended.returncode < 0:  # killed by a signal
+        raise ValueError(
+            f"the grammar needs more than {COMPILE_SECONDS} seconds or {COMPILE_BYTES >> 30} GiB to compile: make it simpler"
+        )
+    return ended
+
+
+def convert(grammar: str) -> str:
+    """Return the grammar in Lark. Raises ValueError if it is neither Lark nor GBNF, or needs too much time."""
+    ended = run_limited(CONVERSION, grammar)
+    if ended.returncode:
+        raise ValueError(f"the grammar is neither Lark nor GBNF: {' '.join(ended.stderr.decode().split())[:300]}")
+    return ended.stdout.decode()
 
 
 class Grammar:
@@ -68,7 +97,7 @@ class Grammars:
             for number, token in added
             if token.special
         }
-        self.compiled = lru_cache(64)(self.compile)
+        self.compiled, self.converted = lru_cache(64)(self.compile), lru_cache(64)(convert)
 
     def json_schema(self, schema: dict[str, Any]) -> Grammar:
         """Compile a JSON schema. Raises ValueError if it is invalid, unsupported or too large."""
@@ -93,13 +122,8 @@ class Grammars:
 
     def as_lark(self, text: str) -> str:
         """Return the grammar in Lark; one in llama.cpp's GBNF is converted. Raises ValueError if it is neither."""
-        from llguidance.gbnf_to_lark import any_to_lark
-
         self.check_size(text)
-        try:
-            return any_to_lark(text.encode().decode())
-        except Exception as error:  # llguidance has no class for all of its parser's errors
-            raise ValueError(f"the grammar is neither Lark nor GBNF: {error}") from None
+        return text if text.startswith("start:") else self.converted(text)  # the former is Lark
 
     def check_size(self, text: str) -> None:
         if len(text) > MAX_SIZE:
@@ -108,12 +132,7 @@ class Grammars:
     def compile(self, grammar: str) -> Grammar:
         from llguidance import LLMatcher
 
-        trial = subprocess.run([sys.executable, "-c", TRIAL], input=grammar.encode(), capture_output=True)
-        if trial.returncode < 0:  # killed by a signal; the code below reports other errors
-            raise ValueError(
-                f"the grammar needs more than {COMPILE_SECONDS} seconds or {COMPILE_BYTES >> 30} GiB to compile: make it "
-                "simpler"
-            )
+        run_limited(TRIAL, grammar)  # the code below reports its errors
         matcher = LLMatcher(self.tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()  # detects grammars that no text matches

@@ -7,6 +7,7 @@ import torch
 
 from foredraft.heads import Target
 from foredraft.inference import Engine, Grammars, Request, SamplingParams, generate
+from foredraft.inference import grammar as compiler
 from foredraft.inference.drafters import DraftModel, DynamicTree, NgramDrafter
 from tests.support.batches import prompt
 from tests.support.decoding import alone, run
@@ -165,6 +166,13 @@ def test_a_costly_schema_costs_no_more_than_others_can_bear(target, grammars, sc
         assert 0 < len(text) <= 20
     except ValueError as error:
         assert "compiled" in str(error) or "exceeded the limits" in str(error)
+
+
+def test_a_grammar_whose_conversion_takes_long_is_refused(grammars, monkeypatch):
+    assert grammars.as_lark('root ::= "a"').split() == ["%llguidance", "{}", "start:", '"a"']
+    monkeypatch.setattr(compiler, "LIMITED", compiler.LIMITED.replace("(5, 5)", "(1, 1)"))
+    with pytest.raises(ValueError, match="needs more than"):
+        grammars.as_lark('root ::= "a"' + "\n" * 60_000)
 
 
 def test_a_target_without_an_end_token_has_no_grammar(target, monkeypatch):
