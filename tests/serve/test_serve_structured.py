@@ -128,6 +128,8 @@ LARK, GBNF = 'start: "x" | "y/z"', 'root ::= "x" | end\nend ::= [a-c] "!"'
 CONSTRAINTS = [  # by vLLM's names, its older ones as guidance still sends them, SGLang's and llama.cpp's
     ({"structured_outputs": {"regex": PATTERN, "json": None, "disable_any_whitespace": False}}, PATTERN),
     ({"structured_outputs": {"choice": CHOICE}}, 'yes|no "é"\n'),
+    ({"structured_outputs": {"choice": [f"{n}" for n in range(5000)]}}, "[0-9]{1,4}"),
+    ({"structured_outputs": {"regex": "[ab]\\\n"}, "response_format": {"type": "text"}}, "[ab]\n"),
     ({"structured_outputs": {"grammar": LARK}, "guided_grammar": LARK, "guided_decoding_backend": "guidance"}, "x|y/z"),
     ({"structured_outputs": {"json": '{"enum": ["a", 7]}'}}, '"a"|7'),
     ({"structured_outputs": {"json": {"const": True}, "json_object": False}}, "true"),
@@ -274,6 +276,7 @@ def test_tools_are_told_to_the_template_unless_they_may_not_be_called(client):
         ({"extra_body": {"structured_outputs": {"regex": "a"}, "guided_choice": ["a"]}}, "contains .*regex.*choice"),
         ({"extra_body": {"structured_outputs": {"choice": []}}}, "contains .*choice"),
         ({"extra_body": {"structured_outputs": {"json": "[1]"}}}, "is not a JSON object"),
+        ({"extra_body": {"structured_outputs": {"json": '[["a", 1]]'}}}, "is not a JSON object"),
         ({"extra_body": {"structured_outputs": "x"}}, "structured_outputs is 'x'"),
         ({"extra_body": {"grammar": "hello"}}, "neither Lark nor GBNF"),
         ({"extra_body": {"grammar": "root ::= " + "(" * 9999}}, "neither Lark nor GBNF"),

@@ -50,7 +50,7 @@ def converted(fields: dict[str, Any]) -> dict[str, Any]:
     wanted |= {name: value for name, value in others.items() if value not in ("", [])}  # clients send these for none
     if not wanted:
         return fields
-    if "response_format" in fields:
+    if fields.get("response_format", {"type": "text"}) != {"type": "text"}:
         raise ValueError(f"response_format cannot be combined with {', '.join(wanted)}: remove one of them")
     return {**fields, "response_format": as_response_format(wanted)}
 
@@ -62,17 +62,17 @@ def as_response_format(wanted: dict[str, Any]) -> dict[str, Any]:
             return {"type": "json_schema", "json_schema": {"schema": schema}}
         case [("json", str(text))]:
             try:
-                return as_response_format({"json": dict(json.loads(text))})
+                return as_response_format({"json": json.loads(text)})
             except (TypeError, ValueError, RecursionError):
                 raise ValueError(f"structured_outputs.json is not a JSON object: {text[:40]!r}") from None
         case [("json_object", True)]:
             return {"type": "json_object"}
         case [("regex", str(text))]:
-            escaped = ESCAPED_OR_END.sub(lambda end: {"/": "\\/", "\n": "\\n"}.get(end[0], end[0]), text)
+            escaped = ESCAPED_OR_END.sub(lambda end: {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(end[0], end[0]), text)
             return {"type": "grammar", "grammar": f"start: /{escaped}/"}
         case [("choice", list(texts))] if texts and all(isinstance(text, str) for text in texts):
             quoted = (json.dumps(text, ensure_ascii=False) for text in texts)
-            return {"type": "grammar", "grammar": f"start: {' | '.join(quoted)}"}
+            return {"type": "grammar", "grammar": f"start: CHOICE\nCHOICE: {' | '.join(quoted)}"}
         case [("grammar", str(text))]:
             return {"type": "grammar", "grammar": text}
     raise ValueError(
