@@ -15,7 +15,7 @@ from foredraft.train.data.conversations import corpus
 from foredraft.train.data.corpus import count_tokens, has_chats, prompts
 from foredraft.train.data.documents import Document, Documents
 from foredraft.train.data.encoding import Encoder
-from foredraft.train.data.layouts import SkippedRow, tools
+from foredraft.train.data.layouts import SkippedRow, parsed_list, tools
 from foredraft.train.data.sources import Row, Source
 from tests.support.chats import CHATML, tokenizer
 
@@ -108,6 +108,23 @@ def test_a_table_as_spreadsheets_write_it(tmp_path: Path):
     file.write_bytes(b"question,answer\n\xe9,b\n")
     with pytest.raises(ValueError, match=r"rows\.csv cannot be read after line 0: 'utf-8' codec"):
         [*Source(str(file)).rows()]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("cell", ["{1, 2}", "b'x'", "{[]: 1}", "{{}: 1}", "-" * 10**5 + "1", "1+" * 10**4 + "1j"])
+def test_a_list_that_only_python_can_write_skips_its_row(cell):
+    turns = f"[{{'role': 'user', 'content': '\\d'}}, {{'role': 'tool', 'content': {cell}}}]"
+    with pytest.raises(SkippedRow, match="a list that is neither JSON nor Python"):
+        Source("").conversation(Row("", {"messages": turns}))
+    assert parsed_list(r"['\d']") == [r"\d"]
+
+
+def test_a_list_as_python_writes_it_does_not_replace_a_prompt_or_a_text():
+    for row in ({"text": "a"}, {"prompt": "a"}, {"prompt": "a", "response": "b"}):
+        for cell in ("[{'x': 1}]", "['x', 'y']"):
+            assert Source("").conversation(Row("", row | {"data": cell})) == Source("").conversation(Row("", row))
+    turns = "['a', 'b']"
+    assert len(Source("", messages="data").conversation(Row("", {"data": turns, "text": "a"}))) == 2
 
 
 def test_lists_in_a_table_as_pandas_writes_them(tmp_path: Path):

@@ -11,6 +11,7 @@ import ast
 import base64
 import json
 import re
+import warnings
 from itertools import chain
 from typing import Any
 
@@ -194,12 +195,15 @@ def parsed(value: Any) -> Any:
 
 
 def parsed_list(value: Any) -> Any:
-    """Parse a list that a data set holds as JSON, or as Python writes it: pandas does so in CSV. Other text stays text."""
+    """Parse a list that a data set holds as JSON, or as Python writes it: pandas does so in CSV. Other text stays text, and
+    so do lists of what JSON does not have, such as bytes and sets."""
     found = parsed(value)
+    if not (isinstance(found, str) and LIST.match(found)):
+        return found
     try:
-        is_list = isinstance(found, str) and LIST.match(found)
-        return ast.literal_eval(found.strip()) if is_list else found
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not have
+            return json.loads(json.dumps(ast.literal_eval(found.strip())))
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return found
 
 

@@ -34,6 +34,7 @@ from foredraft.train.data.columns import (
     weighted,
 )
 from foredraft.train.data.layouts import LIST, Message, SkippedRow, has_system, listed, parsed_list, turns
+from foredraft.train.data.layouts import parsed as parsed_json
 
 TABLES = (".csv", ".tsv")
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".parquet", *TABLES)  # of files in a directory
@@ -111,7 +112,9 @@ class Source:
         # Without a prompt, a named response answers nothing, and does not replace the messages.
         response = self.response if prompt or self.prompt else None
         column = usual_unless(value, self.messages, LISTS, self.prompt, response, self.text)
-        items = parsed_list(listed(value[column])) if column else None
+        # What Python writes may be other data next to a prompt or a text.
+        other = prompt or usual_unless(value, self.text, TEXTS, self.messages)
+        items = (parsed_json if other else parsed_list)(listed(value[column])) if column else None
         if isinstance(items, list) and (items or not prompt):
             beside = value.get("images", value.get("image", [])) if images else None
             beside = beside if beside is None or isinstance(beside, list) else [beside]
