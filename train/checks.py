@@ -96,7 +96,7 @@ def check_head_settings(cfg: DictConfig) -> None:
     if issubclass(kind, DFlashHead):
         annotations |= {name: type(value) for name, value in kind.own_defaults.items()}
     ours = make.__module__.startswith("foredraft.")  # a head of another module may count from any number
-    given: Any = OmegaConf.to_container(cfg.head)
+    given: Any = OmegaConf.to_container(cfg.head, resolve=True)
     for name, value in given.items():
         types = get_args(annotations.get(name)) or (annotations.get(name),)
         kinds = {get_origin(each) or each for each in types}

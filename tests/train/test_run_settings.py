@@ -68,6 +68,11 @@ def test_settings_of_a_head_that_cannot_be_are_named_before_it_is_built():
             checks.check_head_settings(chosen)
 
 
+def test_a_setting_of_a_head_may_refer_to_another():
+    chosen = OmegaConf.create({"max_length": 64, "head": {**settings("eagle3").head, "window": "${max_length}"}})
+    checks.check_head_settings(chosen)
+
+
 def a_head_from(start: int = 0) -> None:
     """Stand for the constructor of somebody's head."""
 
