@@ -181,7 +181,8 @@ def read_settings(
             raise ValueError(f"speculative decoding does not support {name}={value}: remove it, or do not draft")
     for name in ("max_new_tokens", "max_length", "pad_token_id"):
         check_kind(name, given.get(name), Integral | None, "a whole number")
-    check_kind("do_sample", given.get("do_sample"), Integral | None, "true or false")
+    if given.get("do_sample") not in (None, True, False):
+        raise ValueError(f"do_sample={given['do_sample']!r} is not true or false")
     check_kind("temperature", given.get("temperature"), Real | None, "a number")
     params = {name: given[name] for name in PARAMS & given.keys() if given[name] is not None}
     sampled = given.get("do_sample")
@@ -220,9 +221,11 @@ def logit_bias(biases: Any, words: Any) -> tuple[tuple[int, float], ...]:
         bias = [(int(token), float(value)) for token, value in dict(biases).items()]
     except (TypeError, ValueError):
         raise ValueError(f"logit_bias={biases!r} does not map tokens to numbers, as {{5: -1.0}} does") from None
-    for word in words if isinstance(words, list | tuple) else [words]:
-        if not isinstance(word, list | tuple) or not all(isinstance(token, Integral) for token in word):
-            raise ValueError(f"bad_words_ids={words!r} is not a list of lists of tokens, such as [[5]]")
+    try:
+        banned = [list(map(index, word)) for word in words]
+    except TypeError:
+        raise ValueError(f"bad_words_ids={words!r} is not a list of lists of tokens, such as [[5]]") from None
+    for word in banned:
         if len(word) != 1:
             raise ValueError(f"bad_words_ids={word} has {len(word)} tokens: only words of one token are supported")
         bias.append((word[0], float("-inf")))

@@ -6,7 +6,7 @@ adds the same noise to its logits tends to draft this token. For any draft, the 
 with the same seed, token by token. Temperature 0 is the same rule with G = 0.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral, Real
@@ -66,8 +66,8 @@ class SamplingParams:
             raise ValueError(f"min_p={self.min_p} must lie in [0, 1]")
         if self.repetition_penalty is not None and not self.repetition_penalty > 0:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0")
-        for pair in self.logit_bias if isinstance(self.logit_bias, tuple | list) else (None,):
-            if not isinstance(pair, tuple | list) or [isinstance(part, Real) for part in pair] != [True, True]:
+        for pair in self.logit_bias if isinstance(self.logit_bias, Collection) else (None,):
+            if not isinstance(pair, Collection) or [isinstance(part, Real) for part in pair] != [True, True]:
                 raise ValueError(
                     f"logit_bias={self.logit_bias!r} is not pairs of a token and a number, such as ((5, -1.0),)"
                 )

@@ -197,3 +197,17 @@ def test_logits_that_are_not_numbers_are_an_error(target, monkeypatch):
     monkeypatch.setattr(type(target), "forward", broken)
     with pytest.raises(ValueError, match="not numbers"):
         generate(target, None, prompt(3))
+
+
+def test_settings_may_be_arrays(target):
+    """Expect what a list or a bool of Python gives."""
+    for name, value, same in (
+        ("bad_words_ids", torch.tensor([[5]]), [[5]]),
+        ("bad_words_ids", [numpy.array([5])], [[5]]),
+        ("do_sample", numpy.bool_(True), True),
+    ):
+        texts = [
+            generate(target, None, prompt(9), max_new_tokens=20, seed=3, **{name: setting}) for setting in (value, same)
+        ]
+        assert texts[0].new_tokens == texts[1].new_tokens
+    assert SamplingParams(logit_bias={5: -1.0}.items()).logit_bias  # type: ignore[arg-type]
