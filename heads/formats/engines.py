@@ -4,6 +4,7 @@ RULES has one line for each format and kind of head: the layout, the command tha
 raises ValueError if the engine would not load the head, or would draft with it incorrectly.
 """
 
+import json
 import shlex
 from collections.abc import Callable
 from functools import partial
@@ -89,8 +90,8 @@ SGLANG_FLAGS = ("norm_before_fc", "fc_norm", "norm_output")
 def fill(command: str, **paths: str) -> str:
     """Fill paths into a command as a shell reads them: quoted, and within the JSON of an argument as part of its quotes."""
     for name, path in paths.items():
-        inner = path.replace("'", "'\\''")
-        command = command.replace(f'"{{{name}}}"', f'"{inner}"').replace(f"'{{{name}}}'", repr(path))
+        inner = json.dumps(path, ensure_ascii=False).replace("'", "'\\''")
+        command = command.replace(f'"{{{name}}}"', inner).replace(f"'{{{name}}}'", repr(path))
         command = command.replace(f"{{{name}}}", shlex.quote(path))
     return command
 
@@ -106,11 +107,8 @@ class Export(NamedTuple):
         more."""
         depth = drafts or max(head.depth, 3 if head.kind == "eagle" else 1)
         names = {"method": head.kind, "algorithm": head.kind.upper(), "target": "{target}", "head": "{head}"}
-        return fill(
-            self.use.format(depth=depth, **names),
-            target=target,
-            **({} if directory == "{head}" else {"head": directory}),
-        )
+        paths = {"target": target} | ({} if directory == "{head}" else {"head": directory})
+        return fill(self.use.format(depth=depth, **names), **paths)
 
 
 def flags_note(head: DraftHead, target: Target) -> str:

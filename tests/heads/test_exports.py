@@ -358,7 +358,7 @@ QUOTED += [("medusa", "medusa"), ("vllm", "dflash2"), ("sglang", "domino")]
 
 @pytest.mark.parametrize(("layout", "kind"), QUOTED)
 def test_a_shell_reads_the_paths_of_a_command_as_they_are(layout, kind, deep, monkeypatch):
-    path, target = "/Anna's heads/new {x}", "/my models/T"
+    path, target = '/Anna\'s "best" heads\\new {x}', "/my models/T"
     monkeypatch.setattr(deep, "name", target)
     export = engines.export_for(layout, build_head(kind, deep), deep)
     words = shlex.split(export.command(build_head(kind, deep), target, path))
