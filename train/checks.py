@@ -126,7 +126,8 @@ def check_loss(cfg: DictConfig) -> None:
             f"loss={cfg.loss} learns from the tokens of the text, and only heads that draft in blocks are given them: set "
             "loss=ce"
         )
-    if used & {"regression", "hass"} and not issubclass(kind, HiddenStateHead):
+    ours = kind.__module__.startswith("foredraft.")  # a head of another module may draft from any
+    if used & {"regression", "hass"} and ours and not issubclass(kind, HiddenStateHead):
         raise ValueError(
             f"loss={cfg.loss} compares hidden states that the target's lm_head reads, and {kind.__name__} drafts from other "
             "ones: set loss=kl_div, or head=eagle"

@@ -84,6 +84,24 @@ def test_a_head_of_another_module_may_count_from_any_number():
         checks.check_head_settings(OmegaConf.create({"head": head | {"start": 1.5}}))
 
 
+class Theirs:
+    """Stand for somebody's head that drafts hidden states of the target."""
+
+    @classmethod
+    def for_target(cls, target: Target) -> None: ...
+
+
+def test_a_head_of_another_module_may_learn_from_hidden_states():
+    for module, kind in ((__name__, "Theirs"), (MedusaHead.__module__, "MedusaHead")):
+        head = {"_target_": f"{module}.{kind}.for_target"}
+        cfg = OmegaConf.create({"head": head, "loss": "regression", "loss_args": {}})
+        if kind == "Theirs":
+            checks.check_loss(cfg)
+        else:
+            with pytest.raises(ValueError, match="MedusaHead drafts from other"):
+                checks.check_loss(cfg)
+
+
 @pytest.mark.parametrize("kind", sorted({*names("head")} - {"auto"}))
 def test_the_settings_of_conf_pass(kind):
     checks.check_head_settings(settings(kind))
