@@ -133,7 +133,8 @@ def hide_paths(folder: Path, target: Target, config: dict[str, Any], recorded: d
     ours, run = public_name(target.name), folder / "config.yaml"
     fits = same_weights(config.get("foredraft", {}).get("target", {}), fingerprint(target))
     settings = re.findall(PATH_SETTING, run.read_text("utf-8")) if run.is_file() else []
-    started = shlex.split(recorded.get("command", ""))[:2]  # python /PATH/train/run.py
+    # python /PATH/train/run.py data.path=/PATH
+    started = [word.split("=", 1)[-1] for word in shlex.split(recorded.get("command", ""))]
     trained_on = [*target_names(config), recorded.get("about", {}).get("target", "")]
     names = {path: Path(path).name for path in (*settings, *started) if path.startswith(("/", "~/"))}
     names |= {name: ours if fits else public_name(name) for name in trained_on}
@@ -143,7 +144,8 @@ def hide_paths(folder: Path, target: Target, config: dict[str, Any], recorded: d
         if file.suffix in (".json", ".yaml", ".html", ".md") and file.name != INDEX:
             text = file.read_text("utf-8")
             for name in sorted(names, key=len, reverse=True):
-                for form in {name, json.dumps(name)[1:-1], html.escape(name)}:
+                shell = name, shlex.quote(name).strip("'"), name.replace("'", "'\\''")
+                for form in {form for each in shell for form in (each, json.dumps(each)[1:-1], html.escape(each))}:
                     text = re.sub(rf"(?<![\w.~-]){re.escape(form)}(?![\w-])", names[name].replace("\\", r"\\"), text)
             file.write_text(text, "utf-8")
 

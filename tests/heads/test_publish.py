@@ -123,23 +123,24 @@ def test_what_is_pushed_names_no_place_on_a_disk(trained, target, tmp_path):
     recorded = {
         "about": about,
         "data": {"source": f"{run}/ü.txt"},
-        "command": f"python /opt/x/run.py 'data.path={run}/ü.txt'",
+        "command": f"python /opt/x/run.py 'data.path={run}/ü.txt' --config-dir=/etc/mine",
     }
     (run / "head" / "metrics.json").write_text(json.dumps(recorded))
     (run / "report.html").write_text(f"<title>eagle3 for {target.name}</title>see https://x.org/home/me/model")
     (run / "metrics.json").write_text("{}")
     edit(run / "head", lambda config: config.update(base_model_name_or_path=target.checkpoint))
-    for name in (target.name, "org/model", "/hub/models--org--model/snapshots/c0ffee"):
+    for name in (target.name, "/Anna's/Target", "org/model", "/hub/models--org--model/snapshots/c0ffee"):
         folder = tmp_path / f"staged {len(name)}"
         folder.mkdir()
         publish.stage(run / "head", folder, "org/head", Target(target.model, target.tokenizer, name), None)
         sent = {file.name: file.read_text() for file in folder.iterdir() if file.suffix != ".safetensors"}
         assert sent.keys() == {"README.md", "config.json", "config.yaml", "metrics.json", "report.html"}
-        for place in (str(tmp_path), json.dumps(target.name)[1:-1], "/opt/x", "my runs", "/hub/"):
+        for place in (str(tmp_path), json.dumps(target.name)[1:-1], "/opt/x", "my runs", "/hub/", "/etc/", "Anna"):
             assert not [file for file, text in sent.items() if place in text]
-        public = Path(name).name if name == target.name else "org/model"
-        assert ('base_model: "org/model"' in sent["README.md"]) == (name != target.name)
-        assert ("The target has no public name here" in sent["README.md"]) == (name == target.name)
+        local = name in (target.name, "/Anna's/Target")
+        public = Path(name).name if local else "org/model"
+        assert ('base_model: "org/model"' in sent["README.md"]) == (not local)
+        assert ("The target has no public name here" in sent["README.md"]) == local
         config = json.loads(sent["config.json"])
         assert config["foredraft"]["target"]["name"] == config["base_model_name_or_path"] == public
         assert json.loads(sent["metrics.json"])["data"]["source"] == "ü.txt" and "glob: '*/*'" in sent["config.yaml"]
