@@ -275,6 +275,7 @@ def test_tools_are_told_to_the_template_unless_they_may_not_be_called(client):
         ),
         ({"extra_body": {"structured_outputs": {"regex": "a"}, "guided_choice": ["a"]}}, "contains .*regex.*choice"),
         ({"extra_body": {"structured_outputs": {"choice": []}}}, "contains .*choice"),
+        ({"extra_body": {"structured_outputs": {"regex": "a"}, "guided_regex": "b"}}, "guided_regex differs from"),
         ({"extra_body": {"structured_outputs": {"json": "[1]"}}}, "is not a JSON object"),
         ({"extra_body": {"structured_outputs": {"json": '[["a", 1]]'}}}, "is not a JSON object"),
         ({"extra_body": {"structured_outputs": "x"}}, "structured_outputs is 'x'"),

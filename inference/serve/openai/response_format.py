@@ -46,8 +46,10 @@ def converted(fields: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"structured_outputs is {wanted!r}: send an object such as {{'regex': '[0-9]+'}}")
     fields.pop("structured_outputs", None)
     wanted = {name: value for name, value in wanted.items() if value is not None and value is not False}
-    others = {name: fields.pop(other) for other, name in CONSTRAINTS.items() if other in fields}
-    wanted |= {name: value for name, value in others.items() if value not in ("", [])}  # clients send these for none
+    for other, name in CONSTRAINTS.items():
+        value = fields.pop(other, "")
+        if value not in ("", []) and wanted.setdefault(name, value) != value:  # clients send these for none
+            raise ValueError(f"{other} differs from another constraint of the kind {name}: remove one of them")
     if not wanted:
         return fields
     if fields.get("response_format", {"type": "text"}) != {"type": "text"}:
