@@ -102,9 +102,9 @@ def check_head_settings(cfg: DictConfig) -> None:
         kinds = {get_origin(each) or each for each in types}
         least, most = LEAST.get(name, 1), math.inf if name in UNLIMITED else MOST
         setting = f"head.{name}={value}"
-        if value is None and NoneType in kinds:
+        if (value is None and NoneType in kinds) or (not ours and type(value) in kinds):
             continue
-        if int in kinds and not (type(value) is int and (not ours or least <= value <= most)):
+        if int in kinds and not (type(value) is int and least <= value <= most):
             limit = f"of at least {least}" if name in UNLIMITED else f"from {least} to {most:,}"
             raise ValueError(f"{setting} must be a whole number {limit}")
         if float in kinds and type(value) not in (int, float):

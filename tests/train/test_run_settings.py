@@ -73,12 +73,12 @@ def test_a_setting_of_a_head_may_refer_to_another():
     checks.check_head_settings(chosen)
 
 
-def a_head_from(start: int = 0) -> None:
+def a_head_from(start: int = 0, names: list[str] | None = None, size: int | str = "auto") -> None:
     """Stand for the constructor of somebody's head."""
 
 
 def test_a_head_of_another_module_may_count_from_any_number():
-    head = {"_target_": f"{__name__}.a_head_from", "start": -3}
+    head = {"_target_": f"{__name__}.a_head_from", "start": -3, "names": ["a"], "size": "auto"}
     checks.check_head_settings(OmegaConf.create({"head": head}))
     with pytest.raises(ValueError, match=r"head\.start=1\.5 must be a whole number"):
         checks.check_head_settings(OmegaConf.create({"head": head | {"start": 1.5}}))
