@@ -13,7 +13,7 @@ GUARDS = [
             tests/inference/test_engine.py tests/inference/test_engine_faults.py tests/attention/test_attention.py
             tests/inference/test_prefill.py::test_a_conversation_goes_on_from_its_answer
             tests/inference/test_prefill.py::test_what_happens_while_a_prompt_is_read
-            tests/inference/test_drafters.py::test_a_tree_stops_where_little_is_left_to_gain_in_any_row
+            tests/inference/test_drafters.py::test_a_tree_stops_where_little_is_left_to_gain
             tests/inference/test_drafters.py::test_a_union_accepts_at_least_what_each_accepts_alone
             tests/attention/test_flex.py::test_a_mask_without_memory_is_a_tensor_for_others
             tests/attention/test_window_layers.py
