@@ -183,11 +183,18 @@ def test_lookahead_learns_ngrams_that_the_target_wrote_and_drafts_them(small):
     assert drafter.window_tokens[0, :, :2].tolist() == [[22, 23], [32, 33]]
 
 
-def test_lookahead_gains_where_the_text_repeats_itself():
-    forgetful = random_model(1)
-    for layer in forgetful.model.model.layers:  # what comes next depends on the last token alone: it runs in a circle
+@pytest.mark.parametrize(
+    ("path", "dtype"), [("lookahead", "float32"), ("lookahead", "bfloat16"), ("lookahead+ngram", "bfloat16")]
+)
+def test_lookahead_gains_where_the_text_repeats_itself(path, dtype):
+    """In half precision, where others draft chains, too."""
+    forgetful = random_model(1).model.to(getattr(torch, dtype))
+    for layer in forgetful.model.layers:  # what comes next depends on the last token alone: it runs in a circle
         layer.self_attn.o_proj.weight.data.zero_(), layer.mlp.down_proj.weight.data.zero_()
-    out = generate(forgetful, Lookahead(), torch.tensor([prompt(9)]), max_new_tokens=100, eos_token_id=-1)
+    target = Target(forgetful)
+    assert target.capabilities.prefers_chains == (dtype == "bfloat16")
+    drafter = load_drafter(path, target)
+    out = generate(target, drafter, torch.tensor([prompt(9)]), max_new_tokens=100, eos_token_id=-1)
     assert len(set(out.new_tokens[0])) < 50 and out.acceptance_length > 2
 
 
