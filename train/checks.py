@@ -82,7 +82,7 @@ def check_config(cfg: DictConfig) -> None:
 
 
 def head_class(cfg: DictConfig) -> type:
-    """Return the class whose method builds the head; None's if a function does, or there is no head yet (head=auto)."""
+    """Return the class of the run's head: NoneType if a function makes the head, and with head=auto."""
     make: Any = get_method(cfg.head._target_) if "_target_" in cfg.get("head", {}) else None
     return cast(type, make.__self__) if inspect.ismethod(make) else NoneType
 

@@ -68,7 +68,7 @@ def load_joined(
             auto.add_suffix(suffix)
             return auto
     union = Union([drafter.inner if isinstance(drafter, AutoTree) else drafter for drafter in drafters])
-    return Chain(union) if target.capabilities.prefers_chains and "lookahead" not in paths else union
+    return Chain(union) if target.capabilities.prefers_chains and "lookahead" not in paths else union  # see `load`
 
 
 def load(path: str, target: Target, revision: str | None, default_tree: str, **options: Any) -> Drafter:
@@ -76,9 +76,8 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
     if path == "none":
         return construct(NoDrafter, **options)
     if path == "lookahead":
-        return construct(
-            Lookahead, **options
-        )  # a tree also where chains are preferred: one branch alone learns nothing
+        # A tree even if the target prefers chains: from a single branch, lookahead learns no n-grams.
+        return construct(Lookahead, **options)
     facts: dict[str, Any] = {"tree": default_tree, **options}
     if path in LOOKUPS:
         drafter = load_lookup(path, target, **facts)

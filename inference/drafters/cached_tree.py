@@ -161,25 +161,25 @@ class CachedTree(Drafter):
         so that a text's drafts do not depend on the other texts of a batch. None if all stop."""
         if not self.min_probability:
             return scores
-        goes_on = scores.exp().sum(1, keepdim=True) >= self.min_probability
-        return scores.masked_fill(~goes_on, -torch.inf) if goes_on.any() else None
+        stops = scores.exp().sum(1, keepdim=True) < self.min_probability
+        return None if stops.all() else scores.masked_fill(stops, -torch.inf)
 
     @abstractmethod
     def expand(
         self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, temperature: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, parents and scores (batch, n) of the candidates. bonus: (batch, 1), the first candidate, which has
-        no score. A score of -inf says that the candidate is none. hidden: (batch, 1, width), the output of `draft_extend` at
+        no score. Candidates with a score of -inf are not drafted. hidden: (batch, 1, width), the output of `draft_extend` at
         the end of each sequence."""
 
     def rerank(self, tokens: Tensor, parents: Tensor, scores: Tensor) -> tuple[TokenTree, Tensor]:
         """Return the tree of the best `nodes` candidates (batch, n), and the ranks of its nodes. Candidates keep their order,
         in which parents come first. The bonus token has no score."""
-        most, given = min(self.nodes, tokens.shape[1]) - 1, scores > -torch.inf
-        if self.min_probability:  # a CPU: elsewhere this would wait for the device
-            most = min(most, int(given.sum(1).max()))
-        tokens = torch.cat([tokens[:, :1], tokens[:, 1:].where(given, -1)], 1)
-        chosen, ranks = scores.topk(most).indices.sort(1)
+        nodes, drafted = min(self.nodes, tokens.shape[1]) - 1, scores > -torch.inf
+        if self.min_probability:  # only on a CPU: on other devices this would wait for the device
+            nodes = min(nodes, int(drafted.sum(1).max()))
+        tokens = torch.cat([tokens[:, :1], tokens[:, 1:].where(drafted, -1)], 1)
+        chosen, ranks = scores.topk(nodes).indices.sort(1)
         chosen = chosen + 1
         chosen = torch.cat([chosen.new_zeros(len(chosen), 1), chosen], 1)
         order = torch.arange(chosen.shape[1], device=tokens.device).expand(len(chosen), -1)

@@ -140,10 +140,10 @@ class Turn(NamedTuple):
                 written = self.behind_prompt(message, thinking)
             except OtherStart:
                 return None
-            said = written.text[written.start :]
-            if EMPTY.match(said):  # the template has no reasoning, and shows it as content behind the empty one
+            answer = written.text[written.start :]
+            if EMPTY.match(answer):  # the template has no reasoning, and shows it as content behind the empty one
                 return None
-            return written if thoughts.strip() in said else None
+            return written if thoughts.strip() in answer else None
 
         if by_name := shown(plain | dict.fromkeys(THOUGHTS, thoughts)):
             return by_name

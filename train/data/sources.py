@@ -170,9 +170,7 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
         if twice := next((file for file in found if file.with_name(f"{file.name}.gz") in names), None):
             raise ValueError(f"{twice} and {twice.name}.gz would both be read: remove one of them")
         if chosen is None:
-            rows = [
-                file for file in found if file.suffix not in TABLES
-            ]  # next to others, a table has metadata, or a copy
+            rows = [file for file in found if file.suffix not in TABLES]  # next to rows, a table is metadata or a copy
             return of_split(rows or found, root, split)
         patterns = [chosen] if isinstance(chosen, str) else chosen
         named = {file for one in patterns if not one.startswith("/") for file in root.glob(one)}
