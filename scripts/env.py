@@ -113,7 +113,7 @@ def torch_paths(target: str | None) -> Iterator[tuple[str, str]]:
             works = flex.kernel_available(device, torch.bfloat16, 8, 2, 128)
         flexible = "works" if works else f"disabled: {caught[-1].message}"
     yield "FlexAttention", flexible
-    for dtype in packing.SMALLEST:
+    for dtype in packing.DTYPES:
         name = str(dtype).removeprefix("torch.")
         works = not gpu and packing.is_faster(dtype)
         why = "this CPU or this build of torch would not be faster" if not gpu else "only for targets on a CPU"

@@ -32,21 +32,25 @@ def main(cfg: DictConfig) -> None:
     print(
         f"{len(rows)} prompts of {cfg.prompt_tokens} tokens, {cfg.max_new_tokens} new tokens each, drafter {cfg.drafter.path}"
     )
-    wrong = audit_level("L1  float32", exact, in_every_step(instantiate(cfg.drafter, target=exact), exact), rows, cfg)
+    drafter = in_every_step(instantiate(cfg.drafter, target=exact), exact)
+    wrong = audit_level("L1  float32", exact, drafter, rows, cfg)
+    if keeps_bits(exact, drafter):
+        wrong += check_bits("L2  float32", exact, drafter, rows, cfg)
     half: Target = instantiate(cfg.target, dtype=cfg.dtype)
     if half.dtype == exact.dtype:
         return conclude(wrong)
     drafter, dtype = in_every_step(instantiate(cfg.drafter, target=half), half), str(half.dtype).removeprefix("torch.")
-    if half.capabilities.prefers_chains and (half.capabilities.keeps_bits or not drafter.branches):
+    if keeps_bits(half, drafter):
         wrong += check_level(f"L2  {dtype}", half, drafter, rows, cfg)
-        for temperature in (0.0, 1.0):
-            for how, bits in compare_bits(half, drafter, rows, cfg.max_new_tokens, temperature, cfg.batch):
-                print(f"L2  {dtype}, temperature {temperature:g}, {how}: {bits}", flush=True)
-                wrong += not bits.is_equal
-        return conclude(wrong)
+        return conclude(wrong + check_bits(f"L2  {dtype}", half, drafter, rows, cfg))
     padded = PaddedDrafter(drafter)
     check_level(f"L2  {dtype}", half, padded, rows, cfg, PaddedDrafter(NoDrafter(), padded.nodes))
     conclude(wrong + audit_level(f"L3  {dtype}", half, drafter, rows, cfg))
+
+
+def keeps_bits(target: Target, drafter: Drafter) -> bool:
+    """Return whether the target's logits should not change in any bit with these drafts."""
+    return target.capabilities.keeps_bits or (target.capabilities.prefers_chains and not drafter.branches)
 
 
 def in_every_step(drafter: Drafter, target: Target) -> Drafter:
@@ -76,6 +80,17 @@ def audit_level(label: str, target: Target, drafter: Drafter, rows: list[list[in
                 f"{place.difference:.2g}: {kind}"
             )
             wrong += not place.is_arithmetic
+    return wrong
+
+
+def check_bits(label: str, target: Target, drafter: Drafter, rows: list[list[int]], cfg: DictConfig) -> int:
+    """Print how many texts and rows of logits keep their bits, greedy and at temperature 1; return how many counts say that
+    some do not."""
+    wrong = 0
+    for temperature in (0.0, 1.0):
+        for how, bits in compare_bits(target, drafter, rows, cfg.max_new_tokens, temperature, cfg.batch):
+            print(f"{label}, temperature {temperature:g}, {how}: {bits}", flush=True)
+            wrong += not bits.is_equal
     return wrong
 
 

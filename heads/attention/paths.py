@@ -7,8 +7,8 @@ accepted they are neighbors. So the keys of each path are moved to where they wi
     all nodes           | 0 1 2 3      right for 0 and 1, whose ancestors are in place
     path of 3           | 0 2 3 .      right for 2 and 3
 
-Nodes in place do not attend again, so a chain costs what it did. Used in half precision on a CPU
-(`Capabilities.keeps_bits`).
+Nodes in place do not attend again, so a chain costs what it did. Used on a CPU whose products have the same bits for any
+number of rows (`Capabilities.keeps_bits`).
 """
 
 from collections.abc import Callable

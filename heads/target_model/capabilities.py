@@ -127,38 +127,42 @@ class Capabilities:
         return self.target.model.config._attn_implementation == attention.NAME
 
     @property
-    def _is_half_on_cpu(self) -> bool:
-        return self.target.dtype in (torch.bfloat16, torch.float16) and self.target.device.type == "cpu"
+    def pads_for_bits(self) -> bool:
+        """Return whether forwards on a CPU have the shapes that may keep bits: with our attention, masks over whole blocks
+        of keys, and paths that attend again (paths.py)."""
+        return self.trees and self.target.device.type == "cpu" and self._attends_by_ours
 
-    @property
+    @cached_property
     def keeps_bits(self) -> bool:
-        """Return whether attention is computed so that no bit depends on how a prompt is cut, padded, or continued from the
-        entries of another text (masks over whole blocks of keys), nor on the branches next to a node (paths.py). float32
-        rounds so finely that this is not worth the time."""
-        return self.trees and self._is_half_on_cpu and self._attends_by_ours
+        """Return whether no bit of a token's logits depends on how its prompt is cut, padded, or continued from the entries
+        of another text, nor on other texts, nor on the branches next to it."""
+        return self.pads_for_bits and self._is_batch_invariant
 
     @cached_property
     def short_widths(self) -> list[int]:
         """Return the numbers of columns below a block that forwards on a CPU may see."""
         return short_widths(self.target.model)
 
-    @cached_property
+    @property
     def prefers_chains(self) -> bool:
-        """Return whether drafts are chains by default: in half precision on a CPU, where the logits of a chain equal the
-        baseline's in every bit. Those of a tree do if the target `keeps_bits`, but then each branch attends once more. A
-        target without its layers decodes nothing, and cannot be measured."""
-        return self.trees and self._is_half_on_cpu and not self.target.embeddings_only and self._is_batch_invariant
+        """Return whether drafts are chains by default: on a CPU where the logits of a chain equal the baseline's in every
+        bit. Those of a tree do if the target `keeps_bits`, but then each branch attends once more."""
+        return self.trees and self.target.device.type == "cpu" and self._is_batch_invariant
 
     @cached_property
     def _is_batch_invariant(self) -> bool:
-        """Return what `is_batch_invariant` measures, or measured before for the same shapes, packages and machine."""
+        """Return what `is_batch_invariant` measures, or measured before for the same shapes, packages and machine. A target
+        without its layers decodes nothing, and cannot be measured."""
+        if self.target.embeddings_only:
+            return False
         model = self.target.model
         about = {
             "device": device_name(self.target.device),
+            "threads": torch.get_num_threads(),
             "packages": [foredraft.__version__, torch.__version__, transformers.__version__],
             "modules": sorted({type(module).__name__ for module in model.modules()}),
             "shapes": sorted({f"{tuple(each.shape)} {each.dtype}" for each in model.parameters()}),
-            "attention": [model.config._attn_implementation, self.keeps_bits, self.target.masks.window],
+            "attention": [model.config._attn_implementation, self.pads_for_bits, self.target.masks.window],
         }
         return bool(measured_once("bits", about, partial(is_batch_invariant, self.target)))
 
@@ -261,10 +265,10 @@ def is_batch_invariant(target: "Target") -> bool:
     the forward, and of how its prompt was prefilled. Products of few and of many rows are different kernels, which need not
     sum in the same order."""
     tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(2)).to(target.device)
-    length, rows = PROBE // 2, list[Tensor]()
+    length, rows, pads = PROBE // 2, list[Tensor](), target.capabilities.pads_for_bits
     for batch, new, start in ((1, 2, 0), (1, 5, 1), (4, 1, 0), (4, 6, length - 1)):
-        cache, text = target.new_cache(batch, PROBE), tokens.expand(batch, -1)
-        ends = [start, length] if start and target.capabilities.keeps_bits else [length]
+        cache, text = target.new_cache(batch, PROBE, keeps_bits=pads), tokens.expand(batch, -1)
+        ends = [start, length] if start and pads else [length]
         for first, end in pairwise([0, *ends]):
             target.prefill(text[:, first:end], [end - first] * batch, cache)
             cache.set_lengths([end] * batch)

@@ -192,14 +192,17 @@ class Target:
         extra = None if self.tokenizer is None else self.tokenizer.eos_token_id
         return ends if extra is None or extra in ends or extra >= self.vocab_size else [*ends, extra]
 
-    def new_cache(self, num_slots: int, capacity: int, nodes: int = NODES, capture: bool = False) -> TargetCache:
-        """Make an empty cache. nodes: largest size of a tree. capture: should forwards be captured, if possible?"""
+    def new_cache(
+        self, num_slots: int, capacity: int, nodes: int = NODES, capture: bool = False, keeps_bits: bool | None = None
+    ) -> TargetCache:
+        """Make an empty cache. nodes: largest tree. capture: its forwards, if possible. keeps_bits: None where possible."""
         able = self.capabilities
         if able.trees:
-            nodes = max(nodes, KEY_BLOCK) if able.keeps_bits else nodes  # chunks of prompts are written as trees are
+            keeps_bits = able.keeps_bits if keeps_bits is None else keeps_bits
+            nodes = max(nodes, KEY_BLOCK) if keeps_bits else nodes  # chunks of prompts are written as trees are
             sliding = Sliding.of(self.masks.window, self.layer_types, self.num_layers, nodes, key_block(self.device))
             sizes = self.num_layers, num_slots, capacity
-            return KVCache(*sizes, self.device, capture, able.keeps_bits, sliding, able.short_widths)
+            return KVCache(*sizes, self.device, capture, keeps_bits, sliding, able.short_widths)
         if able.state is None:
             return StateCache(num_slots, self.device)
         return StackedCache(able.state, num_slots, capacity, self.device)
@@ -299,19 +302,17 @@ class Target:
         check_tokens(self, tokens)
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
-        copies = -(-FEWEST_ROWS // len(tokens)) if self.capabilities.keeps_bits else 1  # few rows round differently
+        copies = -(-FEWEST_ROWS // len(tokens)) if cache.keeps_bits else 1  # few rows round differently
         if (more := max(copies, 2 if min(lengths) == 0 else 1) - tokens.shape[1]) > 0:  # 1 would advance all states
             tokens = torch.nn.functional.pad(tokens, (0, more))
         positions = cache.seq_lens + torch.arange(tokens.shape[1], device=tokens.device)
         cache.new_counts = to_device(lengths, tokens.device)[:, None]
         last = (cache.new_counts[:, None] - 1).clamp(min=0)
-        # Padding follows the text, where causal attention never looks: an empty cache needs no mask.
         mask = cache.causal_mask(tokens.shape[1])
         with only_logits_at(self.model.get_output_embeddings(), last.expand(-1, copies, -1), tokens.shape) as selected:
-            output = self.forward_tree(tokens, positions, mask, cache, layers)
-        logits = output.logits
+            logits, states = self.forward_tree(tokens, positions, mask, cache, layers)
         logits = logits[:, :1] if selected else logits.gather(1, last.expand(-1, -1, logits.shape[-1]))
-        return TargetOutput(logits, output.aux_hidden_states)
+        return TargetOutput(logits, states)
 
     def forward_tree(
         self,

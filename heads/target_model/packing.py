@@ -16,10 +16,7 @@ from torch import Tensor, nn
 from foredraft.heads.caches.device import FEWEST_ROWS
 
 ROWS = 8  # for which the layout is chosen; a layout for one row does not speed up a tree, this one costs a row nothing
-# Smallest packed weight: below it the call costs more than the product. In float32, four rows of 576 x 192 take 45 us packed
-# and 69 unpacked, of 256 x 256 30 and 46, of 192 x 192 19 and 16 (one core, AVX-512, 60 weights in turn).
-SMALLEST = {torch.float32: 1 << 16, torch.bfloat16: 1 << 15}
-SWITCHES = 1024  # largest weight for which torch's own kernel and oneDNN's take turns: up to 4 rows, and for more
+DTYPES = torch.float32, torch.bfloat16  # torch has no packed product in float16
 
 
 class PackedLinear(nn.Module):
@@ -92,13 +89,12 @@ def fewest_rows(model: nn.Module) -> int:
 
 
 def is_packable(module: nn.Module) -> bool:
-    if type(module) is not nn.Linear or module.weight.device.type != "cpu" or module.weight.dtype not in SMALLEST:
+    """Return whether a layer is packed: small ones, too, whose unpacked products would round by the number of rows."""
+    if type(module) is not nn.Linear or module.weight.device.type != "cpu" or module.weight.dtype not in DTYPES:
         return False
     if any(parameter.requires_grad for parameter in module.parameters()):
         return False
-    numel, dtype = module.weight.numel(), module.weight.dtype
-    switches = dtype == torch.bfloat16 and numel <= SWITCHES
-    return (switches or numel >= SMALLEST[dtype]) and is_faster(dtype)
+    return is_faster(module.weight.dtype)
 
 
 @cache

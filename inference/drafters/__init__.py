@@ -121,7 +121,7 @@ def drafter_for(
 ) -> Drafter:
     """Return the drafter for a head, or for a smaller model. accuracies: of a head's guesses per depth and rank, for a static
     tree. tree: "fixed" proposes the same size in every step; "auto" chooses the size by measured cost and acceptance
-    (policy.py). If the target prefers chains (half precision on a CPU), both are chains unless `width` asks for branches.
+    (policy.py). If the target prefers chains (on a CPU), both are chains unless `width` asks for branches.
     Where branching trees do not keep bits (half precision on a GPU), the measured size of "auto" may decide near-ties."""
     check_tree(tree)
     inner: HeadTree

@@ -2,8 +2,8 @@
 
 L1  float32, any shapes: text with drafts identical to the baseline, greedy and sampled, with warpers and penalties, but for
     ties within rounding, as in L3
-L2  half precision: identical to the baseline, logits in every bit, on a CPU that keeps them (`Capabilities.prefers_chains`,
-    and `keeps_bits` for trees); otherwise texts identical to a baseline whose forwards have as many tokens
+L2  identical to the baseline, logits in every bit, on a CPU that keeps them (`Capabilities.keeps_bits`, and `prefers_chains`
+    for chains); otherwise, in half precision, texts identical to a baseline whose forwards have as many tokens
 L3  half precision, other shapes: where two texts first differ, the gap between the scores of the two tokens is at most the
     change of the scores between the two shapes. A tiny gap is rounding, a large one is a bug.
 """

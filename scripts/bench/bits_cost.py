@@ -1,4 +1,4 @@
-"""Measure what it costs that no bit of a text depends on what is computed next to it (half precision on a CPU):
+"""Measure what it costs that no bit of a text depends on what is computed next to it (on a CPU):
 
     python scripts/bench/bits_cost.py target=smollm2 prompts=spec_bench eagle3_head=scripts/smollm2/eagle3
 
