@@ -18,6 +18,7 @@ from foredraft.heads import Target
 from foredraft.heads.base import DraftHead
 from foredraft.train.run import main
 from tests.support import ROOT, golden, nightly_but, typed
+from tests.support.decoding import with_trees
 from tests.support.head_factory import KINDS, PLAIN_KINDS, make_head
 from tests.support.hub_server import TOKEN, HubServer
 from tests.support.processes import Ended
@@ -84,13 +85,13 @@ def tiny_path(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def target(tiny_path) -> Target:
-    return Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    return with_trees(Target.from_pretrained(tiny_path, dtype="float32", device="cpu"))
 
 
 @pytest.fixture(scope="session")
 def embedded() -> Target:
     """Load the test model as a user does."""
-    return Target.from_pretrained(ROOT / "scripts" / "test_model", dtype="float32", device="cpu")
+    return with_trees(Target.from_pretrained(ROOT / "scripts" / "test_model", dtype="float32", device="cpu"))
 
 
 @pytest.fixture(scope="session")
@@ -98,13 +99,13 @@ def deep(tmp_path_factory) -> Target:
     """Make a target of eight layers: deep enough for the paper's choice of three."""
     path = tmp_path_factory.mktemp("deep")
     tiny_model(num_hidden_layers=golden.N).save_pretrained(path)
-    return Target.from_pretrained(path, dtype="float32", device="cpu")
+    return with_trees(Target.from_pretrained(path, dtype="float32", device="cpu"))
 
 
 @pytest.fixture
 def fresh(tiny_path: Path) -> Target:
     """Load a target that the test may change."""
-    return Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    return with_trees(Target.from_pretrained(tiny_path, dtype="float32", device="cpu"))
 
 
 @pytest.fixture(params=nightly_but(KINDS, *PLAIN_KINDS))

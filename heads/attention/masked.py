@@ -132,22 +132,25 @@ def grouped_sdpa(
     if sinks is not None:
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
         query, key, value = with_sinks(query, key, value, sinks, scaling)
-    if groups > 1 or sinks is not None:  # all layers of a forward share one mask
-        grouped, kind = GROUPED.setdefault(attention_mask, {}), (groups, sinks is None)
-        if kind not in grouped:
-            is_bool = attention_mask.dtype == torch.bool
-            mask = attention_mask if sinks is None else F.pad(attention_mask, (0, 1), value=float(is_bool))
-            grouped[kind] = group_heads(mask, groups) if groups > 1 else mask
-        attention_mask = grouped[kind]
-    out = attend(query, key, value, attention_mask, scaling, softcap)
+
+    def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return attend(query, key, value, grouped_mask(mask, groups, sinks is not None), scaling, softcap)
+
+    out = attend_masked(query, key, value, attention_mask)
     if trees is not None:
-        pad = (0, 0 if sinks is None else 1)  # all see the sink, which is the last key
-
-        def attend_path(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-            return attend(query, key, value, F.pad(mask, pad), scale=scaling, softcap=softcap)
-
-        out = attend_paths(out, query, key, value, trees, attend_path)
+        out = attend_paths(out, query, key, value, trees, attend_masked)
     return (out if sinks is None else out[..., :-SINK_PADDING]).transpose(1, 2).contiguous(), None
+
+
+def grouped_mask(mask: Tensor, groups: int, with_sink: bool) -> Tensor:
+    """Return `group_heads` of a mask, whose last key is a sink that all see, made once: the layers of a forward share it."""
+    if groups == 1 and not with_sink:
+        return mask
+    made, kind = GROUPED.setdefault(mask, {}), (groups, with_sink)
+    if kind not in made:
+        whole = F.pad(mask, (0, 1), value=float(mask.dtype == torch.bool)) if with_sink else mask
+        made[kind] = group_heads(whole, groups) if groups > 1 else whole
+    return made[kind]
 
 
 def take_masks(model: PreTrainedModel) -> None:

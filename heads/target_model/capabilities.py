@@ -129,10 +129,10 @@ class Capabilities:
     @property
     def pads_for_bits(self) -> bool:
         """Return whether forwards on a CPU have the shapes that may keep bits: with our attention, masks over whole blocks
-        of keys, and paths that attend again (paths.py)."""
-        return self.trees and self.target.device.type == "cpu" and self._attends_by_ours
+        of keys, and paths that attend again (paths.py), which a captured forward could not read."""
+        return self.trees and self._attends_by_ours and self.target.device.type == "cpu" and not self.captures
 
-    @cached_property
+    @property
     def keeps_bits(self) -> bool:
         """Return whether no bit of a token's logits depends on how its prompt is cut, padded, or continued from the entries
         of another text, nor on other texts, nor on the branches next to it."""
@@ -143,7 +143,7 @@ class Capabilities:
         """Return the numbers of columns below a block that forwards on a CPU may see."""
         return short_widths(self.target.model)
 
-    @property
+    @cached_property
     def prefers_chains(self) -> bool:
         """Return whether drafts are chains by default: on a CPU where the logits of a chain equal the baseline's in every
         bit. Those of a tree do if the target `keeps_bits`, but then each branch attends once more."""
@@ -152,8 +152,8 @@ class Capabilities:
     @cached_property
     def _is_batch_invariant(self) -> bool:
         """Return what `is_batch_invariant` measures, or measured before for the same shapes, packages and machine. A target
-        without its layers decodes nothing, and cannot be measured."""
-        if self.target.embeddings_only:
+        without its layers decodes nothing. If it `is_collective`, its processes might have measured different things."""
+        if self.target.embeddings_only or self.target.is_collective:
             return False
         model = self.target.model
         about = {

@@ -58,8 +58,9 @@ def load_joined(
     if "" in paths:
         raise ValueError(f"drafter {'+'.join(paths)!r} lacks a drafter next to a +: add it, or remove the +")
     windows = [{} if window is None or path in ("none", *LOOKUPS) else {"window": window} for path in paths]
+    chains = drafts_chains(target, tree)
     drafters = [
-        load(path, target, revision, "fixed" if path in LOOKUPS else tree, **some)
+        load_lookup(path, target, "fixed", chains) if path in LOOKUPS else load(path, target, revision, tree, **some)
         for path, some in zip(paths, windows, strict=True)
     ]
     if tree == "auto" and len(drafters) == 2:
@@ -68,7 +69,7 @@ def load_joined(
             auto.add_suffix(suffix)
             return auto
     union = Union([drafter.inner if isinstance(drafter, AutoTree) else drafter for drafter in drafters])
-    return Chain(union) if target.capabilities.prefers_chains and "lookahead" not in paths else union  # see `load`
+    return Chain(union) if chains and "lookahead" not in paths else union  # see `load`
 
 
 def load(path: str, target: Target, revision: str | None, default_tree: str, **options: Any) -> Drafter:
@@ -80,7 +81,7 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
         return construct(Lookahead, **options)
     facts: dict[str, Any] = {"tree": default_tree, **options}
     if path in LOOKUPS:
-        drafter = load_lookup(path, target, **facts)
+        drafter = load_lookup(path, target, chains=drafts_chains(target, facts["tree"]), **facts)
     elif path.startswith("draft:"):
         name = path.removeprefix("draft:")
         model = Target.from_pretrained(name, dtype=target.dtype, device=target.device, revision=revision)
@@ -100,9 +101,9 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
     return drafter
 
 
-def load_lookup(path: str, target: Target, tree: str, **options: Any) -> Drafter:
-    """Return the drafter "ngram" or "suffix"."""
-    if path == "suffix" and target.capabilities.prefers_chains:
+def load_lookup(path: str, target: Target, tree: str, chains: bool, **options: Any) -> Drafter:
+    """Return the drafter "ngram" or "suffix". chains: does it draft one branch by default?"""
+    if path == "suffix" and chains:
         options = {"width": 1} | options
     lookup = construct(NgramDrafter, **options) if path == "ngram" else construct(SuffixDrafter, **options)
     if tree == "fixed":
@@ -121,9 +122,11 @@ def drafter_for(
 ) -> Drafter:
     """Return the drafter for a head, or for a smaller model. accuracies: of a head's guesses per depth and rank, for a static
     tree. tree: "fixed" proposes the same size in every step; "auto" chooses the size by measured cost and acceptance
-    (policy.py). If the target prefers chains (on a CPU), both are chains unless `width` asks for branches.
-    Where branching trees do not keep bits (half precision on a GPU), the measured size of "auto" may decide near-ties."""
+    (policy.py), of a chain on a CPU. Where branching trees do not keep bits (half precision on a GPU), this size may decide
+    near-ties."""
     check_tree(tree)
+    if drafts_chains(target, tree):
+        options = {"width": 1} | options
     inner: HeadTree
     if isinstance(head, Target | DraftModelHead):
         inner = construct(DraftModel, head, target, **options)
@@ -157,6 +160,13 @@ def construct(make: Callable[..., T], *arguments: Any, **options: Any) -> T:
             if kind in kinds and not fits:
                 raise ValueError(f"{name}={value!r} is not {what}")
     return make(*arguments, **options)
+
+
+def drafts_chains(target: Target, tree: str) -> bool:
+    """Return whether drafts are chains unless `width` asks for branches: with tree="auto" where chains are faster, and with
+    any where only chains keep bits."""
+    able = target.capabilities
+    return able.prefers_chains and (tree == "auto" or not able.keeps_bits)
 
 
 def check_tree(tree: str) -> None:

@@ -26,10 +26,10 @@ STEP = 1e-3
 
 
 def check_width(width: int | None, usual: int, target: Target) -> int:
-    """Return the branches per level. None means `usual`, or 1 if the target only supports or prefers chains. Raises
-    ValueError if the target does not support this width."""
+    """Return the branches per level. None means `usual`, or 1 if the target only supports chains. Raises ValueError if it
+    does not support this width."""
     if width is None:
-        return usual if target.capabilities.trees and not target.capabilities.prefers_chains else 1
+        return usual if target.capabilities.trees else 1
     if width < 1:
         raise ValueError(f"width={width} must be at least 1, which drafts a chain")
     if width > 1 and not target.capabilities.trees:

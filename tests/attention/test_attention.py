@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from foredraft.heads.attention import masked as attention
-from foredraft.heads.attention import masks
+from foredraft.heads.attention import masks, paths
 from foredraft.heads.attention.masked import attend, equal_parts
 from foredraft.inference import generate
 from tests.support.batches import prompt
@@ -82,7 +82,8 @@ def test_a_mask_is_folded_once_for_all_layers(fresh, monkeypatch):
     )
     made: list[Tensor] = []
     added = masks.additive_mask
-    monkeypatch.setattr(masks, "additive_mask", lambda mask, dtype: made.append(mask) or added(mask, dtype))
+    for place in (masks, paths):
+        monkeypatch.setattr(place, "additive_mask", lambda mask, dtype: made.append(mask) or added(mask, dtype))
     before = len(attention.GROUPED)
     generate(fresh, Random(), prompt(9), max_new_tokens=8, eos_token_id=-1)
     assert len(folded) == len(made) >= 4 and len(attention.GROUPED) == before

@@ -1,4 +1,4 @@
-"""Half precision on a CPU: after drafted chains and trees the target's logits equal the baseline's in every bit."""
+"""On a CPU: after drafted chains and trees the target's logits equal the baseline's in every bit."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -23,6 +23,7 @@ from tests.support.architectures import configs
 from tests.support.decoding import prompt
 from tests.support.head_factory import make_head
 
+DTYPES = torch.bfloat16, torch.float32
 LENGTHS = (9, KEY_BLOCK - 7, 30, 250)  # of prompts; the text of the second one crosses a block of keys
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "n-gram": lambda target: NgramDrafter(),
@@ -43,24 +44,33 @@ def check(target: Target) -> Target:
     return target
 
 
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def trained(request) -> Target:
+    return check(Target.from_pretrained(ROOT / "scripts" / "test_model", dtype=request.param, device="cpu"))
+
+
 @pytest.fixture(scope="module")
 def half() -> Target:
     return check(Target.from_pretrained(ROOT / "scripts" / "test_model", dtype="bfloat16", device="cpu"))
 
 
-def small(family: str, **changes: int) -> Target:
+def small(family: str, dtype: torch.dtype = torch.bfloat16, **changes: int) -> Target:
+    """Make a random model, packed as a loaded one in float32, where unpacked products round by the number of rows."""
     config = configs()[family]
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(0)
-    return check(Target(hf.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()))
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    if dtype == torch.float32:
+        pack(model.requires_grad_(False))
+    return check(Target(model))
 
 
-@pytest.fixture(scope="module")
-def llama() -> Target:
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def llama(request) -> Target:
     """Make a model whose products have sizes of real ones: with 32 inputs and 48 outputs, a Zen 4 sums one and two rows in
     another order than three and more."""
-    return small("llama", hidden_size=64, intermediate_size=128)
+    return small("llama", request.param, hidden_size=64, intermediate_size=128)
 
 
 def decode(
@@ -147,12 +157,13 @@ NIGHTLY = (
 )
 
 
+@pytest.mark.parametrize("dtype", nightly_but(DTYPES, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("family", ["gemma3_text", *NIGHTLY])
-def test_other_kinds_of_attention_keep_every_bit(family):
+def test_other_kinds_of_attention_keep_every_bit(family, dtype):
     """Check rings, soft caps, sinks, experts and latent attention: trees whose drafts are mostly accepted, and chains after
     interrupted prefills, in texts that leave a ring of 1,024 entries."""
     sizes = {"max_position_embeddings": 2048, "hidden_size": 64, "intermediate_size": 128}
-    target, lengths = small(family, **sizes), (9, KEY_BLOCK - 7, 600, 1100)
+    target, lengths = small(family, dtype, **sizes), (9, KEY_BLOCK - 7, 600, 1100)
     itself = DraftModel(target, target, nodes=9, depth=4, width=3, min_probability=0)
     how = {"preempt_every": 9, "prefill_chunk": 200, "reuse_prefixes": True}
     baseline = decode(target, None, 1.0, 1, lengths)
@@ -162,21 +173,20 @@ def test_other_kinds_of_attention_keep_every_bit(family):
         assert found.is_equal and found.rows > 60 and (drafted.accepted > 50 or drafter is not itself)
 
 
-def test_a_trained_model_keeps_every_bit(half):
-    for how, found in compare_bits(half, SuffixDrafter(width=4), [prompt(11, 0) * 4, prompt(11, 1) * 9], 24, 1.0, 2):
+def test_a_trained_model_keeps_every_bit(trained):
+    for how, found in compare_bits(trained, SuffixDrafter(width=4), [prompt(11, 0) * 4, prompt(11, 1) * 9], 24, 1.0, 2):
         assert found.is_equal and found.rows > 40, how
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_attention_keeps_the_bits_of_a_row_for_any_number_of_rows(threads, monkeypatch):
+def test_attention_keeps_the_bits_of_a_row_for_any_number_of_rows(threads, dtype, monkeypatch):
     """Check sizes around the kernel's blocks: for fewer than four rows at the end of a block it rounds differently."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(1, heads, 520, 64, generator=generator, dtype=torch.bfloat16) for heads in (9, 3, 3)
-    )
+    query, key, value = (torch.randn(1, heads, 520, 64, generator=generator, dtype=dtype) for heads in (9, 3, 3))
     seen = torch.arange(KEY_BLOCK) < torch.arange(300, 820)[:, None]
-    mask = masks.additive_mask(seen, torch.bfloat16)[None, None]
+    mask = masks.additive_mask(seen, dtype)[None, None]
 
     def first(rows: int) -> torch.Tensor:
         shared = query[:, :, :rows], key[:, :, :KEY_BLOCK], value[:, :, :KEY_BLOCK]
@@ -185,8 +195,9 @@ def test_attention_keeps_the_bits_of_a_row_for_any_number_of_rows(threads, monke
     assert all(torch.equal(first(rows), first(1)) for rows in (2, 3, 11, 22, 33, 43, 65, 86, 150, 300, 511))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(6))
-def test_a_node_of_a_tree_gets_the_bits_of_its_path(seed):
+def test_a_node_of_a_tree_gets_the_bits_of_its_path(seed, dtype):
     """Check a tree whose branches stand among each other, in a text that may end in a second block of keys."""
     chance, nodes, width = random.Random(seed), 24, 2 * KEY_BLOCK
     first = (20, 250, 500)[seed % 3]
@@ -196,10 +207,10 @@ def test_a_node_of_a_tree_gets_the_bits_of_its_path(seed):
         ancestors[node] |= ancestors[parents[node]]
     generator = torch.Generator().manual_seed(seed)
     shapes = ((1, 9, nodes, 64), (1, 3, width, 64), (1, 3, width, 64))
-    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.bfloat16) for shape in shapes)
+    query, key, value = (torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
     seen = torch.zeros(1, nodes, width, dtype=torch.bool)
     seen[:, :, :first], seen[0, :, first : first + nodes] = True, ancestors
-    mask = masks.additive_mask(seen[:, None], torch.bfloat16)
+    mask = masks.additive_mask(seen[:, None], dtype)
     paths.note_paths(mask, seen, [first], torch.ones(1, nodes, dtype=torch.bool))
     before = key.clone(), value.clone()
     out = masked.attend(query, key, value, mask)
@@ -210,7 +221,7 @@ def test_a_node_of_a_tree_gets_the_bits_of_its_path(seed):
         moved = [states.clone() for states in before]
         for states, new in zip(moved, before, strict=True):
             states[:, :, first : first + len(line)] = new[:, :, first + line]
-        own = masks.additive_mask((torch.arange(width) < first + len(line)).expand(1, 1, 1, -1), torch.bfloat16)
+        own = masks.additive_mask((torch.arange(width) < first + len(line)).expand(1, 1, 1, -1), dtype)
         assert torch.equal(found[:, :, node], masked.attend(query[:, :, node : node + 1], *moved, own)[:, :, 0])
 
 
@@ -323,9 +334,8 @@ def test_what_a_machine_does_to_bits_is_measured_once(half, monkeypatch, tmp_pat
         _ = capabilities.Capabilities(half).prefers_chains
 
 
-def test_half_precision_drafts_chains_unless_branches_are_asked_for(half, target):
-    head = make_head("eagle3", half)
-    assert not drafter_for(head, half, tree="auto").branches and not drafter_for(head, half).branches
-    assert drafter_for(head, half, tree="auto", width=3).branches
-    assert drafter_for(make_head("eagle3", target), target, tree="auto").branches  # float32
-    assert not load_drafter("suffix", half).branches and load_drafter("suffix", target).branches
+def test_drafts_are_chains_where_they_keep_bits_unless_branches_are_asked_for(trained):
+    head = make_head("eagle3", trained)
+    assert not drafter_for(head, trained, tree="auto").branches and not drafter_for(head, trained).branches
+    assert drafter_for(head, trained, tree="auto", width=3).branches
+    assert not load_drafter("suffix", trained).branches

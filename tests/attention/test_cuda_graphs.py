@@ -17,7 +17,7 @@ from foredraft.inference.verify import Validity, to_host
 from tests.support import nightly_but
 from tests.support.architectures import VOCAB, a_few_families, pair
 from tests.support.batches import prompt
-from tests.support.decoding import SETTINGS, Random, drafters
+from tests.support.decoding import SETTINGS, Random, drafters, with_trees
 from tests.support.head_factory import make_head
 from tests.support.modes import Tape
 
@@ -38,8 +38,8 @@ def taped(monkeypatch) -> list[Tape]:
 
 
 def again(target: Target) -> Target:
-    """Return the same model, without the cache that the last generation released."""
-    return Target(target.model, target.tokenizer, target.name)
+    """Return the same model, without the cache that the last generation released, to be decoded as on a GPU."""
+    return with_trees(Target(target.model, target.tokenizer, target.name))
 
 
 def test_a_recording_does_what_the_function_did(taped):

@@ -11,6 +11,7 @@ from foredraft.heads.target_model import packing
 from foredraft.heads.target_model.packing import PackedLinear, pack
 from foredraft.inference import generate, load_drafter
 from tests.support import nightly_but
+from tests.support.decoding import with_trees
 from tests.support.head_factory import make_head
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
@@ -18,8 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 @pytest.fixture
 def everything_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pack small layers, too, on any CPU."""
-    monkeypatch.setattr(packing, "SMALLEST", dict.fromkeys(packing.SMALLEST, 1))
+    """Pack layers on any CPU."""
     monkeypatch.setattr(packing, "is_faster", lambda dtype: True)
 
 
@@ -52,23 +52,25 @@ def test_the_weight_comes_back_bit_by_bit(everything_is_packed):
         assert state.keys() == before.keys() and all(torch.equal(state[name], before[name]) for name in before)
 
 
-def test_what_is_trained_or_small_stays_as_it_is(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(packing, "is_faster", lambda dtype: True)
+def test_what_is_trained_stays_as_it_is(everything_is_packed):
     module = nn.Sequential(nn.Linear(512, 512), nn.Linear(8, 8).requires_grad_(False))
     pack(module)
-    assert not packed_layers(module)
+    assert packed_layers(module) == [module[1]]
     pack(module[0].requires_grad_(False))  # a module itself has nobody to take its place
+    assert packed_layers(module) == [module[1]]
     pack(module)
-    assert packed_layers(module) == [module[0]]
+    assert packed_layers(module) == [*module]
 
 
 @pytest.mark.parametrize(
     "kind", nightly_but(["eagle3", "medusa", "hydra", "dflash", "eagle", "mtp"], "eagle3", "dflash")
 )
-def test_texts_are_the_same(kind: str, everything_is_packed, tiny_path, target: Target, tmp_path):
+def test_texts_are_the_same(kind: str, everything_is_packed, tiny_path, tmp_path):
+    packed, target = (
+        Target.from_pretrained(tiny_path, dtype="float32", device="cpu", pack=pack) for pack in (True, False)
+    )
     save_head(make_head(kind, target), tmp_path / "head", target)
-    packed = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
-    assert len(packed_layers(packed.model)) > 7 and not packed_layers(target.model)
+    assert len(packed_layers(with_trees(packed).model)) > 7 and not packed_layers(target.model)
     drafter = load_drafter(tmp_path / "head", packed, tree="fixed")
     ids = torch.arange(5, 25)[None] % target.vocab_size
     for settings in ({}, {"do_sample": True, "temperature": 1.0, "seed": 3}):

@@ -31,6 +31,7 @@ def run(tiny_path, folder, call):
 def test_the_ngram_drafter_is_lossless(run):
     said = run().out
     assert said.count("L1  float32") == 4 == said.count("100.0% identical\n") and said.endswith("lossless\n")
+    assert said.count("L2  float32") == 4 == said.count("2 of 2 texts identical, 0 of ") or "L2" not in said
 
 
 @pytest.mark.parametrize("joined", ["", "+suffix"])
@@ -143,6 +144,8 @@ def test_a_token_that_rounding_moves_out_of_top_p_is_no_fault(monkeypatch):
 
 
 def test_a_near_tie_in_float32_is_no_fault(run, monkeypatch):
+    monkeypatch.setattr(Capabilities, "prefers_chains", False)
+    monkeypatch.setattr(Capabilities, "keeps_bits", False)
     monkeypatch.setattr(lossless, "divergences", lambda *_, **__: [levels.Divergence(0, 3, 1e-6, 2e-6)])
     ended = run()
     assert ended.code == 0 and ended.out.endswith("lossless\n")
@@ -150,9 +153,16 @@ def test_a_near_tie_in_float32_is_no_fault(run, monkeypatch):
     assert "L2" not in ended.out and "L3" not in ended.out
     monkeypatch.setattr(lossless, "divergences", lambda *_, **__: [levels.Divergence(0, 3, 1e-3, 2e-6)])
     assert "4 checks failed" in run().err
-    monkeypatch.setattr(Capabilities, "prefers_chains", False)
     ended = run("dtype=bfloat16")
     assert "8 checks failed" in ended.err and ended.out.count("L2 ") == 4 == ended.out.count("L3 ")
+
+
+def test_bits_that_change_in_float32_are_a_fault(run, monkeypatch):
+    monkeypatch.setattr(Capabilities, "keeps_bits", True)
+    monkeypatch.setattr(lossless, "compare_bits", lambda *_: iter([("alone", levels.BitComparison(2, 2, 30, 1))]))
+    ended = run()
+    assert ended.code == 2 and "2 checks failed" in ended.err
+    assert ended.out.count("L2  float32, temperature") == 2 == ended.out.count("1 of 30 rows of logits differ in any bit")
 
 
 def test_a_difference_is_judged_by_the_tree_of_its_step():

@@ -12,7 +12,7 @@ from foredraft.inference import Engine, Request, SamplingParams, generate
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.inference.sampling import Sampling
 from tests.support import decoding, nightly_but
-from tests.support.decoding import drafters, prompt, requests, run
+from tests.support.decoding import drafters, prompt, requests, run, with_trees
 from tests.support.modes import Tape
 
 DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.is_available() else [])]
@@ -21,7 +21,7 @@ DEVICES = ["cpu", *([pytest.param("cuda", marks=pytest.mark.gpu)] if torch.cuda.
 @pytest.fixture(scope="module", params=DEVICES)
 def target(request: pytest.FixtureRequest, tiny_path: Path) -> Target:
     """Load the target on the CPU, and on a GPU if present."""
-    return Target.from_pretrained(tiny_path, dtype="float32", device=request.param)
+    return with_trees(Target.from_pretrained(tiny_path, dtype="float32", device=request.param))
 
 
 @pytest.fixture(scope="module")

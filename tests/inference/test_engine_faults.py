@@ -16,7 +16,7 @@ from tests.support import decoding
 from tests.support.batches import states_of
 from tests.support.chats import byte_level, sentencepiece
 from tests.support.decoding import prompt as ids
-from tests.support.decoding import run
+from tests.support.decoding import run, with_trees
 from tests.support.modes import Tape
 
 
@@ -111,7 +111,7 @@ def test_rows_join_and_leave_in_memory_that_stays(target, alone, captured, monke
     used again."""
     if captured:
         monkeypatch.setitem(cuda_graphs.CAPTURES, "cpu", Tape)
-        target = Target(target.model, target.tokenizer, target.name)  # without the cache that another engine gave back
+        target = with_trees(Target(target.model, target.tokenizer, target.name))  # without the cache of another engine
     asked = [
         replace(request, max_new_tokens=number) for number, request in zip((12, 9, 5, 28), requests(), strict=True)
     ]

@@ -21,6 +21,13 @@ from foredraft.inference.tree import from_parents
 from tests.support import batches
 from tests.support.tiny import random_model
 
+
+def with_trees(target: Target) -> Target:
+    """Let drafts be trees by default, as on a GPU."""
+    target.capabilities.prefers_chains = False
+    return target
+
+
 SETTINGS = {
     "greedy": {},
     "sampled": {"temperature": 1.0},
