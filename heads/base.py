@@ -40,6 +40,7 @@ from foredraft.heads.attention.row_parts import RowParts
 from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.layers import ScaledLinear
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.packing import first_weight
 
 
 class PackedBatch(NamedTuple):
@@ -249,11 +250,11 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        return first_weight(self).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.parameters()).dtype
+        return first_weight(self).dtype
 
 
 class ParallelHead(DraftHead):

@@ -105,7 +105,7 @@ def deep(tmp_path_factory) -> Target:
 @pytest.fixture
 def fresh(tiny_path: Path) -> Target:
     """Load a target that the test may change."""
-    return with_trees(Target.from_pretrained(tiny_path, dtype="float32", device="cpu"))
+    return with_trees(Target.from_pretrained(tiny_path, dtype="float32", device="cpu", pack=False))
 
 
 @pytest.fixture(params=nightly_but(KINDS, *PLAIN_KINDS))

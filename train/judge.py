@@ -27,10 +27,9 @@ from foredraft.train.runtime.locks import write_atomically
 def judge(target: dict[str, Any], head: str, files: dict[str, str], output: str) -> None:
     settings = dict(target)
     loaded = pkgutil.resolve_name(settings.pop("_target_"))(**settings)
-    drafter = load_drafter(head, loaded, tree="fixed")
-    result: dict[str, Any] = {name: decode(loaded, drafter, rows_of(Path(file))) for name, file in files.items()}
-    tree = tree_of(drafter)
+    tree = tree_of(load_drafter(head, loaded))
     assert tree is not None, f"{head} is not a head"
+    result: dict[str, Any] = {name: decode(loaded, tree, rows_of(Path(file))) for name, file in files.items()}
     result["train"] = train_overrides(tree.head)
     write_atomically(Path(output), json.dumps(result))
 

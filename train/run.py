@@ -29,7 +29,7 @@ from foredraft.heads import lora
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.target_model import Target
-from foredraft.inference.drafters import drafter_for
+from foredraft.inference.drafters import drafter_for, tree_of
 from foredraft.inference.evaluation.measure import length_settings
 from foredraft.inference.evaluation.measure import run as decode
 from foredraft.inference.generation import tokens_per_forward
@@ -254,7 +254,8 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
 
     def validate(head: DraftHead) -> dict[str, float]:
         limits = length_settings(64, has_chats(run.data.validation))
-        decoded = decode(target, drafter_for(head, target), validation, **limits)
+        drafter = tree_of(drafter_for(head, target, tree="auto"))  # in every step, not only when it pays
+        decoded = decode(target, drafter, validation, **limits)
         found = {
             "acceptance_length": round(tokens_per_forward(decoded), 4),
             "acceptance_error": held_out.standard_error(decoded),

@@ -158,7 +158,6 @@ class Capabilities:
         model = self.target.model
         about = {
             "device": device_name(self.target.device),
-            "threads": torch.get_num_threads(),
             "packages": [foredraft.__version__, torch.__version__, transformers.__version__],
             "modules": sorted({type(module).__name__ for module in model.modules()}),
             "shapes": sorted({f"{tuple(each.shape)} {each.dtype}" for each in model.parameters()}),

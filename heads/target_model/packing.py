@@ -8,6 +8,7 @@ an embedding shares also stays there. Gradients reach the input, never the weigh
 import copy
 import platform
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -73,6 +74,12 @@ def pack(module: nn.Module) -> None:
         for name, child in parent.named_children():
             if is_packable(child):
                 setattr(parent, name, PackedLinear(child))  # type: ignore[arg-type]
+
+
+def first_weight(module: nn.Module) -> Tensor:
+    """Return one of a module's weights, all of which may be packed."""
+    packed = (layer.packed for layer in module.modules() if isinstance(layer, PackedLinear))
+    return next(chain(module.parameters(), packed))
 
 
 def fewest_rows(model: nn.Module) -> int:

@@ -336,6 +336,10 @@ def test_what_a_machine_does_to_bits_is_measured_once(half, monkeypatch, tmp_pat
 
 def test_drafts_are_chains_where_they_keep_bits_unless_branches_are_asked_for(trained):
     head = make_head("eagle3", trained)
-    assert not drafter_for(head, trained, tree="auto").branches and not drafter_for(head, trained).branches
-    assert drafter_for(head, trained, tree="auto", width=3).branches
-    assert not load_drafter("suffix", trained).branches
+    assert not drafter_for(head, trained, tree="auto").branches and not load_drafter("suffix", trained).branches
+    assert drafter_for(head, trained, tree="auto", width=3).branches and drafter_for(head, trained).branches
+    assert load_drafter("suffix", trained, tree="fixed").branches
+    assert (
+        not load_drafter("suffix+ngram", trained).branches
+        and load_drafter("suffix+ngram", trained, tree="fixed").branches
+    )

@@ -56,7 +56,7 @@ BY_DAY = [("plain", "greedy"), ("eagle3", "sampled"), ("dflash", "sampled")]
 
 
 @pytest.mark.parametrize(("name", "settings"), nightly_but(CASES, *BY_DAY))
-def test_a_step_stays_on_its_device(tiny_path, name, settings, monkeypatch):
+def test_a_step_stays_on_its_device(fresh, name, settings, monkeypatch):
     params = SamplingParams() if settings == "greedy" else SamplingParams(1.0, top_p=0.9, repetition_penalty=1.2)
     reads = 0
 
@@ -71,9 +71,8 @@ def test_a_step_stays_on_its_device(tiny_path, name, settings, monkeypatch):
 
     monkeypatch.setattr(foredraft.inference.target_sampler, "to_host", made_up)
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())  # does not support such a device
-    here = Target.from_pretrained(tiny_path, dtype="float32", device="cpu", pack=False)
-    elsewhere = Target(copy.deepcopy(here.model).to("meta"), here.tokenizer, "meta")
-    engine = Engine(elsewhere, drafter(name, here, elsewhere))
+    elsewhere = Target(copy.deepcopy(fresh.model).to("meta"), fresh.tokenizer, "meta")
+    engine = Engine(elsewhere, drafter(name, fresh, elsewhere))
     for number, (length, new) in enumerate(((9, 12), (5, 8))):
         engine.add(Request(prompt(length, number)[0].tolist(), params, new, seed=number))
     sent = []

@@ -162,7 +162,9 @@ def test_bits_that_change_in_float32_are_a_fault(run, monkeypatch):
     monkeypatch.setattr(lossless, "compare_bits", lambda *_: iter([("alone", levels.BitComparison(2, 2, 30, 1))]))
     ended = run()
     assert ended.code == 2 and "2 checks failed" in ended.err
-    assert ended.out.count("L2  float32, temperature") == 2 == ended.out.count("1 of 30 rows of logits differ in any bit")
+    assert (
+        ended.out.count("L2  float32, temperature") == 2 == ended.out.count("1 of 30 rows of logits differ in any bit")
+    )
 
 
 def test_a_difference_is_judged_by_the_tree_of_its_step():
