@@ -1,6 +1,5 @@
 """What a run ends with: the best weights, saved, checked and measured as they were saved, and the report."""
 
-import copy
 import json
 import shlex
 import shutil
@@ -21,7 +20,7 @@ from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub import weights_sha256
 from foredraft.heads.hub.card import aligned, measured, model_card
 from foredraft.heads.target_model import Target
-from foredraft.inference.drafters import AutoTree, Drafter, load_drafter
+from foredraft.inference.drafters import Drafter, load_drafter
 from foredraft.inference.drafters.policy import HeadTree
 from foredraft.inference.evaluation import results as benchmark_results
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text
@@ -183,7 +182,7 @@ def measure(
     load = partial(load_drafter, str(directory), tree="fixed")
     fixed = load(target)
     assert isinstance(fixed, HeadTree)
-    auto = AutoTree(copy.copy(fixed), target)
+    auto = load_drafter(str(directory), target)
     systems = [System(BASELINE, None), System(FIXED, fixed, batched=True), System(AUTO, auto)]
     texts = [Text(row.category, row.tokens, row.ends) for row in rows]
     benchmark = Benchmark(target, systems, texts, settings.max_new_tokens, lines, timed)

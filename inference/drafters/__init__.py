@@ -77,7 +77,7 @@ def load(path: str, target: Target, revision: str | None, default_tree: str, **o
     if path == "none":
         return construct(NoDrafter, **options)
     if path == "lookahead":
-        # A tree even if the target prefers chains: from a single branch, lookahead learns no n-grams.
+        # A tree also where drafts are chains: from a single branch, lookahead learns no n-grams.
         return construct(Lookahead, **options)
     facts: dict[str, Any] = {"tree": default_tree, **options}
     if path in LOOKUPS:

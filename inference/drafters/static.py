@@ -53,7 +53,7 @@ class StaticTree(Drafter):
     ):
         """Initialize the tree. nodes: including the bonus token. accuracies: measured for this head (see
         train/finalize.py). width: guesses per depth; 1 drafts a chain; None is unlimited, or 1 if the target
-        only supports or prefers chains."""
+        only supports chains."""
         if nodes < 2:
             raise ValueError(f"nodes={nodes} is too small: a static tree has at least 2, the bonus token and a draft")
         self.head, self.target, self.layers = head, target, head.layers
