@@ -91,7 +91,7 @@ def target(tiny_path) -> Target:
 @pytest.fixture(scope="session")
 def embedded() -> Target:
     """Load the test model as a user does."""
-    return with_trees(Target.from_pretrained(ROOT / "scripts" / "test_model", dtype="float32", device="cpu"))
+    return Target.from_pretrained(ROOT / "scripts" / "test_model", dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="session")

@@ -1,11 +1,11 @@
 """What a run ends with: the best weights, saved, checked and measured as they were saved, and the report."""
 
+import copy
 import json
 import shlex
 import shutil
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub import weights_sha256
 from foredraft.heads.hub.card import aligned, measured, model_card
 from foredraft.heads.target_model import Target
-from foredraft.inference.drafters import Drafter, load_drafter
+from foredraft.inference.drafters import AutoTree, Drafter, load_drafter, tree_of
 from foredraft.inference.drafters.policy import HeadTree
 from foredraft.inference.evaluation import results as benchmark_results
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text
@@ -179,10 +179,14 @@ def measure(
     count, timed = measured_prompts(target, [row.tokens for row in rows], settings, minutes)
     count = min(len(rows), max(count, len(data.test_sets)))  # each data set of a mix has a prompt
     rows = [rows[len(rows) * row // count] for row in range(count)]
-    load = partial(load_drafter, str(directory), tree="fixed")
+
+    def load(target: Target) -> HeadTree:
+        tree = tree_of(load_drafter(str(directory), target))
+        assert tree is not None
+        return tree
+
     fixed = load(target)
-    assert isinstance(fixed, HeadTree)
-    auto = load_drafter(str(directory), target)
+    auto = AutoTree(copy.copy(fixed), target)
     systems = [System(BASELINE, None), System(FIXED, fixed, batched=True), System(AUTO, auto)]
     texts = [Text(row.category, row.tokens, row.ends) for row in rows]
     benchmark = Benchmark(target, systems, texts, settings.max_new_tokens, lines, timed)

@@ -19,6 +19,7 @@ from foredraft.heads.caches.stacked_cache import StackedCache, stacks
 from foredraft.heads.target_model.cache_directory import measured_once
 from foredraft.heads.target_model.config_names import keys_kept, uses_sparse_indexer
 from foredraft.heads.target_model.key_widths import short_widths
+from foredraft.heads.target_model.packing import fewest_rows
 
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
@@ -30,6 +31,7 @@ CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 # Number of tokens, and the largest difference of logits relative to the largest logit. In half precision only large errors
 # can be distinguished from rounding.
 PROBE, TOLERANCE = 12, {torch.float32: 1e-4}
+LONG_PROBE = 40  # tokens where bits are compared
 
 
 class Capabilities:
@@ -160,8 +162,9 @@ class Capabilities:
             "device": device_name(self.target.device),
             "packages": [foredraft.__version__, torch.__version__, transformers.__version__],
             "modules": sorted({type(module).__name__ for module in model.modules()}),
-            "shapes": sorted({f"{tuple(each.shape)} {each.dtype}" for each in model.parameters()}),
-            "attention": [model.config._attn_implementation, self.pads_for_bits, self.target.masks.window],
+            "dtypes": sorted({str(each.dtype) for each in model.parameters()}),
+            "config": model.config.to_json_string(),
+            "attention": [model.config._attn_implementation, self.pads_for_bits],
         }
         return bool(measured_once("bits", about, partial(is_batch_invariant, self.target)))
 
@@ -263,10 +266,11 @@ def is_batch_invariant(target: "Target") -> bool:
     """Return whether a token's logits have the same bits regardless of other tokens of its sequence, or other sequences, in
     the forward, and of how its prompt was prefilled. Products of few and of many rows are different kernels, which need not
     sum in the same order."""
-    tokens = torch.randint(target.vocab_size, (1, PROBE), generator=torch.Generator().manual_seed(2)).to(target.device)
+    count, fewest = min(LONG_PROBE, target.context or LONG_PROBE), fewest_rows(target.model)
+    tokens = torch.randint(target.vocab_size, (1, count), generator=torch.Generator().manual_seed(2)).to(target.device)
     length, rows, pads = PROBE // 2, list[Tensor](), target.capabilities.pads_for_bits
-    for batch, new, start in ((1, 2, 0), (1, 5, 1), (4, 1, 0), (4, 6, length - 1)):
-        cache, text = target.new_cache(batch, PROBE, keeps_bits=pads), tokens.expand(batch, -1)
+    for batch, new, start in ((1, fewest, 0), (1, 5, 1), (4, 1, 0), (4, 6, length - 1), (1, count - length, 0)):
+        cache, text = target.new_cache(batch, count, keeps_bits=pads), tokens.expand(batch, -1)
         ends = [start, length] if start and pads else [length]
         for first, end in pairwise([0, *ends]):
             target.prefill(text[:, first:end], [end - first] * batch, cache)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.heads.caches.device import FEWEST_ROWS
+from foredraft.heads.target_model.activations import wrap_activations
 
 ROWS = 8  # for which the layout is chosen; a layout for one row does not speed up a tree, this one costs a row nothing
 DTYPES = torch.float32, torch.bfloat16  # torch has no packed product in float16
@@ -69,17 +70,26 @@ class PackedProduct(torch.autograd.Function):
 
 
 def pack(module: nn.Module) -> None:
-    """Pack the frozen linear layers in `module` on a CPU where products with packed weights are faster."""
+    """Pack the frozen linear layers in `module` on a CPU where products with packed weights are faster. Then its activations
+    keep their bits for any number of rows, as packed products do."""
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if is_packable(child):
                 setattr(parent, name, PackedLinear(child))  # type: ignore[arg-type]
+    if any(isinstance(each, PackedLinear) for each in module.modules()):
+        wrap_activations(module)
 
 
 def first_weight(module: nn.Module) -> Tensor:
     """Return one of a module's weights, all of which may be packed."""
     packed = (layer.packed for layer in module.modules() if isinstance(layer, PackedLinear))
     return next(chain(module.parameters(), packed))
+
+
+def num_weights(module: nn.Module) -> int:
+    """Return the number of a module's weights, packed ones included."""
+    packed = (layer.packed.numel() for layer in module.modules() if isinstance(layer, PackedLinear))
+    return sum(packed) + sum(parameter.numel() for parameter in module.parameters())
 
 
 def fewest_rows(model: nn.Module) -> int:

@@ -14,6 +14,7 @@ import torch
 from foredraft.heads.caches.device import device_name
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.cache_directory import measured_before, remember
+from foredraft.heads.target_model.packing import num_weights
 from foredraft.inference.sampling import Sampling
 
 RECENT = 7  # newest steps of a size that count
@@ -225,7 +226,7 @@ def about(target: Target, drafter: str, options: dict[str, Any]) -> dict[str, An
         "torch": torch.__version__,
         "dtype": str(target.dtype),
         "target": target.name,
-        "parameters": target.model.num_parameters(),
+        "parameters": num_weights(target.model),
         "drafter": str(Path(drafter).resolve()) if weights else drafter,
         "options": {name: repr(value) for name, value in options.items()},
         "weights": [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in weights],

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.packing import num_weights
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.inference.generation import Generation, generate
@@ -100,7 +101,7 @@ def float32_target(target: Target) -> Target | None:
     if target.dtype == torch.float32:
         return target
     if not target.quantization and not target.sharding:
-        need = 4 * sum(parameter.numel() for parameter in target.model.parameters())
+        need = 4 * num_weights(target.model)
         free = free_memory(target.device)
         if free is not None and need > free:
             report(

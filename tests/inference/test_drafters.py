@@ -187,7 +187,7 @@ def test_lookahead_learns_ngrams_that_the_target_wrote_and_drafts_them(small):
     ("path", "dtype"), [("lookahead", "float32"), ("lookahead", "bfloat16"), ("lookahead+ngram", "bfloat16")]
 )
 def test_lookahead_gains_where_the_text_repeats_itself(path, dtype):
-    """Check half precision, too, in which others draft chains."""
+    """Check half precision, too, which keeps bits here: others draft chains."""
     forgetful = random_model(1).model.to(getattr(torch, dtype))
     for layer in forgetful.model.layers:  # what comes next depends on the last token alone: it runs in a circle
         layer.self_attn.o_proj.weight.data.zero_(), layer.mlp.down_proj.weight.data.zero_()
