@@ -122,8 +122,8 @@ def drafter_for(
 ) -> Drafter:
     """Return the drafter for a head, or for a smaller model. accuracies: of a head's guesses per depth and rank, for a static
     tree. tree: "fixed" proposes the same size in every step; "auto" chooses the size by measured cost and acceptance
-    (policy.py), of a chain on a CPU. Where branching trees do not keep bits (half precision on a GPU), this size may decide
-    near-ties."""
+    (policy.py), of a chain if the target prefers chains. Where branching trees do not keep bits (half precision on a GPU),
+    this size may decide near-ties."""
     check_tree(tree)
     if drafts_chains(target, tree):
         options = {"width": 1} | options
