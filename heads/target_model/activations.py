@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 SHARE = 1 << 15  # a thread gets at least as many numbers (at::internal::GRAIN_SIZE)
 GELU_SHARED = 1 << 14  # more numbers of GELU are shared by all threads
-VECTORS = (
-    64  # at least as many numbers as torch computes in one turn: two vectors of AVX-512, in half precision 64 numbers
-)
+VECTORS = 64  # a multiple of what torch computes in one turn: two vectors of AVX-512, 64 numbers in half precision
 ELEMENTWISE = nn.SiLU, nn.GELU, nn.Sigmoid, nn.Tanh
 
 

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from foredraft.cli import entry
 from foredraft.heads.attention import masked, masks
 from foredraft.heads.target_model import packing
+from foredraft.heads.target_model.activations import BatchInvariantActivation
 
 ROWS = (1, 2, 3, 4, 5, 8, 11, 16, 17, 24, 32, 33, 48, 64)
 MORE = (128, 256, 512, 1024, 2048)  # that a GPU computes in no time
 KEYS = (504, 512, 528, 640, 768, 1024, 2048, 4096)
 SEEN = 500
 SEQUENCES = (1, 2, 4, 8, 16)
+WIDTHS = (1544, 4864)
 SHAPES = ((576, 1536), (1536, 576), (4096, 1024), (4096, 4096), (4096, 12288), (12288, 4096))
 
 
@@ -47,6 +49,15 @@ def products(device: str, dtype: torch.dtype) -> None:
         for name, kind in kinds.items():
             rows = [kind(x[:count])[0] for count in sizes]
             print(f"  {name}, {inputs} x {outputs}, rows: {alike(rows, sizes)}")
+
+
+def activations(device: str, dtype: torch.dtype) -> None:
+    for width in WIDTHS:
+        x = torch.randn(2 * max(ROWS), width, device=device, dtype=dtype)
+        for name, kind in (("SiLU", nn.SiLU()), ("SiLU of whole vectors", BatchInvariantActivation(nn.SiLU()))):
+            # Only a few numbers are rounded differently: of many first rows.
+            rows = [torch.cat([kind(x[start : start + count])[0] for start in range(max(ROWS))]) for count in ROWS]
+            print(f"  {name}, {width} wide, rows: {alike(rows, ROWS)}")
 
 
 def attention(device: str, dtype: torch.dtype) -> None:
@@ -78,6 +89,7 @@ def main(cfg: DictConfig) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         print(f"{str(dtype).removeprefix('torch.')} on {cfg.device}, torch {torch.__version__}")
         products(cfg.device, dtype)
+        activations(cfg.device, dtype)
         attention(cfg.device, dtype)
 
 
