@@ -131,7 +131,7 @@ def bits(name: str, dtype: str, device: Any) -> str:
     try:
         target = Target.from_pretrained(target_path(name), dtype=dtype, device=device)
         able = target.capabilities
-        same = able.trees and is_batch_invariant(target)
+        same = able.prefers_chains if target.device.type == "cpu" else able.trees and is_batch_invariant(target)
     except Exception as error:  # a broken installation is what this command is for
         return f"failed: {type(error).__name__}: {error}"
     if same:

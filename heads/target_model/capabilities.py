@@ -19,7 +19,7 @@ from foredraft.heads.caches.stacked_cache import StackedCache, stacks
 from foredraft.heads.target_model.cache_directory import measured_once
 from foredraft.heads.target_model.config_names import keys_kept, uses_sparse_indexer
 from foredraft.heads.target_model.key_widths import short_widths
-from foredraft.heads.target_model.packing import fewest_rows
+from foredraft.heads.target_model.packing import fewest_rows, is_packed
 
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
@@ -153,11 +153,12 @@ class Capabilities:
 
     @cached_property
     def _is_batch_invariant(self) -> bool:
-        """Return what `is_batch_invariant` measures, or measured before for the same shapes, packages and machine. A target
-        without its layers decodes nothing. If it `is_collective`, its processes might have measured different things."""
-        if self.target.embeddings_only or self.target.is_collective:
+        """Return what `is_batch_invariant` measures, or measured before for the same config, packages and machine. A target
+        without its layers decodes nothing. If it `is_collective`, its processes might have measured different things. Of
+        products in float32 that are not packed, a few rows say nothing about more."""
+        model, target = self.target.model, self.target
+        if target.embeddings_only or target.is_collective or (target.dtype == torch.float32 and not is_packed(model)):
             return False
-        model = self.target.model
         about = {
             "device": device_name(self.target.device),
             "packages": [foredraft.__version__, torch.__version__, transformers.__version__],

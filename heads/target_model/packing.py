@@ -92,17 +92,28 @@ def num_weights(module: nn.Module) -> int:
     return sum(packed) + sum(parameter.numel() for parameter in module.parameters())
 
 
+def is_packed(model: nn.Module) -> bool:
+    """Return whether a model multiplies with packed weights alone. torch's other products in float32 sum by the numbers of
+    rows and of threads."""
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    tensors = [*model.parameters(), *model.buffers()]
+    others = any(tensor.dim() > 1 and id(tensor) not in looked_up for tensor in tensors)
+    return not others and not any(
+        isinstance(module, nn.Linear) for module in model.modules()
+    )  # one may share an embedding
+
+
 def fewest_rows(model: nn.Module) -> int:
     """Return how many rows the products of a forward have at least on a CPU, so that a row has the same bits next to any
     number of others: FEWEST_ROWS, but one where every product is packed, in float32 and with AVX2. Four would make a step of
     SmolLM2 a sixth longer there."""
     avx2 = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_supported()
-    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    tensors = [*model.parameters(), *model.buffers()]
-    others = [tensor for tensor in tensors if tensor.dim() > 1 and id(tensor) not in looked_up]
-    plain = any(isinstance(module, nn.Linear) for module in model.modules())  # one may share the embedding's weight
-    is_float32 = all(tensor.dtype == torch.float32 for tensor in tensors if tensor.is_floating_point())
-    return 1 if avx2 and is_float32 and not (others or plain) else FEWEST_ROWS
+    return 1 if avx2 and is_float32(model) and is_packed(model) else FEWEST_ROWS
+
+
+def is_float32(model: nn.Module) -> bool:
+    tensors = chain(model.parameters(), model.buffers())
+    return all(tensor.dtype == torch.float32 for tensor in tensors if tensor.is_floating_point())
 
 
 def is_packable(module: nn.Module) -> bool:

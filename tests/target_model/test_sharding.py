@@ -18,6 +18,7 @@ from foredraft.heads import Target
 from foredraft.heads.caches.kv_cache import KEY_BLOCK, KVCache
 from foredraft.heads.target_model import sharding
 from foredraft.heads.target_model.capabilities import Capabilities
+from foredraft.heads.target_model.packing import num_weights
 from foredraft.heads.target_model.sharding import COLLECTIVE, arguments
 from foredraft.inference import generate
 from foredraft.inference.serve.worker import Worker
@@ -130,7 +131,7 @@ def compare(path: str) -> None:
     rank = int(os.environ["RANK"])
     torch.manual_seed(rank)  # each process has its own text
     texts = [batch(40, 25), batch(*((9, 30, 12, 14) if rank else (65,)))]
-    total = sum(parameter.numel() for parameter in whole.model.parameters())
+    total = num_weights(whole.model)
     for kind in COLLECTIVE:
         target = Target.from_pretrained(path, dtype="float32", device="cpu", sharding=kind)
         for text, packed in zip(texts, (True, False), strict=True):  # unchanged, and document by document
