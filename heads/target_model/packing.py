@@ -98,9 +98,8 @@ def is_packed(model: nn.Module) -> bool:
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tensors = [*model.parameters(), *model.buffers()]
     others = any(tensor.dim() > 1 and id(tensor) not in looked_up for tensor in tensors)
-    return not others and not any(
-        isinstance(module, nn.Linear) for module in model.modules()
-    )  # one may share an embedding
+    plain = any(isinstance(module, nn.Linear) for module in model.modules())  # one may share the embedding's weight
+    return not (others or plain)
 
 
 def fewest_rows(model: nn.Module) -> int:
