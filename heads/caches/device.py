@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 # Rows of a product, and queries of attention, that a forward has at least. For fewer a CPU, and for one query a GPU, uses
-# other kernels, which round differently. With AVX-512 products of four to six rows are also the fastest (576 x 1,536, packed,
-# float32, Zen 4: one row takes 260 microseconds, two 294, four 201).
+# other kernels, which round differently. Products that are all packed need fewer (packing.fewest_rows).
 FEWEST_ROWS = 4
 
 

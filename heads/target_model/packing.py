@@ -104,10 +104,14 @@ def is_packed(model: nn.Module) -> bool:
 
 def fewest_rows(model: nn.Module) -> int:
     """Return how many rows the products of a forward have at least on a CPU, so that a row has the same bits next to any
-    number of others: FEWEST_ROWS, but one where every product is packed, in float32 and with AVX2. Four would make a step of
-    SmolLM2 a sixth longer there."""
-    avx2 = torch.cpu._is_avx2_supported() and not torch.cpu._is_avx512_supported()
-    return 1 if avx2 and is_float32(model) and is_packed(model) else FEWEST_ROWS
+    number of others: FEWEST_ROWS, but fewer where every product is packed, by kernels that are known. Only a single row is
+    rounded differently with AVX-512, and in float32 with AVX2 not even that. Nobody has measured bfloat16 with AMX."""
+    if not is_packed(model):
+        return FEWEST_ROWS
+    single = is_float32(model)
+    if torch.cpu._is_avx512_supported():
+        return 2 if single or not torch.cpu._is_amx_tile_supported() else FEWEST_ROWS
+    return 1 if single and torch.cpu._is_avx2_supported() else FEWEST_ROWS
 
 
 def is_float32(model: nn.Module) -> bool:

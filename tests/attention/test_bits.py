@@ -258,7 +258,7 @@ def test_forwards_keep_to_shapes_that_keep_bits(half, monkeypatch):
     decode(half, None, 0.0, 3)
     short = half.capabilities.short_widths
     assert attention and all(rows % 4 == 0 and (width % 512 == 0 or width % 512 in short) for rows, width in attention)
-    assert min(products) == FEWEST_ROWS
+    assert min(products) == fewest_rows(half.model)
 
 
 def test_steps_of_fewer_rows_keep_every_bit(monkeypatch):
@@ -278,20 +278,23 @@ def test_steps_of_fewer_rows_keep_every_bit(monkeypatch):
     assert found.is_equal and found.rows > 40
 
 
-@pytest.mark.parametrize(("avx2", "avx512", "rows"), [(True, False, 1), (True, True, 4), (False, False, 4)])
-def test_one_row_is_computed_where_it_has_the_bits_of_many(monkeypatch, avx2, avx512, rows):
-    monkeypatch.setattr("torch.cpu._is_avx2_supported", lambda: avx2)
-    monkeypatch.setattr("torch.cpu._is_avx512_supported", lambda: avx512)
+@pytest.mark.parametrize(
+    ("instructions", "single", "half"),
+    [(["avx2"], 1, 4), (["avx2", "avx512"], 2, 2), (["avx2", "avx512", "amx_tile"], 2, 4), ([], 4, 4)],
+)
+def test_fewer_rows_are_computed_where_they_have_the_bits_of_many(monkeypatch, instructions, single, half):
+    for each in ("avx2", "avx512", "amx_tile"):
+        monkeypatch.setattr(f"torch.cpu._is_{each}_supported", lambda each=each: each in instructions)
     embedding = nn.Embedding(8, 8)
     packed = nn.Sequential(embedding, nn.LayerNorm(8))
-    assert fewest_rows(packed) == rows
+    assert fewest_rows(packed) == single
     tied = nn.Linear(8, 8, bias=False)
     tied.weight = embedding.weight
     others = nn.Module()
     others.register_buffer("weight", torch.zeros(8, 8, dtype=torch.uint8))
     for more in (nn.Linear(8, 8), tied, others):
         assert fewest_rows(nn.Sequential(*packed, more)) == FEWEST_ROWS
-    assert fewest_rows(packed.bfloat16()) == FEWEST_ROWS
+    assert fewest_rows(packed.bfloat16()) == half
 
 
 def test_fewer_columns_than_a_block_are_measured(half, monkeypatch, tmp_path):
