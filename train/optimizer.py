@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.heads.target_model.loading import has_bfloat16_products
+from foredraft.train.products import faster_products
 
 OPTIMIZERS = ("adamw", "muon")  # trainer.optim
 RMS = 0.2  # root mean square of AdamW's updates, which "match_rms_adamw" gives to Muon's
@@ -38,7 +40,8 @@ class Float32Muon(torch.optim.Muon):
                 state = self.state[parameter]
                 momentum = state.setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
-                update = orthogonal(parameter.grad.lerp(momentum, group["momentum"]), group)
+                with faster_products(parameter.device):
+                    update = orthogonal(parameter.grad.lerp(momentum, group["momentum"]), group)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-group["lr"] * RMS * max(parameter.shape) ** 0.5)
 
@@ -50,8 +53,8 @@ def orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
     wide = matrix.T if tall else matrix
     wide = wide / wide.norm().clamp(min=group["eps"])
     for _ in range(group["ns_steps"]):
-        gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+        gram = F.linear(wide, wide)  # symmetric
+        wide = F.linear(F.linear(gram, gram).mul_(c).add_(gram, alpha=b), wide.T).add_(wide, alpha=a)
     return wide.T if tall else wide
 
 

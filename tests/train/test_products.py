@@ -1,0 +1,106 @@
+"""Products of training by oneDNN: torch's numbers up to rounding, in every shape that heads multiply."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from foredraft.heads.target_model import Target
+from foredraft.train import products
+from foredraft.train.products import Product, faster_products
+from tests.support.head_factory import make_trainer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[torch.Size]:
+    """Let this CPU be one on which oneDNN is faster. Return the shapes of the weights that it gets."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("the products of this processor are not oneDNN's")
+    monkeypatch.setattr(products, "is_faster", lambda: True)
+    found, multiply = [], products.multiply
+
+    def noted(x, weight, bias=None):
+        found.append(weight.shape)
+        return multiply(x, weight, bias)
+
+    monkeypatch.setattr(products, "multiply", noted)
+    return found
+
+
+def gradients(x, weight, bias, given) -> list[torch.Tensor]:
+    out = F.linear(x, weight, bias)
+    learned = [each for each in (x, weight, bias) if each is not None and each.requires_grad]
+    return [out.detach(), *torch.autograd.grad(out, learned, given)]
+
+
+@pytest.mark.parametrize("shape", [(40, 48), (2, 20, 48), (1, 4, 10, 48)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("weights", ["learned", "frozen", "a half", "a transpose"])
+def test_a_product_and_its_gradients_are_torchs(calls, shape, bias, weights):
+    torch.manual_seed(0)
+    x, offset = torch.randn(shape, requires_grad=True), torch.randn(30, requires_grad=True) if bias else None
+    weight = {"a half": torch.randn(30, 96).chunk(2, dim=1)[1], "a transpose": torch.randn(48, 30).t()}.get(weights)
+    weight = torch.randn(30, 48) if weight is None else weight
+    weight.requires_grad_(weights != "frozen")
+    given = torch.randn(30).expand(*shape[:-1], 30)  # as the gradient of a sum
+    expected = gradients(x, weight, offset, given)
+    assert not calls
+    with faster_products(CPU):
+        found = gradients(x, weight, offset, given)
+    assert len(calls) == (2 if weights == "frozen" else 3)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert F.linear is products.torch_linear
+
+
+@pytest.mark.parametrize("reason", ["few rows", "bfloat16", "autocast", "float64"])
+def test_other_products_are_left_to_torch(calls, reason):
+    dtype = {"bfloat16": torch.bfloat16, "float64": torch.float64}.get(reason, torch.float32)
+    x = torch.randn(3 if reason == "few rows" else 64, 48, dtype=dtype, requires_grad=True)
+    autocast = torch.autocast("cpu", torch.bfloat16) if reason == "autocast" else contextlib.nullcontext()
+    with faster_products(CPU), autocast:
+        F.linear(x, torch.randn(30, 48, dtype=dtype)).sum().backward()
+    assert not calls and x.grad is not None
+
+
+def test_only_the_outer_context_ends_it_and_an_error_does(calls):
+    with faster_products(CPU):
+        with faster_products(CPU), contextlib.suppress(ZeroDivisionError):
+            raise ZeroDivisionError
+        assert F.linear is products.linear
+    assert F.linear is products.torch_linear
+
+
+def test_layers_that_are_computed_again_use_the_same_products(calls):
+    layer, x = nn.Linear(48, 48), torch.randn(64, 48, requires_grad=True)
+    with faster_products(CPU):
+        checkpoint(lambda x: layer(F.silu(layer(x))), x, use_reentrant=False).sum().backward()
+    assert len(calls) == 8  # twice two forwards, and two products for each one's gradients
+
+
+@pytest.mark.parametrize("optim", ["adamw", "muon"])
+def test_a_training_uses_them_and_has_the_same_losses(calls, target: Target, tmp_path, monkeypatch, optim):
+    def losses(name: str) -> list[float]:
+        torch.manual_seed(0)
+        trainer = make_trainer(target, tmp_path / name, optim, max_steps=4, logging_steps=1)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    found = losses("onednn")
+    assert len(found) == 4 and len(calls) > 40
+    count = len(calls)
+    monkeypatch.setattr(products, "is_faster", lambda: False)
+    assert found == pytest.approx(losses("torch"), rel=1e-4) and len(calls) == count
+
+
+def test_gradients_come_from_the_tensors_of_the_forward(calls):
+    """Check that autograd refuses weights that were changed in place since."""
+    x, weight = torch.randn(64, 48, requires_grad=True), torch.randn(30, 48)
+    out = Product.apply(x, weight, None)
+    weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
