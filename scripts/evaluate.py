@@ -22,7 +22,7 @@ from foredraft.heads.caches.device import device_name
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.hub import find, weights_sha256
 from foredraft.inference import generate, load_drafter
-from foredraft.inference.drafters import AutoTree, Drafter, Likeliest, chain_of, tree_of
+from foredraft.inference.drafters import AutoTree, Drafter, Likeliest, chain_of, fixed_form, tree_of
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
 from foredraft.inference.evaluation.report import Report, terminal, write_report
 from foredraft.inference.evaluation.results import measure, samples
@@ -187,12 +187,12 @@ def load(cfg: DictConfig, target: Target, lines: Lines) -> list[System]:
 
 
 def with_variants(name: str, drafter: Drafter, target: Target, length: int) -> Iterator[System]:
-    """Yield the drafter, its fixed tree if it sizes its tree, and a head's chain of this length."""
+    """Yield the drafter, its fixed tree or chain if it chooses the size, and a head's chain of this length."""
     tree, chain = tree_of(drafter), f"{name}, chain of {length}"
     yield System(name, drafter, chain=chain)
     if tree is not None:
         if isinstance(drafter, AutoTree):
-            yield System(f"{name}, fixed tree", copy.copy(tree), chain=chain)
+            yield System(f"{name}, {fixed_form(tree)}", copy.copy(tree), chain=chain)
         yield System(chain, Likeliest(chain_of(tree, target, length)), once=True)
 
 

@@ -182,6 +182,11 @@ def tree_of(drafter: Drafter) -> HeadTree | None:
     return inner if isinstance(inner, HeadTree) else None
 
 
+def fixed_form(tree: HeadTree) -> str:
+    """Return the words of tables for a head's drafter that always drafts its largest tree or chain."""
+    return "fixed tree" if tree.branches else "fixed chain"
+
+
 def chain_of(tree: HeadTree, target: Target, length: int) -> HeadTree:
     """Return a chain of at most `length` drafts with the same head, as engines without trees draft it."""
     nodes = length + 1
@@ -207,6 +212,7 @@ __all__ = [
     "Union",
     "chain_of",
     "drafter_for",
+    "fixed_form",
     "load_drafter",
     "tree_of",
 ]
