@@ -66,9 +66,9 @@ class Target:
         check_supported(model)
         self.max_positions = max_positions(self.config)
         self.context = self.max_positions if context is None else context  # largest number of tokens, None: no limit
-        if context is not None and not 0 < context <= (self.max_positions or context):
+        if context is not None and not (isinstance(context, int) and 0 < context <= (self.max_positions or context)):
             limit = f"at most {self.max_positions}, the limit of {name}"
-            raise ValueError(f"context={context} must be at least 1, and {limit}")
+            raise ValueError(f"context={context!r} must be at least 1, and {limit}")
         self.capabilities = Capabilities(self)
         if self.capabilities.trees:
             attention.take_masks(model)
