@@ -97,7 +97,8 @@ def parts_of(cfg: DictConfig) -> list[tuple[str, str | None]]:
     """Return the drafters, and each of those that a + joins, as `load_drafter` reads it, each with its revision."""
     options = [DictConfig({"path": given}) if isinstance(given, str) else given for given in cfg.drafter]
     paths = [(str(given.get("path", "")), given.get("revision")) for given in options]
-    return [(part, at) for path, at in paths for part in ([path] if Path(path).is_dir() else path.split("+"))]
+    joined = [([path] if Path(path).is_dir() else path.split("+"), at) for path, at in paths]
+    return [(part, None if len(parts) > 1 and Path(part).is_dir() else at) for parts, at in joined for part in parts]
 
 
 def head_paths(cfg: DictConfig) -> list[tuple[str, str | None]]:

@@ -556,6 +556,11 @@ def test_another_head_in_the_same_repository_is_another_run(server, target, tiny
             evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
 
 
+def test_a_revision_is_that_of_the_hubs_part_next_to_a_directory(head, tiny_path):
+    cfg = composed("evaluate", f"target={tiny_path}", f"drafter=[{{path: {head}+org/head, revision: v2}}]")
+    assert evaluate.head_paths(cfg) == [(str(head), None), ("org/head", "v2")]
+
+
 def test_another_draft_model_in_the_same_place_is_another_run(tiny_path, target, tmp_path):
     shutil.copytree(tiny_path, tmp_path / "small")
     cfg = composed("evaluate", f"target={tiny_path}", f"drafter=['draft:{tmp_path}/small+suffix']")
