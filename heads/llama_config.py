@@ -33,8 +33,10 @@ SPREAD = 1.2  # largest standard deviation over the vocabulary of a new head's l
 
 class LayerConfig(LlamaConfig):
     """Describe a Llama layer whose hidden size need not be a multiple of its attention heads, since head_dim is set, and
-    that may have latent attention."""
+    that may have latent attention. Without a target's start and end tokens it has none: Llama's 1 and 2 are other tokens."""
 
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     qk_nope_head_dim: int | None = None
@@ -90,7 +92,7 @@ def from_json(settings: dict[str, Any]) -> LlamaConfig:
 
 def to_json(config: LlamaConfig) -> dict[str, Any]:
     """Return the config.json settings of the layer. Llama's defaults are included, because engines differ on defaults."""
-    names = (*COPIED, "head_dim", "max_position_embeddings", "rope_parameters")
+    names = (*COPIED, "head_dim", "max_position_embeddings", "rope_parameters", "bos_token_id", "eos_token_id")
     settings = config.to_diff_dict() | {name: getattr(config, name) for name in names}
     settings = {name: value for name, value in settings.items() if name not in LATENT or value is not None}
     rope = dict(config.rope_parameters)

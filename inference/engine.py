@@ -28,6 +28,7 @@ from foredraft.inference.clock import Clock
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter
 from foredraft.inference.drafters.chain import as_supported
 from foredraft.inference.request import Request, SequenceState
+from foredraft.inference.sampling import check_counts
 from foredraft.inference.slots import Prompts, RequestOutput, Slots
 from foredraft.inference.trace import trace_sequences
 from foredraft.inference.tree import TokenTree, pad_nodes
@@ -57,8 +58,7 @@ class Engine:
         prefilled again. prefill_chunk: maximum number of prompt tokens per step, so that long prompts do not delay other
         requests; None prefills prompts whole (always the case for targets without chains). reuse_prefixes: do not prefill
         what is in the cache already, because another text began alike."""
-        if max_num_seqs is not None and max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
+        check_counts(max_num_seqs=max_num_seqs, slot_tokens=slot_tokens, prefill_chunk=prefill_chunk)
         self.target, self.drafter = target, as_supported(drafter or NoDrafter(), target)
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[SequenceState] = deque()

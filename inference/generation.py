@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from numbers import Integral, Real
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -33,6 +33,14 @@ IGNORED |= {"early_stopping"}
 # Settings whose neutral value is 1. The others are off at None, False, 0 or empty.
 OFF_AT_ONE = {"num_beams", "num_return_sequences", "num_beam_groups", "typical_p", "length_penalty"}
 OFF_AT_ONE |= {"encoder_repetition_penalty", "guidance_scale"}
+
+
+@runtime_checkable
+class Streamer(Protocol):
+    """Receive the tokens of a text as they come, like a streamer of transformers."""
+
+    def put(self, value: Tensor) -> None: ...
+    def end(self) -> None: ...
 
 
 class Step(NamedTuple):
@@ -74,7 +82,7 @@ def generate(
     generation_config: GenerationConfig | None = None,
     *,
     seed: int | Sequence[int] | None = None,
-    streamer: Any = None,
+    streamer: Streamer | None = None,
     timings: bool = False,
     progress: Callable[[int], None] | None = None,
     **settings: Any,
@@ -93,8 +101,9 @@ def generate(
     for an unknown or unsupported setting, and for logits that are not numbers.
     """
     check_is_target(target)
-    if not isinstance(drafter, Drafter | None):
-        raise ValueError(f"drafter is {type(drafter).__name__}, not a Drafter: load_drafter(path, target) makes one")
+    check_kind("streamer", streamer, Streamer | None, "a streamer of transformers, which has put and end")
+    if not (progress is None or callable(progress)):
+        raise ValueError(f"progress={progress!r} is not a function, which is called with the number of new tokens")
     prompts = unpad(input_ids, attention_mask)
     shared = read_settings(generation_config, settings, target, input_ids.shape[1])
     pad_token_id = shared.pop("pad_token_id")
@@ -244,7 +253,10 @@ def unpad(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]]:
     if attention_mask is None:
         prompts = input_ids.tolist()
     else:
-        attention_mask = torch.as_tensor(attention_mask)
+        try:
+            attention_mask = torch.as_tensor(attention_mask)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"attention_mask={attention_mask!r} is not a tensor of 0 and 1") from None
         if attention_mask.shape != input_ids.shape:
             raise ValueError(f"attention_mask is {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
         pairs = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)

@@ -6,7 +6,7 @@ from numbers import Integral
 
 from foredraft.heads.target_model import Target
 from foredraft.inference.grammar import GrammarState
-from foredraft.inference.sampling import SamplingParams, check_kind
+from foredraft.inference.sampling import SamplingParams, check_counts, check_kind
 from foredraft.inference.text import Detokenizer
 
 
@@ -31,8 +31,10 @@ class Request:
         check_kind("params", self.params, SamplingParams, "SamplingParams")
         for name in ("max_new_tokens", "seed", "min_new_tokens"):
             check_kind(name, getattr(self, name), Integral, "a whole number")
-        check_kind("trace", self.trace, Integral | None, "a whole number")
+        check_counts(least=0, trace=self.trace)
         check_kind("eos_token_ids", self.eos_token_ids, Collection, "a set of tokens")
+        for token in self.eos_token_ids:
+            check_kind("eos_token_ids", token, Integral, "a set of tokens")
         stops = self.stop_strings or ()
         stops = stops if isinstance(stops, Iterable) and not isinstance(stops, str) else (stops,)
         self.stop_strings = tuple(filter(None, stops))

@@ -35,6 +35,14 @@ def check_kind(name: str, value: object, kind: type | UnionType, what: str) -> N
         raise ValueError(f"{name}={value!r} is not {what}")
 
 
+def check_counts(least: int = 1, **settings: object) -> None:
+    """Raise ValueError unless each of these settings is None or a whole number of at least `least`."""
+    for name, value in settings.items():
+        is_count = isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+        if not (value is None or is_count):
+            raise ValueError(f"{name}={value!r} is not a whole number of at least {least}")
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """Hold the sampling settings of a request, named as in transformers and OpenAI's API. Temperature 0 is greedy."""

@@ -56,7 +56,7 @@ def trace_tensors(
     """Return the inputs of `trace`, (n,) or (n, top) in float64, which represents every token exactly."""
     logprobs = logits[slot].float().log_softmax(-1)
     tokens, parents, path = tree.tokens[slot], tree.parents[slot], verification.path[slot]
-    best = logprobs[path].topk(top)
+    best = logprobs[path].topk(min(top, logprobs.shape[-1]))
     parts = (
         tokens,
         parents,

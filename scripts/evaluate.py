@@ -22,7 +22,7 @@ from foredraft.heads.caches.device import device_name
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.hub import find, weights_sha256
 from foredraft.inference import generate, load_drafter
-from foredraft.inference.drafters import AutoTree, Drafter, Likeliest, chain_of, tree_of
+from foredraft.inference.drafters import AutoTree, Drafter, Likeliest, chain_of, fixed_form, tree_of
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
 from foredraft.inference.evaluation.report import Report, terminal, write_report
 from foredraft.inference.evaluation.results import measure, samples
@@ -97,7 +97,8 @@ def parts_of(cfg: DictConfig) -> list[tuple[str, str | None]]:
     """Return the drafters, and each of those that a + joins, as `load_drafter` reads it, each with its revision."""
     options = [DictConfig({"path": given}) if isinstance(given, str) else given for given in cfg.drafter]
     paths = [(str(given.get("path", "")), given.get("revision")) for given in options]
-    return [(part, at) for path, at in paths for part in ([path] if Path(path).is_dir() else path.split("+"))]
+    joined = [([path] if Path(path).is_dir() else path.split("+"), at) for path, at in paths]
+    return [(part, None if len(parts) > 1 and Path(part).is_dir() else at) for parts, at in joined for part in parts]
 
 
 def head_paths(cfg: DictConfig) -> list[tuple[str, str | None]]:
@@ -187,12 +188,12 @@ def load(cfg: DictConfig, target: Target, lines: Lines) -> list[System]:
 
 
 def with_variants(name: str, drafter: Drafter, target: Target, length: int) -> Iterator[System]:
-    """Yield the drafter, its fixed tree if it sizes its tree, and a head's chain of this length."""
+    """Yield the drafter, its fixed tree or chain if it chooses the size, and a head's chain of this length."""
     tree, chain = tree_of(drafter), f"{name}, chain of {length}"
     yield System(name, drafter, chain=chain)
     if tree is not None:
         if isinstance(drafter, AutoTree):
-            yield System(f"{name}, fixed tree", copy.copy(tree), chain=chain)
+            yield System(f"{name}, {fixed_form(tree)}", copy.copy(tree), chain=chain)
         yield System(chain, Likeliest(chain_of(tree, target, length)), once=True)
 
 

@@ -20,7 +20,7 @@ from foredraft.heads.checkpoint import published_dtype, read_head
 from foredraft.heads.hub import weights_sha256
 from foredraft.heads.hub.card import aligned, measured, model_card
 from foredraft.heads.target_model import Target
-from foredraft.inference.drafters import AutoTree, Drafter, load_drafter, tree_of
+from foredraft.inference.drafters import AutoTree, Drafter, fixed_form, load_drafter, tree_of
 from foredraft.inference.drafters.policy import HeadTree
 from foredraft.inference.evaluation import results as benchmark_results
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text
@@ -50,7 +50,7 @@ from foredraft.train.runtime.locks import write_atomically
 from foredraft.train.runtime.run_state import CHECKPOINTS, METRICS, rows_per_step, seconds_of
 from foredraft.train.trainer import HeadTrainer
 
-FIXED, AUTO = "head, fixed tree", "head, tree=auto"
+AUTO = "head, tree=auto"
 TEMPERATURES = [0.0, 1.0]
 # A run of few minutes is measured for at least MIN_MINUTES. PROBE: new tokens that show how long a text takes.
 MIN_MINUTES, PROBE = 5, 16
@@ -168,11 +168,11 @@ def save_final(distillation: DistillationModel, directory: Path, data: Corpus, l
 def measure(
     target: Target, directory: Path, data: Corpus, settings: Any, minutes: float, lines: Lines
 ) -> tuple[dict[str, Any], Results, list[Sample]]:
-    """Run the benchmark on held-out prompts with the saved files: the baseline, the fixed tree, and tree=auto. settings:
-    `eval` of conf/train.yaml. minutes: limit of the training, 0 for none. lines: the benchmark's state. Returns the figures
-    of metrics.json, and what the report shows.
+    """Run the benchmark on held-out prompts with the saved files: the baseline, the fixed tree or chain, and tree=auto.
+    settings: `eval` of conf/train.yaml. minutes: limit of the training, 0 for none. lines: the benchmark's state. Returns the
+    figures of metrics.json, and what the report shows.
 
-    The fixed tree decodes all prompts in batches, which measures acceptance. All three decode `timed_prompts` of them alone,
+    The fixed one decodes all prompts in batches, which measures acceptance. All three decode `timed_prompts` of them alone,
     which measures speed. Losslessness is checked on all prompts in float32, in batches.
     """
     rows = prompt_sets.held_out(target.text_tokenizer, data, settings.final_num_prompts, settings.prompt_tokens)
@@ -187,21 +187,21 @@ def measure(
 
     fixed = load(target)
     auto = AutoTree(copy.copy(fixed), target)
-    systems = [System(BASELINE, None), System(FIXED, fixed, batched=True), System(AUTO, auto)]
+    systems = [System(BASELINE, None), System(f"head, {fixed_form(fixed)}", fixed, batched=True), System(AUTO, auto)]
     texts = [Text(row.category, row.tokens, row.ends) for row in rows]
     benchmark = Benchmark(target, systems, texts, settings.max_new_tokens, lines, timed)
     metadata = {**facts_of_measurement(target), "prompts": prompt_sets.summary(rows)}
     results = benchmark_results.measure(benchmark, TEMPERATURES, 1, metadata)
     for error in benchmark.failed.values():
         raise error
-    metrics = figures_of(benchmark, results, fixed.depth) | NOT_CHECKED
+    metrics = figures_of(benchmark, results, fixed) | NOT_CHECKED
     if settings.check_float32:
         tokens = [row.tokens for row in rows]
         metrics |= check_identical(target, load, tokens, settings.max_new_tokens, has_chats(data.test))
     if settings.lengths:
         metrics["acceptance_length_by_context"] = by_context(target, fixed, data, settings)
     if data.test_sets:  # of a mix, loops included
-        drafted = Table(benchmark.lines.lines, benchmark.texts, TEMPERATURES[0]).batched[FIXED].values()
+        drafted = Table(benchmark.lines.lines, benchmark.texts, TEMPERATURES[0]).batched[systems[1].name].values()
         metrics["acceptance_length_by_set"] = lengths = dict[str, float | None]()
         for name in data.test_sets:
             tau = acceptance([line for line in drafted if texts[line["text"]].category == name])
@@ -245,9 +245,11 @@ def measured_prompts(target: Target, rows: list[list[int]], settings: Any, minut
     return count, timed
 
 
-def figures_of(benchmark: Benchmark, results: Results, depth: int) -> dict[str, Any]:
-    """Return the figures of metrics.json. Loops count only for `acceptance_length_all`, unless all texts are loops."""
+def figures_of(benchmark: Benchmark, results: Results, drafter: HeadTree) -> dict[str, Any]:
+    """Return the figures of metrics.json. drafter: the fixed one. Loops count only for `acceptance_length_all`,
+    unless all texts are loops."""
     greedy, sampled = TEMPERATURES
+    fixed = f"head, {fixed_form(drafter)}"
     rows = {(row["drafter"], row["temperature"], row["category"]): row for row in results.rows}
 
     def figure(drafter: str, temperature: float, name: str) -> float | None:
@@ -256,19 +258,20 @@ def figures_of(benchmark: Benchmark, results: Results, depth: int) -> dict[str, 
         return None if value is None else round(value.median if isinstance(value, Spread) else value, 4)
 
     table = Table(benchmark.lines.lines, benchmark.texts, greedy)
-    every_text = list(table.batched[FIXED].values())
-    shares = accepted_shares(table.lines(FIXED, ALL) or every_text) + [0.0] * depth
-    same = [row for row in results.identity if row["drafter"] == FIXED]
-    stages = next(row["seconds"] for row in results.stages if row["drafter"] == FIXED)
+    every_text = list(table.batched[fixed].values())
+    shares = accepted_shares(table.lines(fixed, ALL) or every_text) + [0.0] * drafter.depth
+    same = [row for row in results.identity if row["drafter"] == fixed]
+    stages = next(row["seconds"] for row in results.stages if row["drafter"] == fixed)
+    nodes = max((nodes for line in every_text for nodes in line["nodes"]), default=1)
     return {
-        "acceptance_length": figure(FIXED, greedy, "acceptance_length"),
-        "acceptance_length_sampled": figure(FIXED, sampled, "acceptance_length"),
+        "acceptance_length": figure(fixed, greedy, "acceptance_length"),
+        "acceptance_length_sampled": figure(fixed, sampled, "acceptance_length"),
         "acceptance_length_all": round(acceptance(every_text) or 0.0, 4),
-        "accepted_per_depth": [round(share, 4) for share in shares[:depth]],
-        "tokens_per_second": figure(FIXED, greedy, "tokens_per_second"),
+        "accepted_per_depth": [round(share, 4) for share in shares[: drafter.depth]],
+        "tokens_per_second": figure(fixed, greedy, "tokens_per_second"),
         "baseline_tokens_per_second": figure(BASELINE, greedy, "tokens_per_second"),
-        "speedup": figure(FIXED, greedy, "speedup"),
-        "speedup_sampled": figure(FIXED, sampled, "speedup"),
+        "speedup": figure(fixed, greedy, "speedup"),
+        "speedup_sampled": figure(fixed, sampled, "speedup"),
         "speedup_auto": figure(AUTO, greedy, "speedup"),
         "speedup_auto_sampled": figure(AUTO, sampled, "speedup"),
         "identical_in_dtype": round(sum(row["identical"] for row in same) / sum(row["texts"] for row in same), 4),
@@ -277,7 +280,8 @@ def figures_of(benchmark: Benchmark, results: Results, depth: int) -> dict[str, 
         "preempted_share": round(results.metadata["preempted_share"], 4),
         "new_tokens": benchmark.new_tokens,
         "repetitive_prompts": len(table.loops),
-        "tree_nodes": max((nodes for line in every_text for nodes in line["nodes"]), default=1),
+        "tree_nodes": nodes,
+        "drafts": f"trees of at most {nodes} nodes" if drafter.branches else f"chains of at most {nodes - 1} drafts",
         "step_seconds": {stage: round(seconds, 6) for stage, seconds in stages.items()},
     }
 

@@ -23,7 +23,7 @@ from transformers import set_seed
 from foredraft.cli import user_message
 from foredraft.config import check, without_hydra
 from foredraft.heads.target_model import Target
-from foredraft.train.data.corpus import Corpus
+from foredraft.train.data.corpus import Corpus, has_prompts
 from foredraft.train.finalize import finalize
 from foredraft.train.run import load, prepare, start_process, train, with_self_generated_text
 from foredraft.train.runtime import distributed
@@ -53,6 +53,11 @@ def search(cfg: DictConfig) -> None:
     if "load_full_target" in cfg.hidden_states:
         cfg.hidden_states.load_full_target = True  # candidates are compared by how fast they decode
     target, data = load(cfg)
+    if not (has_prompts(data.validation) and has_prompts(data.test)):
+        raise ValueError(
+            "head=auto compares heads by how fast they decode held-out text, but no held-out sample is without images: add "
+            "samples without images, or choose a head"
+        )
     # The winner is measured on prompts that did not choose it.
     chosen_on = data._replace(test=data.validation, test_sets={})
     directory = Path(cfg.output_dir)

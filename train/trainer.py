@@ -240,15 +240,21 @@ class HeadTrainer(Trainer):
         self.distillation.num_items = num_items_in_batch
         outcome = model(**inputs)
         self.hits, self.counts = self.hits + outcome.hits, self.counts + outcome.counts
-        self.losses.append((self.state.global_step + 1, outcome.loss.detach()))
+        self.checked.append((self.state.global_step + 1, "loss", outcome.loss.detach()))
         loss = outcome.loss * distributed.world_size()  # every strategy averages gradients over its processes
         return (loss, outcome) if return_outputs else loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        self.checked.append((self.state.global_step + 1, "grad_norm", norm))
+        return norm
 
     # Logging
 
     def reset_counters(self) -> None:
         self.hits, self.counts, self.tokens = 0.0, 0.0, 0
-        self.losses: list[tuple[int, Tensor]] = []  # of each batch, with its step
+        # The step, name and value of each batch's loss, and of the norm of each step's gradient.
+        self.checked: list[tuple[int, str, Any]] = []
         self.since = time.perf_counter()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -270,14 +276,18 @@ class HeadTrainer(Trainer):
         name = next((name for name in ("loss", "grad_norm") if not math.isfinite(logs.get(name, 0.0))), None)
         if name is None:
             return
-        bad = distributed.all_reduce(torch.stack([~loss.isfinite() for _, loss in self.losses]).int()).tolist()
-        step = next((step for (step, _), count in zip(self.losses, bad, strict=True) if count), self.state.global_step)
+        bad = [
+            value is not None and not math.isfinite(value) for *_, value in self.checked
+        ]  # DeepSpeed may have no norm
+        bad = distributed.all_reduce(torch.tensor(bad).int()).tolist()
+        found = (event for event, count in zip(self.checked, bad, strict=True) if count)  # the first: weights keep it
+        step, name, _ = next(found, (self.state.global_step, name, None))
         size = self.args.train_batch_size * self.args.gradient_accumulation_steps * distributed.world_size()
         rows = sorted({self.train_dataset.locate(index) for index in range((step - 1) * size, step * size)})
         raise ValueError(
-            f"{name}={logs[name]} at step {step}, whose rows of the packed data are {', '.join(map(str, rows))}: see that "
-            f"text, lower trainer.learning_rate={self.args.learning_rate:g} or trainer.max_grad_norm="
-            f"{self.args.max_grad_norm:g}, or give target.dtype=float32; no checkpoint holds this step"
+            f"{name}={logs.get(name, math.nan)} at step {step}, whose rows of the packed data are "
+            f"{', '.join(map(str, rows))}: see that text, lower trainer.learning_rate={self.args.learning_rate:g} or "
+            f"trainer.max_grad_norm={self.args.max_grad_norm:g}, or give target.dtype=float32; no checkpoint holds this step"
         )
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:

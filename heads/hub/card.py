@@ -127,7 +127,7 @@ def lists(metrics: dict) -> Rows:
 
 
 def measured(metrics: dict) -> Rows:
-    conditions = [(key, str(metrics[key])) for key in ("device", "dtype", "date") if metrics.get(key)]
+    conditions = [(key, str(metrics[key])) for key in ("drafts", "device", "dtype", "date") if metrics.get(key)]
     return rows(metrics, MEASURED) + lists(metrics) + rows(metrics, TRAINING) + conditions
 
 

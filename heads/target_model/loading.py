@@ -170,6 +170,7 @@ def load_model(
         dtype = resolve_dtype(dtype)
     if quantization is not None:
         kwargs["quantization_config"] = quantization_config(quantization, dtype, device)
+    check_generation_config(path)
     try:
         config = read_config(path, revision, kwargs["trust_remote_code"])
         if config.model_type in SAME_KIND.values():
@@ -185,7 +186,7 @@ def load_model(
                 print(f"{path} is {note} (dtype=bfloat16 insists{half})", file=sys.stderr, flush=True)
         facts = {"dtype": dtype, "revision": revision, "output_loading_info": True}
         model, report = model_class(config).from_pretrained(path, **facts, **kwargs)
-    except (OSError, ImportError, json.JSONDecodeError, SafetensorError, *MALFORMED) as error:
+    except (OSError, ImportError, json.JSONDecodeError, SafetensorError, AssertionError, *MALFORMED) as error:
         if "unexpected keyword argument" in str(error):  # of the caller
             raise
         for file in Path(path).glob("*.safetensors"):
@@ -206,10 +207,37 @@ def load_model(
         for parameter in model.parameters():
             if parameter.dtype == torch.bfloat16:
                 parameter.data = parameter.data.to(dtype)
+    end_tokens(model, path)
     keep_outliers(model)
     if "distributed_config" not in kwargs:
         fuse_norms(model)
     return model if kwargs.keys() & {"device_map", "distributed_config"} else model.to(device)
+
+
+def check_generation_config(path: str) -> None:
+    """Raise ValueError for a file that is not a JSON object. transformers would ignore it, and its end tokens."""
+    file = Path(path) / "generation_config.json"
+    try:
+        is_object = not file.is_file() or isinstance(json.loads(file.read_bytes()), dict)
+    except ValueError:
+        is_object = False
+    if not is_object:
+        raise ValueError(
+            f"target {path} cannot be loaded: {file.name} is not a JSON object: mend it, or remove the file"
+        )
+
+
+def end_tokens(model: PreTrainedModel, name: str) -> list[int]:
+    """Return the end tokens of a model's generation config, or else of its config. Raises ValueError for other values."""
+    eos = model.generation_config.eos_token_id if model.generation_config else None
+    # Qwen3-VL's text config has none.
+    eos = getattr(model.config.get_text_config(), "eos_token_id", None) if eos is None else eos
+    ends = [] if eos is None else eos if isinstance(eos, list | tuple) else [eos]
+    if not all(isinstance(token, int) for token in ends):
+        raise ValueError(
+            f"eos_token_id={eos!r} of target {name} is not a token id or a list of them: mend its generation_config.json"
+        )
+    return [*ends]
 
 
 def check_complete(path: str, model: PreTrainedModel, missing: Iterable[str]) -> None:
@@ -290,6 +318,6 @@ def reason_of(error: Exception) -> str:
     """Return the first line of an error that transformers raises for the files of a checkpoint."""
     if isinstance(error, OSError) and error.errno == errno.EINVAL:  # torch seeks beyond the end
         return "a .bin file of its weights is damaged or incomplete"
-    if isinstance(error, MALFORMED):
+    if isinstance(error, (AssertionError, *MALFORMED)):
         return f"transformers fails on its files ({type(error).__name__}: {first_line(error)})"
     return first_line(error)

@@ -25,7 +25,7 @@ from foredraft.heads.target_model.config_names import max_positions
 from foredraft.heads.target_model.ends import load_ends, refuse
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import MROPE, ImageReader, add_features, model_inputs, reads_images
-from foredraft.heads.target_model.loading import check_keywords, check_tokens, load_model, load_tokenizer
+from foredraft.heads.target_model.loading import check_keywords, check_tokens, end_tokens, load_model, load_tokenizer
 from foredraft.heads.target_model.logits import LogitScaling, TargetOutput, merge_streams, only_logits_at
 from foredraft.heads.target_model.resolve_path import full_name, resolve_path
 from foredraft.heads.target_model.sharding import COLLECTIVE, arguments, full_tensor
@@ -66,9 +66,9 @@ class Target:
         check_supported(model)
         self.max_positions = max_positions(self.config)
         self.context = self.max_positions if context is None else context  # largest number of tokens, None: no limit
-        if context is not None and not 0 < context <= (self.max_positions or context):
+        if context is not None and not (isinstance(context, int) and 0 < context <= (self.max_positions or context)):
             limit = f"at most {self.max_positions}, the limit of {name}"
-            raise ValueError(f"context={context} must be at least 1, and {limit}")
+            raise ValueError(f"context={context!r} must be at least 1, and {limit}")
         self.capabilities = Capabilities(self)
         if self.capabilities.trees:
             attention.take_masks(model)
@@ -186,11 +186,9 @@ class Target:
     @property
     def eos_token_ids(self) -> list[int]:
         """Return the tokens that end a text: its generation config's, and the tokenizer's, which chat templates write."""
-        eos = self.model.generation_config.eos_token_id if self.model.generation_config else None
-        eos = getattr(self.config, "eos_token_id", None) if eos is None else eos  # Qwen3-VL's text config has none
-        ends = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         extra = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        return ends if extra is None or extra in ends or extra >= self.vocab_size else [*ends, extra]
+        ends = [*end_tokens(self.model, self.name), *([] if extra is None else [extra])]
+        return [token for token in dict.fromkeys(ends) if 0 <= token < self.vocab_size]
 
     def new_cache(
         self, num_slots: int, capacity: int, nodes: int = NODES, capture: bool = False, keeps_bits: bool | None = None

@@ -38,8 +38,8 @@ def load_drafter(path: str | Path, target: Target, revision: str | None = None, 
     """Load the drafter that `path` names. `options` are passed to its constructor (foredraft/loading.py).
 
     path: "none" (autoregressive decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's
-    directory or Hub id, or several of these joined by "+" (`load_joined`). revision: branch, tag or commit on the Hub, of all
-    heads and draft models. Heads and draft models have the option `tree` (`drafter_for`), "auto" by default. Of "ngram" and
+    directory or Hub id, or several of these joined by "+" (`load_joined`). revision: branch, tag or commit of all heads and
+    draft models on the Hub. Heads and draft models have the option `tree` (`drafter_for`), "auto" by default. Of "ngram" and
     "suffix" it is "auto", which drafts only when it pays, or "fixed".
     """
     path = str(path)
@@ -59,9 +59,11 @@ def load_joined(
         raise ValueError(f"drafter {'+'.join(paths)!r} lacks a drafter next to a +: add it, or remove the +")
     windows = [{} if window is None or path in ("none", *LOOKUPS) else {"window": window} for path in paths]
     chains = drafts_chains(target, tree)
+    on_hub = any("/" in path and not Path(path.removeprefix("draft:")).is_dir() for path in paths)
+    revisions = [None if on_hub and Path(path).is_dir() else revision for path in paths]
     drafters = [
-        load_lookup(path, target, "fixed", chains) if path in LOOKUPS else load(path, target, revision, tree, **some)
-        for path, some in zip(paths, windows, strict=True)
+        load_lookup(path, target, "fixed", chains) if path in LOOKUPS else load(path, target, at, tree, **some)
+        for path, at, some in zip(paths, revisions, windows, strict=True)
     ]
     if tree == "auto" and len(drafters) == 2:
         suffix, auto = sorted(drafters, key=lambda drafter: isinstance(drafter, AutoTree))
@@ -182,6 +184,11 @@ def tree_of(drafter: Drafter) -> HeadTree | None:
     return inner if isinstance(inner, HeadTree) else None
 
 
+def fixed_form(tree: HeadTree) -> str:
+    """Return the words of tables for a head's drafter that always drafts its largest tree or chain."""
+    return "fixed tree" if tree.branches else "fixed chain"
+
+
 def chain_of(tree: HeadTree, target: Target, length: int) -> HeadTree:
     """Return a chain of at most `length` drafts with the same head, as engines without trees draft it."""
     nodes = length + 1
@@ -207,6 +214,7 @@ __all__ = [
     "Union",
     "chain_of",
     "drafter_for",
+    "fixed_form",
     "load_drafter",
     "tree_of",
 ]

@@ -5,13 +5,20 @@ import warnings
 import torch
 from torch import Tensor
 
+from foredraft.heads.checkpoint import check_is_target
 from foredraft.heads.target_model import Target
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter, Wrapper
+from foredraft.inference.drafters.lookahead import Lookahead
+from foredraft.inference.drafters.union import Union
 from foredraft.inference.tree import TokenTree, chain
 
 
 def as_supported(drafter: Drafter, target: Target) -> Drafter:
-    """Return the drafter as the target supports it: unchanged, one branch of its trees, or none, with a warning."""
+    """Return the drafter as the target supports it: unchanged, one branch of its trees, or none, with a
+    warning. Raises ValueError for what is not a target or not a drafter."""
+    check_is_target(target)
+    if not isinstance(drafter, Drafter):
+        raise ValueError(f"drafter is {type(drafter).__name__}, not a Drafter: load_drafter(path, target) makes one")
     if target.capabilities.trees or drafter.nodes == 1:
         return drafter
     if not target.capabilities.chains:
@@ -31,6 +38,13 @@ def as_supported(drafter: Drafter, target: Target) -> Drafter:
             "So a text with drafts may differ from one without",
             stacklevel=4,
         )
+    parts = drafter.parts if isinstance(drafter, Union) else [drafter]
+    if len(others := [part for part in parts if not isinstance(part, Lookahead)]) < len(parts):
+        warnings.warn(
+            f"lookahead learns nothing from chains, and {target.capabilities.why}, so it is left out. Use suffix or ngram",
+            stacklevel=4,
+        )
+        drafter = Union(others) if len(others) > 1 else (others or [NoDrafter()])[0]
     return Chain(drafter) if drafter.branches else drafter
 
 

@@ -80,6 +80,7 @@ class Lookahead(Drafter):
         assert self.window_tokens is not None
         last = 1 + (self.rounds - 1) * self.window
         written = choices[:, last : last + self.window]
+        written = torch.where(written < 0, self.window_tokens[:, -1], written)  # a chain leaves nodes unverified
         columns = torch.cat([self.window_tokens, written[:, None]], dim=1)  # (batch, ngram, window)
         for pool, row in zip(self.pool, columns.transpose(1, 2).tolist(), strict=True):
             for first, *rest in row:

@@ -100,13 +100,21 @@ def test_a_table_as_spreadsheets_write_it(tmp_path: Path):
     assert [row.where for row in Source(str(tmp_path)).rows()] == ["rows.jsonl:1"]
     assert len([*Source(str(tmp_path), data_files="*.csv").rows()]) == 3
     file.write_text('question,answer\na,"b\nc,d\n')  # the quote would swallow all rows
-    with pytest.raises(ValueError, match=r"rows\.csv cannot be read after line 0: unexpected end of data"):
+    with pytest.raises(ValueError, match=r"rows\.csv: the row that starts in line 2 cannot be read: unexpected end"):
         [*Source(str(file)).rows()]
     file.write_text('question,answer\na,b\n"Oh" he said,c\n')
-    with pytest.raises(ValueError, match=r"rows\.csv cannot be read after line 2: ',' expected after '\"'"):
+    with pytest.raises(
+        ValueError, match=r"line 3 cannot be read: ',' expected .* Write each quotation mark of a text twice"
+    ):
+        [*Source(str(file)).rows()]
+    file.write_text('question,answer\n"a\nb","c\nd"\ne,"f\ng,"h"\n')  # the row is where its quote opens
+    with pytest.raises(ValueError, match="the row that starts in line 5 cannot be read"):
+        [*Source(str(file)).rows()]
+    file.write_text('question,"answer\na,b\n')
+    with pytest.raises(ValueError, match="the row that starts in line 1 cannot be read"):
         [*Source(str(file)).rows()]
     file.write_bytes(b"question,answer\n\xe9,b\n")
-    with pytest.raises(ValueError, match=r"rows\.csv cannot be read after line 0: 'utf-8' codec"):
+    with pytest.raises(ValueError, match=r"rows\.csv cannot be read after line 0: 'utf-8' codec .* Save it in UTF-8"):
         [*Source(str(file)).rows()]
 
 

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from foredraft.heads import Target, hub, save_head
 from foredraft.heads.base import DraftHead, PackedBatch
+from foredraft.heads.hub.card import measured
+from foredraft.heads.target_model.capabilities import Capabilities
 from foredraft.inference import generate
-from foredraft.inference.drafters import Drafter, DraftModel, drafter_for, load_drafter
+from foredraft.inference.drafters import Drafter, DraftModel, drafter_for, fixed_form, load_drafter, tree_of
 from foredraft.inference.drafters.base import Accepted, Wrapper
 from foredraft.inference.evaluation.alignment import Alignment, RecordingDrafter
 from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, Stopwatch, System, Text, rivals
@@ -60,7 +62,7 @@ def head(target, tmp_path) -> Path:
     return tmp_path / "head"
 
 
-def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_path, folder, head, target):
+def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_path, folder, head, target, tiny_path):
     output = tmp_path / "out"
     given = ["data=text", f"data.path={folder}", "prompt_tokens=24", "temperature=[0,1]"]
     given += [f"drafter=[{head},ngram,nonsense,{{_target_: tests.evaluation.test_evaluate.shifted, name: wrong}}]"]
@@ -72,13 +74,16 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
     found = json.loads((output / "figures.json").read_text())
     ours, names = str(head), {line["drafter"] for line in found["rows"]}
     rivals = {"transformers", "transformers, prompt lookup"}
-    assert names == {"baseline", "ngram", ours, "wrong", f"{ours}, fixed tree"} | rivals
+    tree = tree_of(load_drafter(ours, Target.from_pretrained(tiny_path)))
+    assert tree is not None
+    form = fixed_form(tree)
+    assert names == {"baseline", "ngram", ours, "wrong", f"{ours}, {form}"} | rivals
     assert list(found["alignment"]) == ["wrong"] and "taken 1 token later" in found["alignment"]["wrong"][0]
     assert "'nonsense' is not one of" in found["errors"]["nonsense"]
     everything = [line for line in found["rows"] if line["category"] in ("all", "loops")]
     assert sum(line["texts"] for line in everything if (line["drafter"], line["temperature"]) == (ours, 0)) == 2
     for line in everything:
-        if line["drafter"] == f"{ours}, fixed tree":
+        if line["drafter"] == f"{ours}, {form}":
             assert line["acceptance_length"] >= 1 and line["chain_acceptance_length"] >= 1
             assert line["speedup"][1] <= line["speedup"][0] <= line["speedup"][2]
     assert all(line["identical"] == line["texts"] == 2 and line["wrong"] == 0 for line in found["identity"])
@@ -92,6 +97,14 @@ def test_drafters_are_measured_side_by_side_and_a_second_run_goes_on(run, tmp_pa
     assert run(*given, "chain=2").code == 2
     save_head(make_head("medusa", target), head, target)  # another training
     assert "out contains a run with other settings, weights or hardware" in complaint(run(*given))
+
+
+@pytest.mark.parametrize("chains, form", [(True, "fixed chain"), (False, "fixed tree")])
+def test_variants_are_named_by_what_they_draft(target, monkeypatch, chains, form):
+    monkeypatch.setattr(Capabilities, "prefers_chains", property(lambda able: chains))
+    drafter = drafter_for(make_head("eagle3", target), target, tree="auto")
+    names = [system.name for system in evaluate.with_variants("head", drafter, target, 3)]
+    assert names == ["head", f"head, {form}", "head, chain of 3"]
 
 
 def test_acceptance_by_context_continues_the_same_places(run, tmp_path, folder):
@@ -237,8 +250,12 @@ def test_prompts_of_the_data_are_refused_where_no_data_is_read():
         prompt_sets.questions("held_out", 4)
 
 
-def test_figures_of_a_training_run():
+@pytest.mark.parametrize("width, form", [(1, "fixed chain"), (2, "fixed tree")])
+def test_figures_of_a_training_run(target, width, form):
     """Measure the speed on two of four texts. One of the two is a loop, which counts only for `acceptance_length_all`."""
+    drafter = drafter_for(make_head("medusa", target), target, width=width)
+    assert drafter.depth == 3, "of the figures below"
+    fixed = f"head, {form}"
     texts, lines = [Text("code", [number], False) for number in range(4)], []
     fast = {"emitted": [3, 3, 3], "accepted": [2, 2, 2], "nodes": [4] * 3}
     slow = {"emitted": [1] * 9, "accepted": [0] * 9, "nodes": [1] * 9}
@@ -246,16 +263,16 @@ def test_figures_of_a_training_run():
         for number in range(4):
             shared = {"temperature": temperature} | ({"ids": [7] * 10} if number == 2 else {})
             batched = fast if number < 3 else slow | {"nodes": [4] * 9}
-            lines.append(text_line(finalize.FIXED, number, 0, kind="batched", **batched, **shared))
+            lines.append(text_line(fixed, number, 0, kind="batched", **batched, **shared))
             for name, seconds, steps in (
                 (BASELINE, 5.0, slow),
                 (finalize.AUTO, 4.0, fast),
-                (finalize.FIXED, 2.5, fast),
+                (fixed, 2.5, fast),
             ):
                 if number in (0, 2):
                     lines.append(text_line(name, number, seconds, **steps, **shared))
     benchmark: Any = SimpleNamespace(lines=SimpleNamespace(lines=lines), texts=texts, new_tokens=10)
-    rows, facts = [], {"drafter": finalize.FIXED}
+    rows, facts = [], {"drafter": fixed}
     for temperature in finalize.TEMPERATURES:
         table = Table(lines, texts, temperature)
         for name, category in itertools.product(table.by_decoder, ("all", "loops")):
@@ -264,7 +281,9 @@ def test_figures_of_a_training_run():
     identity = [facts | {"temperature": t, "texts": 2, "identical": 1} for t in finalize.TEMPERATURES]
     stages = [facts | {"temperature": 0.0, "seconds": {"draft": 0.1}}]
     results = Results({"preempted_share": 0.01}, rows, [], identity, stages, {}, {})
-    figures = finalize.figures_of(benchmark, results, depth=3)
+    figures = finalize.figures_of(benchmark, results, drafter)
+    drafts = {"fixed chain": "chains of at most 3 drafts", "fixed tree": "trees of at most 4 nodes"}[form]
+    assert figures["drafts"] == drafts and ("drafts", drafts) in measured(figures)
     assert figures["acceptance_length"] == 1.8 and figures["acceptance_length_all"] == 2.0
     assert figures["accepted_per_depth"] == [0.4, 0.4, 0.0]
     assert (figures["tokens_per_second"], figures["baseline_tokens_per_second"]) == (4.0, 2.0)
@@ -535,6 +554,11 @@ def test_another_head_in_the_same_repository_is_another_run(server, target, tiny
         hub.push(tmp_path / kind, "org/head", private=False, replace=True, dry_run=False)
         with pytest.raises(ValueError, match="other settings, weights") if refused else contextlib.nullcontext():
             evaluate.check_same_run(tmp_path / "settings.json", cfg, target)
+
+
+def test_a_revision_is_that_of_the_hubs_part_next_to_a_directory(head, tiny_path):
+    cfg = composed("evaluate", f"target={tiny_path}", f"drafter=[{{path: {head}+org/head, revision: v2}}]")
+    assert evaluate.head_paths(cfg) == [(str(head), None), ("org/head", "v2")]
 
 
 def test_another_draft_model_in_the_same_place_is_another_run(tiny_path, target, tmp_path):

@@ -7,10 +7,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, LlamaForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from foredraft.heads import Target, save_head
+from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.base import DraftHead
 from foredraft.heads.checkpoint import read_head
 from foredraft.heads.formats import engine_checks as checks
@@ -23,6 +23,7 @@ from foredraft.heads.target_model.logits import LogitScaling
 from foredraft.train import publish
 from tests.support import golden
 from tests.support.head_factory import build_head, make_head, same, write_export
+from tests.support.tiny import tiny_config
 
 FORMATS = {  # that take a head of this kind
     "eagle3": "vllm speculators sglang eagle",
@@ -425,3 +426,19 @@ def test_eagle_1_drafts_more_than_it_learned(deep, steps, drafts, named):
     head = build_head("eagle", deep, ttt_steps=steps)
     said = engines.export_for("vllm", head, deep).command(head, "T", "H", drafts)
     assert f'"num_speculative_tokens": {named}' in said
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "hydra_pp", "mtp"])
+@pytest.mark.parametrize("ids", [{}, {"bos_token_id": None, "eos_token_id": None}, {"eos_token_id": [5, 6]}])
+def test_a_config_has_the_start_and_end_tokens_of_its_target(kind, ids, tmp_path):
+    """Check that a head of a target without them does not get Llama's 1 and 2, which an engine would read from silence."""
+    config = tiny_config()
+    wanted = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id} | ids
+    for name, value in ids.items():
+        setattr(config, name, value)
+    target = Target(LlamaForCausalLM(config))
+    save_head(make_head(kind, target), tmp_path, target)
+    save_head(load_head(tmp_path, target), tmp_path, target)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    layer = saved if "eos_token_id" in saved else saved["foredraft"]["prefix"]
+    assert {name: layer[name] for name in wanted} == wanted

@@ -1,6 +1,7 @@
 """What every drafter promises: the target's own text, whatever it drafts; and what each of them drafts."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from foredraft.heads import Target, save_head
+from foredraft.heads import Target, hub, save_head
 from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.eagle3 import Eagle3Head
@@ -316,6 +317,21 @@ def test_a_revision_is_that_of_every_part_of_a_drafter(target, monkeypatch):
     for path in ("org/head", "org/head+suffix", "suffix+org/head", "draft:org/head", "draft:org/head+suffix"):
         with pytest.raises(ValueError, match="org/head at v2"):
             load_drafter(path, target, "v2")
+
+
+def test_a_revision_is_that_of_the_hubs_part_next_to_a_directory(target, monkeypatch, tmp_path):
+    save_head(make_head("medusa", target), tmp_path / "mine", target)
+    asked = {}
+
+    def find(path: str, revision: str | None = None) -> Path:
+        asked[path] = revision
+        return hub.find(tmp_path / "mine" if path == "org/head" else path, None if path == "org/head" else revision)
+
+    monkeypatch.setattr("foredraft.inference.drafters.find", find)
+    mine = str(tmp_path / "mine")
+    assert isinstance(load_drafter(f"{mine}+org/head", target, "v2"), Union) and asked == {mine: None, "org/head": "v2"}
+    with pytest.raises(ValueError, match="is a directory, which has no revision=v2"):
+        load_drafter(f"{mine}+suffix", target, "v2")
 
 
 def test_a_heads_window_can_be_set_for_drafting(target, tmp_path):

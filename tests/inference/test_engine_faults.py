@@ -321,9 +321,25 @@ def test_a_single_stop_string_is_not_a_list_of_letters():
     assert Request([1], stop_strings=["END", ""]).stop_strings == ("END",)
 
 
-def test_an_engine_without_a_place_is_refused(target):
-    with pytest.raises(ValueError, match="max_num_seqs=0 must be at least 1"):
-        Engine(target, None, max_num_seqs=0)
+@pytest.mark.parametrize("name", ["max_num_seqs", "slot_tokens", "prefill_chunk"])
+@pytest.mark.parametrize("value", [0, "8", 1.5, True])
+def test_an_engine_refuses_what_is_not_a_count(target, name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} is not a whole number of at least 1"):
+        Engine(target, None, **{name: value})
+
+
+def test_an_engine_refuses_what_is_not_a_target_or_a_drafter(target):
+    with pytest.raises(ValueError, match="target is LlamaForCausalLM, not a Target"):
+        Engine(target.model, None)
+    with pytest.raises(ValueError, match="drafter is str, not a Drafter"):
+        Engine(target, None).swap("suffix")
+
+
+def test_a_trace_of_more_tokens_than_the_vocabulary_has_them_all(target):
+    engine = Engine(target, None)
+    engine.add(Request([5], max_new_tokens=2, trace=10 * target.vocab_size))
+    traces = [output.trace for _ in range(2) for output in engine.step()]
+    assert [len(trace.top[0]) for trace in traces if trace] == [target.vocab_size] * 2
 
 
 def test_least_tokens_need_no_copy_of_the_tree(target, monkeypatch):

@@ -137,6 +137,10 @@ def test_bad_input_is_named(target):
             (prompt(3), {"stop_strings": stops}, "stop_strings=.* is not a text or a list of")
             for stops in (5, [5], b"x")
         ),
+        (prompt(3), {"streamer": 5}, "streamer=5 is not a streamer of transformers, which has put and end"),
+        (prompt(3), {"progress": 5}, "progress=5 is not a function"),
+        (prompt(3), {"trace": "x"}, "trace=x is not a setting"),
+        (prompt(3), {"attention_mask": "x"}, "attention_mask='x' is not a tensor of 0 and 1"),
         (prompt(3), {"do_sample": "false"}, "do_sample='false' is not true or false"),
         (prompt(3), {"generation_config": {"top_k": 5}}, "generation_config=.* is not a GenerationConfig"),
     ):
@@ -154,8 +158,8 @@ def test_bad_input_is_named(target):
         ("max_new_tokens", ("16", 1.5, None), "is not a whole number"),
         ("min_new_tokens", ("16", 1.5, None), "is not a whole number"),
         ("seed", ("16", 1.5, None), "is not a whole number"),
-        ("eos_token_ids", (5, None), "is not a set of tokens"),
-        ("trace", ("16", 1.5), "is not a whole number"),
+        ("eos_token_ids", (5, None, "ab", {1.5}), "is not a set of tokens"),
+        ("trace", ("16", 1.5, True, -1), "is not a whole number"),
     ):
         for value in values:
             with pytest.raises(ValueError, match=message):
@@ -164,6 +168,8 @@ def test_bad_input_is_named(target):
         generate(target, "suffix", prompt(3))
     with pytest.raises(ValueError, match="only commands have this short name: give the directory scripts/test_model"):
         Target.from_pretrained("test_model")
+    with pytest.raises(ValueError, match="context='x' must be at least 1"):
+        Target(target.model, context="x")  # type: ignore[arg-type]
     for call in (lambda: generate(target.model, None, prompt(3)), lambda: load_drafter("suffix", target.model)):
         with pytest.raises(ValueError, match="target is LlamaForCausalLM, not a Target"):
             call()

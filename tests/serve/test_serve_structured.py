@@ -670,6 +670,64 @@ def test_an_answer_that_is_cut_ends_by_its_length_whatever_was_called_before():
     assert (choice.text, choice.calls, choice.finish_reason) == ('{"a', [], "length")
 
 
+@pytest.mark.parametrize(
+    "template, text, arguments",
+    [
+        ("qwen3", '<tool_call>\n{"name": "f", "arguments": {"a": [1, ', '{"a": [1, '),
+        ("llama3", '{"name": "f", "parameters": {"a": "b', '{"a": "b'),
+        ("gemma3", '{"name": "f", "arguments": {"a": 1}', '{"a": 1}'),  # without a known format
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a', '{"a'),
+        ("devstral", "[TOOL_CALLS]f[ARGS]", ""),
+        ("apertus", '<|tools_prefix|>[{"f": {"a": tr', '{"a": tr'),
+        ("gpt_oss", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": ', '{"a": '),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nb\n</parameter>\n<parameter=c>\nd", '{"a": "b"'),
+        ("glm4_5", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>b", "{"),
+        ("qwen3", '<tool_call>\n{"name": "f', None),
+        ("qwen3", "<tool_", None),
+    ],
+)
+def test_a_forced_call_that_is_cut_is_its_start_and_no_text(template, text, arguments):
+    choice = choice_of(text, template, "length", tool_choice="required")
+    assert (choice.text, choice.finish_reason) == ("", "length")
+    assert [call["function"]["arguments"] for call in choice.calls] == ([] if arguments is None else [arguments])
+    whole = choice_of(text, template, "length")  # a call that the model chose, and did not end, is text
+    assert whole.calls == [] and whole.text
+
+
+def test_of_forced_calls_the_last_one_is_cut():
+    text = (
+        '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>\n{"name": "f", "arguments": {"a'
+    )
+    choice = choice_of(text, "qwen3", "length", tool_choice="required")
+    assert [call["function"]["arguments"] for call in choice.calls] == ['{"a": 1}', '{"a'] and choice.text == ""
+    choice = choice_of(text, "qwen3", "length", tool_choice="required", parallel_tool_calls=False)
+    assert [call["function"]["arguments"] for call in choice.calls] == ['{"a": 1}']
+
+
+def test_a_forced_call_that_is_cut_arrives_alike_streamed_and_whole(client):
+    named = {"type": "function", "function": {"name": "pair"}}
+    facts = {**ASKED, "tools": TOOLS, "tool_choice": named, "max_tokens": 60, "temperature": 0, "stream": False}
+    (whole,) = client.chat.completions.create(**facts).choices
+    (call,) = whole.message.tool_calls
+    assert (whole.finish_reason, whole.message.content, call.function.name) == ("length", None, "pair")
+    with pytest.raises(ValueError):
+        json.loads(call.function.arguments)
+    chunks = [*client.chat.completions.create(**facts | {"stream": True})]
+    calls = [part.function for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
+    assert [(part.name, part.arguments) for part in calls] == [("pair", call.function.arguments)]
+    assert (
+        not any(chunk.choices[0].delta.content for chunk in chunks) and chunks[-1].choices[0].finish_reason == "length"
+    )
+    tool = {"type": "function", **TOOLS[0]["function"]}
+    answer = client.responses.create(
+        model="tiny", input="def add(self, other):", tools=[tool], tool_choice="required", max_output_tokens=60
+    )
+    assert (answer.status, [(item.type, item.status) for item in answer.output]) == (
+        "incomplete",
+        [("function_call", "incomplete")],
+    )
+
+
 @pytest.mark.parametrize("facts, calls", [({}, ["f"]), ({"tool_choice": "none"}, []), ({"tools": None}, [])])
 def test_a_call_of_gpt_oss_is_one_of_the_tools_that_may_be_called(facts, calls):
     choice = choice_of("<|channel|>commentary to=functions.f <|message|>{}<|call|>", "gpt_oss", **facts)

@@ -75,6 +75,21 @@ def test_what_does_not_read_several_tokens_right_is_decoded_plainly_and_says_so(
     assert {step.nodes for step in generation.steps} == {1}
 
 
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_lookahead_is_left_out_where_drafts_cannot_branch(others: int) -> None:
+    """Check it alone and in a union: its n-grams would never be verified."""
+    _, target = hybrid("lfm2")
+    parts = [kinds.Lookahead(), NgramDrafter(), kinds.SuffixDrafter()][: 1 + others]
+    message = (
+        r"^lookahead learns nothing from chains, and model_type lfm2 .* cannot branch, so it is left out\. Use suffix"
+    )
+    with pytest.warns(UserWarning, match=message):
+        engine = Engine(target, kinds.Union(parts) if others else parts[0])
+    rest = [engine.drafter, *engine.drafter.parts, *(some for part in engine.drafter.parts for some in part.parts)]
+    assert not any(isinstance(part, kinds.Lookahead) for part in rest)
+    assert set(parts[1:]) <= set(rest) and (engine.drafter.nodes == 1) == (others == 0)
+
+
 @pytest.mark.parametrize("family", ["xlm", "xlnet", "reformer"])
 def test_what_cannot_continue_from_a_cache_writes_as_transformers_does(family: str) -> None:
     target = small_family(families()[family])
@@ -185,7 +200,8 @@ def test_every_drafter_drafts_a_chain(kind: str, temperature: float) -> None:
     drafters = {
         "ngram": NgramDrafter(),
         "suffix": kinds.SuffixDrafter(),
-        "lookahead": kinds.Lookahead(),
+        "lookahead": kinds.Likeliest(kinds.Lookahead()),
+        "lookahead and ngram": kinds.Likeliest(kinds.Union([kinds.Lookahead(), NgramDrafter()])),
         "random": Random(),
         "eagle3": kinds.DynamicTree(head, target, depth=4, min_probability=0),
         "eagle3 auto": kinds.AutoTree(kinds.DynamicTree(head, target, depth=3, min_probability=0), target),

@@ -4,6 +4,8 @@ import contextlib
 import copy
 import json
 import shutil
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,7 +168,7 @@ def test_an_unknown_argument_is_not_blamed_on_the_files(tmp_path):
     [
         ("config.json", b"[]", r"transformers fails on its files \(TypeError"),
         ("model.safetensors.index.json", b"{}", r"transformers fails on its files \(KeyError: 'weight_map'"),
-        ("generation_config.json", b"[]", r"transformers fails on its files \(TypeError"),
+        ("generation_config.json", b"[]", "generation_config.json is not a JSON object: mend it, or remove the file"),
         ("pytorch_model.bin", b"", r"transformers fails on its files \(EOFError"),
         ("pytorch_model.bin", None, r"\.bin file of its weights is damaged or incomplete"),
         ("pytorch_model.bin", b"PK\x03\x04", r"\.bin file of its weights is damaged or incomplete"),
@@ -329,3 +331,52 @@ def test_a_model_made_in_memory_has_no_files(tiny_path, monkeypatch):
     """Start where a checkpoint lies, which is not its own."""
     monkeypatch.chdir(tiny_path)
     assert weight_map(Target(LlamaForCausalLM(tiny_config()))) == {}
+
+
+def odd_target(tiny_path: Path, tmp_path: Path, text: str | None, **config: Any) -> Path:
+    """Copy the tiny target with this generation_config.json (None: without), and other settings in its config.json."""
+    path = tmp_path / "odd"
+    shutil.copytree(tiny_path, path)
+    settings = json.loads((path / "config.json").read_text()) | config
+    (path / "config.json").write_text(json.dumps(settings))
+    (path / "generation_config.json").unlink() if text is None else (path / "generation_config.json").write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "text, config, ends",
+    [
+        (None, {"eos_token_id": 5}, [5, 0]),  # 0 is the tokenizer's
+        (None, {"eos_token_id": None}, [0]),
+        ('{"eos_token_id": []}', {}, [0]),
+        ('{"eos_token_id": [7, 5, 7, 0]}', {}, [7, 5, 0]),
+        ('{"eos_token_id": [100000, -1, 7]}', {}, [7, 0]),
+    ],
+)
+def test_end_tokens_are_named_once_and_in_the_vocabulary(tiny_path, tmp_path, text, config, ends):
+    target = Target.from_pretrained(odd_target(tiny_path, tmp_path, text, **config), device="cpu")
+    assert target.eos_token_ids == ends
+    generate(target, None, torch.tensor([[5, 6]]), max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"eos_token_id": "</s>"}', "eos_token_id='</s>' of target .* is not a token id or a list of them: mend"),
+        ('{"eos_token_id": [[0]]}', r"eos_token_id=\[\[0\]\] of target .* is not a token id"),
+        ('{"eos_token_id": [null]}', r"eos_token_id=\[None\] of target .* is not a token id"),
+        ('{"eos_token_id": 1.5}', "eos_token_id=1.5 of target .* is not a token id"),
+        ("{", "generation_config.json is not a JSON object: mend it, or remove the file"),
+    ],
+)
+def test_a_generation_config_without_usable_end_tokens_is_refused(tiny_path, tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        Target.from_pretrained(odd_target(tiny_path, tmp_path, text), device="cpu")
+
+
+def test_what_transformers_asserts_of_a_config_is_one_sentence(tiny_path, tmp_path):
+    path = odd_target(tiny_path, tmp_path, None, pad_token_id=100000)
+    with pytest.raises(
+        ValueError, match=r"cannot be loaded: transformers fails on its files \(AssertionError: Padding_idx"
+    ):
+        Target.from_pretrained(path, device="cpu")

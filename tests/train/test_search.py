@@ -4,6 +4,7 @@ import json
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,6 +146,24 @@ def end_at(line: str, number: int, cwd: Path, *arguments: str) -> Ended:
 def test_what_is_refused_in_one_sentence(given: list[str], here, change: list[str], words: str):
     ended = here(*given, "heads=[medusa,hass]", *change)
     assert re.search(words, complaint(ended._replace(out="")))
+
+
+@pytest.mark.parametrize("part", ["validation", "test"])
+def test_heads_are_not_compared_where_nothing_can_be_decoded(
+    given: list[str], here, tmp_path: Path, monkeypatch, part: str
+):
+    """Check that a search ends before its first candidate if every held-out sample has an image."""
+    load = search.load
+
+    def with_images(cfg):
+        target, data = load(cfg)
+        return target, data._replace(**{part: [SimpleNamespace(images=[1])]})
+
+    monkeypatch.setattr(search, "load", with_images)
+    assert "no held-out sample is without images: add samples without images, or choose a head" in complaint(
+        here(*given)
+    )
+    assert not list(tmp_path.rglob("round-1"))
 
 
 def test_a_budget_without_auto_is_no_key(here):

@@ -6,12 +6,13 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin
-from torch import nn
+from torch import Tensor, nn
 
 from foredraft.heads.base import DraftHead, ParallelHead
 from foredraft.heads.checkpoint import save_head
@@ -220,14 +221,25 @@ def test_the_gate_sees_a_small_fault_of_a_head_for_a_target_in_half_precision(ha
         parity_gate.check(head, half, PROMPT, saved=tmp_path)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(target: Target, tmp_path: Path):
-    """Check that it ends before a checkpoint is written, with the step and the samples in the error."""
+@pytest.mark.parametrize("name", ["loss", "grad_norm"])
+def test_a_loss_that_is_not_finite_ends_the_run(target: Target, tmp_path: Path, name: str):
+    """Check that it ends before a checkpoint is written, with the step and the samples in the error. After a gradient that is
+    not finite the next loss is not, either, and its samples are not to blame."""
     trainer = make_trainer(target, tmp_path, max_steps=40, logging_steps=100, save_steps=5)
     plain, stream = trainer.distillation.loss, trainer.train_dataset
-    trainer.distillation.loss = lambda *given: plain(*given) * (torch.nan if trainer.state.global_step == 12 else 1)
+
+    def loss(*given: Any) -> Tensor:
+        found, factor = plain(*given), torch.nan if trainer.state.global_step == 12 else 1
+        if name == "loss":
+            return found * factor
+        if found.requires_grad:
+            found.register_hook(lambda gradient: gradient * factor)
+        return found
+
+    trainer.distillation.loss = loss
     rows = sorted({stream.locate(index) for index in (24, 25)})
     with pytest.raises(
-        ValueError, match=rf"loss=nan at step 13, whose rows .* are {rows[0]}, {rows[1]}: see that text, lower"
+        ValueError, match=rf"^{name}=nan at step 13, whose rows .* are {rows[0]}, {rows[1]}: see that text, lower"
     ):
         trainer.train()
     assert checkpoints.newest(tmp_path / "checkpoints") == str(tmp_path / "checkpoints/checkpoint-10")

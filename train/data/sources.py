@@ -254,13 +254,17 @@ def table_of_text(file: Path) -> Iterator[Row]:
             header = lines.readline()
             lines.seek(0)
             rows = csv.DictReader(lines, delimiter=max(",;\t", key=header.count), strict=True)
+            last = rows.line_num if rows.fieldnames else 0  # of the header
             for row in rows:
                 last, more = rows.line_num, row.pop(None, None)
                 filled = {name.strip(): cell for name, cell in row.items() if cell}
                 value = SkippedRow("more cells than the header names") if more else filled
                 yield Row(f"{file.name}:{last}", value)
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{file} cannot be read after line {last}: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} cannot be read after line {last}: {error}. Save it in UTF-8") from error
+    except csv.Error as error:
+        remedy = "Write each quotation mark of a text twice and the text between quotation marks, or write JSON Lines"
+        raise ValueError(f"{file}: the row that starts in line {last + 1} cannot be read: {error}. {remedy}") from error
 
 
 def parsed(line: bytes) -> Any:

@@ -10,7 +10,7 @@ from foredraft.inference.serve.echo import Echo
 from foredraft.inference.serve.openai.logprobs import TokenLogprob
 from foredraft.inference.serve.openai.protocol import ChatRequest, CommonRequest, CompletionRequest
 from foredraft.inference.serve.openai.reasoning import is_harmony, reasoning_marks, split_harmony, split_reasoning
-from foredraft.inference.serve.openai.tools import callable_tools, new_call, new_tool_reader
+from foredraft.inference.serve.openai.tools import callable_tools, forced_tools, new_call, new_tool_reader
 from foredraft.inference.serve.stop_strings import find_partial_mark, without_stop
 from foredraft.inference.serve.worker import Job
 from foredraft.inference.text import Detokenizer, answer_context
@@ -52,6 +52,7 @@ class Choice:
         template, prompt = tokenizer.chat_template, job.request.prompt
         chat = request if isinstance(request, ChatRequest) else None
         self.callable, self.only_one = callable_tools(request), chat is not None and not chat.parallel_tool_calls
+        self.must_call = chat is not None and bool(forced_tools(chat))
         is_free = chat is not None and not request.has_grammar
         self.is_harmony = is_free and is_harmony(template)
         marks = ("", "") if chat is None else reasoning_marks(template)
@@ -109,6 +110,8 @@ class Choice:
             reasoning, calls = self.tools.split(reasoning, is_end)  # some models call before they end their reasoning
         elif self.tools is not None:
             text, calls = self.tools.split(text, is_end, len(self.whole.text))
+            if self.must_call and finish_reason == "length":  # what is left is the start of a call
+                text, calls = "", calls + self.tools.unfinished(text)
         return reasoning, text, calls[:1] if self.only_one else calls
 
     def detokenize(self, output: RequestOutput) -> tuple[list[str], list[tuple[int, bool]]]:

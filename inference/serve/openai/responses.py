@@ -9,6 +9,7 @@ from foredraft.inference.serve.errors import ApiError
 from foredraft.inference.serve.openai.choice import Piece
 from foredraft.inference.serve.openai.completion import Answer
 from foredraft.inference.serve.openai.responses_protocol import ResponsesRequest
+from foredraft.inference.serve.openai.tools import decode_json
 
 PREFIXES = {"reasoning": "rs", "message": "msg", "function_call": "fc", "custom_tool_call": "ctc"}  # of ids
 
@@ -136,7 +137,8 @@ class ResponsesAnswer(Answer):
         self.output.append({"id": new_id(item["type"]), **item, field: ""})
         yield self.item_event("output_item.added", item=self.output[-1])
         yield self.item_event(f"{item['type']}_{field}.delta", delta=text)
-        self.output[-1] |= {field: text} | ({"status": "completed"} if "status" in item else {})
+        status = "completed" if decode_json(text, 0)[1] else "incomplete"
+        self.output[-1] |= {field: text} | ({"status": status} if "status" in item else {})
         named = {"name": tool.name} if tool.type == "function" else {}
         yield self.item_event(f"{item['type']}_{field}.done", **named, **{field: text})
         yield self.item_event("output_item.done", item=self.output[-1])

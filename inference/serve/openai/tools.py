@@ -30,6 +30,8 @@ from foredraft.inference.serve.stop_strings import find_partial_mark
 # The start of an object, or of a list of objects, that may be a call without a mark; the end of a text that may become one.
 OBJECT = r'(?<!\s)\s*(?:\[\s*)?\{\s*"(?:name|type|function|arguments|parameters)"'
 PARTIAL_OBJECT = re.compile(r'(?<!\s)\s*(?:\[\s*)?(?:\{\s*(?:"\w*)?)?$')
+# The start of an object up to its arguments.
+ARGUMENTS = re.compile(r'\{\s*"name"\s*:\s*"(?P<name>[^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
 SEPARATOR = re.compile(r"[\s,;]*")
 DECODER = json.JSONDecoder(strict=False, parse_constant=str)  # models write newlines within strings, and NaN
 # A text in quotes, which may contain the others; a bare key; a name of Python, which Gemma's template writes.
@@ -147,6 +149,18 @@ class ToolReader:
         if calls:
             content = content.rstrip() if start else content.strip()
         return text[:start] + content, calls
+
+    def unfinished(self, text: str) -> list[dict[str, Any]]:
+        """Return the call that a forced answer was writing when it was cut, with the arguments up to there (of those that are
+        written one by one, the complete ones); none before its name is complete."""
+        found = (ARGUMENTS if self.style.is_object else self.head).search(text)
+        if found is None or found["name"] not in self.tools:
+            return []
+        arguments = text[found.end() :]
+        if self.style.parameters is not None:
+            complete, _ = self.parameters_at(text, found.end(), self.tools[found["name"]])
+            arguments = json.dumps(complete)[:-1]
+        return [new_call(found["name"], arguments)]
 
     def calls_at(self, text: str, at: int) -> tuple[list[dict[str, Any]], int]:
         """Return the consecutive calls at this position, and where they end."""
