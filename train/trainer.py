@@ -276,9 +276,7 @@ class HeadTrainer(Trainer):
         name = next((name for name in ("loss", "grad_norm") if not math.isfinite(logs.get(name, 0.0))), None)
         if name is None:
             return
-        bad = [
-            value is not None and not math.isfinite(value) for *_, value in self.checked
-        ]  # DeepSpeed may have no norm
+        bad = [not math.isfinite(value or 0.0) for *_, value in self.checked]  # DeepSpeed may have no norm
         bad = distributed.all_reduce(torch.tensor(bad).int()).tolist()
         found = (event for event, count in zip(self.checked, bad, strict=True) if count)  # the first: weights keep it
         step, name, _ = next(found, (self.state.global_step, name, None))
