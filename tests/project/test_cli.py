@@ -155,6 +155,8 @@ def test_words_that_stand_for_keys(monkeypatch: pytest.MonkeyPatch, run: Run) ->
         "+data.path='~/a b.jsonl'": ["+data.path='/home/ada/a b.jsonl'"],
         "drafters=[~/one,draft:~/two]": ["drafters=[/home/ada/one,draft:/home/ada/two]"],
         "data.path=/d/date=2026-01-01/x.jsonl": ["data.path='/d/date=2026-01-01/x.jsonl'"],
+        "data.path=/d/Größe 2/日本.jsonl": ["data.path='/d/Größe 2/日本.jsonl'"],
+        "target=/home/jo\u0308rg/m": ["target.path='/home/jo\u0308rg/m'"],  # two characters, as macOS writes them
         "data=mix": ["data=self", "data.conversations=???"],
         "drafter=ORG/NAME+suffix": ["drafter.path=ORG/NAME+suffix"],
         "+drafter.nodes=16": ["drafter.nodes=16"],
@@ -163,7 +165,14 @@ def test_words_that_stand_for_keys(monkeypatch: pytest.MonkeyPatch, run: Run) ->
         "prompt=~/x is": ["prompt='~/x is'"],
     }.items():
         assert expand(typed) == meant
-    for same in ("trainer.max_steps=range(start=1,stop=3)", "+a={b: 'c=d'}", "prompt='a'", "learn={keep: 3}", "gpus=8"):
+    for same in (
+        "trainer.max_steps=range(start=1,stop=3)",
+        "+a={b: 'c=d'}",
+        "prompt='a'",
+        "learn={keep: 3}",
+        "gpus=8",
+        "a=[é]",
+    ):
         assert expand(same) == [same]
     for same in ("target={path: x}", "output_dir=a~/b", "~trainer"):
         assert expand(same) == [same]
