@@ -156,6 +156,7 @@ def test_words_that_stand_for_keys(monkeypatch: pytest.MonkeyPatch, run: Run) ->
         "drafters=[~/one,draft:~/two]": ["drafters=[/home/ada/one,draft:/home/ada/two]"],
         "data.path=/d/date=2026-01-01/x.jsonl": ["data.path='/d/date=2026-01-01/x.jsonl'"],
         "data.path=/d/Größe 2/日本.jsonl": ["data.path='/d/Größe 2/日本.jsonl'"],
+        "target=/home/jörg/m": ["target.path='/home/jörg/m'"],
         "target=/home/jo\u0308rg/m": ["target.path='/home/jo\u0308rg/m'"],  # two characters, as macOS writes them
         "data=mix": ["data=self", "data.conversations=???"],
         "drafter=ORG/NAME+suffix": ["drafter.path=ORG/NAME+suffix"],
