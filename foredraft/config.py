@@ -159,13 +159,15 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
     for key in values:
         if key not in known:
             key = key if key.partition(".")[0] in known else word_for.get(key, key)  # drafter.path was typed as drafter
-            raise HydraException(new_key(key, {*known, *groups}) or unknown_key(key, known))
+            raise HydraException(
+                new_key(key, {*known, *groups}) or of_other_choices(key, base) or unknown_key(key, known)
+            )
     try:
         final = compose(program, overrides, number, sweep)
     except ConfigCompositionException as error:
         if (unknown := getattr(error.__cause__, "full_key", None)) is None:
             raise
-        raise HydraException(unknown_key(unknown, known)) from None  # in {...}
+        raise HydraException(of_other_choices(unknown, base) or unknown_key(unknown, known)) from None  # in {...}
     if final.hydra.runtime.choices.get("recipe"):
         check_recipe(program, choices, final)
     for group, node in [("", final), *flat(final)]:
@@ -202,9 +204,12 @@ def check_group(group: str, node: DictConfig, base: DictConfig, final: DictConfi
     takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
     for name in (name for name in map(str, node) if not name.startswith("_") and name != "hydra"):
         key = f"{group}.{name}".removeprefix(".")
-        if parameters and name not in parameters and not takes_all:
-            raise HydraException(unknown_key(key, [f"{group}.{other}".removeprefix(".") for other in parameters]))
         is_typed = any(f"{key}.".startswith(f"{other}.") for other in typed)
+        if parameters and name not in parameters and not takes_all:
+            own = [f"{group}.{other}".removeprefix(".") for other in parameters]
+            setter = final.hydra.runtime.choices.get("recipe")
+            by = "" if is_typed or setter is None else f"recipe={setter}: "
+            raise HydraException(by + (of_other_choices(key, final) or unknown_key(key, own, addable=False)))
         try:
             value = plain(final, key)
         except OmegaConfBaseException as error:
@@ -243,14 +248,26 @@ def schema_of(annotation: Any, default: Any) -> DictConfig:
     return OmegaConf.create({"value": None})
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
+def of_other_choices(key: str, cfg: DictConfig) -> str | None:
+    """Return that a key is not one of the chosen option, but of others in its group."""
+    group, _, name = key.partition(".")
+    chosen, having = cfg.hydra.runtime.choices.get(group), []
+    for option in options_of(group) if name and chosen else ():
+        with contextlib.suppress(HydraException):  # of another file of the user's
+            if key in dict(flat(hydra.compose(cfg.hydra.job.config_name, [f"{group}={option}"]))):
+                having.append(f"{group}={option}")
+    return f"{key} is not a key of {group}={chosen}, but of {', '.join(having)}" if having else None
+
+
+def unknown_key(key: str, known: Iterable[str], addable: bool = True) -> str:
     near = nearest(key, known)
     if near:
         return f"{key} is not known; did you mean {near}?"
     parent = key.rpartition(".")[0]
     own = [name for name in known if not name.rpartition(".")[2].startswith("_")]  # without Hydra's _target_
     siblings = [name for name in own if name.rpartition(".")[0] == parent] or [name for name in own if "." not in name]
-    return f"{key} is not known. Known: {', '.join(sorted(siblings))}. (+{key}=... adds a key.)"
+    more = f" (+{key}=... adds a key.)" if addable else ""
+    return f"{key} is not known. Known: {', '.join(sorted(siblings))}.{more}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

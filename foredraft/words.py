@@ -111,14 +111,15 @@ def expand(word: str, listed: bool = False) -> list[str]:
         if key == "target":
             value = target_path(value)
         return [f"{key if key == 'drafter' and listed else WORDS[key]}={quoted(value)}"]
-    # A partitioned data set has folders such as date=2026-01-01.
-    path = "=" in value and re.fullmatch(r"\+*[.\w]+", key) and re.fullmatch(r"[\w./:@+~=-]+", value)
+    # A partitioned data set has folders such as date=2026-01-01, and Hydra reads no letters but those of ASCII.
+    signs = r"[\w./:@+~=-]+" if value.isascii() else r"[^][{}()'\"\\$,]+"
+    path = ("=" in value or not value.isascii()) and re.fullmatch(r"\+*[.\w]+", key) and re.fullmatch(signs, value)
     return [f"{key}={quoted(value) if path else value}"]
 
 
 def quoted(text: str, always: bool = False) -> str:
     """Quote a text for Hydra, which uses = ( ) { } and others itself."""
-    if not always and (re.fullmatch(r"[\w./:@+~,-]*", text) or text[:1] in "'\""):
+    if not always and (re.fullmatch(r"[\w./:@+~,-]*", text, re.ASCII) or text[:1] in "'\""):
         return text
     return "'" + re.sub(r"(\\+)\Z", r"\1\1", re.sub(r"(\\*)'", r"\1\1\\'", text)) + "'"
 

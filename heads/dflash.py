@@ -241,7 +241,9 @@ def spread_layers(n: int, count: int) -> list[int]:
     evenly."""
     last = max(1, n - 3)
     outputs = [n // 2] if count == 1 else [round(1 + i * (last - 1) / (count - 1)) for i in range(count)]
-    return sorted({output + 1 for output in outputs if output + 1 < n})
+    return sorted(
+        {min(output, n - 2) + 1 for output in outputs}
+    )  # the last hidden state is behind the target's last norm
 
 
 def mask_token(target: Target) -> int:

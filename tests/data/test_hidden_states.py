@@ -171,7 +171,7 @@ def test_another_targets_shard_and_other_data_are_named(target, whole: Path, tmp
     torch.manual_seed(9)
     other = Target(LlamaForCausalLM(tiny_config()), name="other/model")
     stored(other, tmp_path / "other")
-    with pytest.raises(ValueError, match=r"features in .* are of another run \(target_hash is"):
+    with pytest.raises(ValueError, match=r"hidden states in .* are of another run \(target_hash is"):
         stored(target, tmp_path / "other")
     shutil.copytree(whole, path := tmp_path / "features")
     shutil.copy(tmp_path / "other" / "shard-00001.safetensors", path)
@@ -207,9 +207,9 @@ def test_states_of_a_target_in_another_dtype_are_named(tiny_path: Path, tmp_path
 
 def test_a_full_disk_is_said_before_anything_is_written(target, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(offline.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(ValueError, match=r"has 1,?000 bytes free and the features take .* kB|1 kB free"):
+    with pytest.raises(ValueError, match=r"has 1,?000 bytes free and the hidden states take .* kB|1 kB free"):
         stored(target, tmp_path / "full")
-    assert "features: " in capsys.readouterr().out and not list((tmp_path / "full").glob("shard-*"))
+    assert "hidden states: " in capsys.readouterr().out and not list((tmp_path / "full").glob("shard-*"))
 
 
 def test_a_fine_tune_has_another_hash(target, tiny_path: Path):

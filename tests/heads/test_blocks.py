@@ -27,6 +27,7 @@ from tests.support.head_factory import BLOCK_KINDS, criterion, make_head
 def test_layers_are_the_published_ones():
     for n, ids in ((36, [1, 9, 17, 25, 33]), (32, [1, 8, 15, 22, 29]), (64, [1, 16, 31, 46, 61])):
         assert [layer - 1 for layer in spread_layers(n, 5)] == ids
+    assert spread_layers(2, 1) == spread_layers(2, 5) == [1] and spread_layers(3, 1) == [2]
 
 
 def test_settings_that_make_no_block_are_named(target):

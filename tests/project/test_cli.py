@@ -118,7 +118,7 @@ def test_a_plain_run_leaves_nothing_behind(run: Run, tmp_path: Path) -> None:
         ("hydra.nope=1", "hydra.nope"),
         (["-m", "head=eagle3,medsua"], "did you mean head=medusa?"),  # no job runs
         (["-m", "seed=1,x"], "seed=x: Value 'x' of type 'str'"),
-        (["-m", "head=medusa,eagle3", "head.heads=2"], "head.heads is not known"),
+        (["-m", "head=medusa,eagle3", "head.heads=2"], "head.heads is not a key of head=eagle3, but of head=medusa"),
     ],
 )
 def test_mistyped(run: Run, capsys: pytest.CaptureFixture[str], typed: str | list[str], message: str) -> None:
@@ -155,6 +155,9 @@ def test_words_that_stand_for_keys(monkeypatch: pytest.MonkeyPatch, run: Run) ->
         "+data.path='~/a b.jsonl'": ["+data.path='/home/ada/a b.jsonl'"],
         "drafters=[~/one,draft:~/two]": ["drafters=[/home/ada/one,draft:/home/ada/two]"],
         "data.path=/d/date=2026-01-01/x.jsonl": ["data.path='/d/date=2026-01-01/x.jsonl'"],
+        "data.path=/d/Größe 2/日本.jsonl": ["data.path='/d/Größe 2/日本.jsonl'"],
+        "target=/home/jörg/m": ["target.path='/home/jörg/m'"],
+        "target=/home/jo\u0308rg/m": ["target.path='/home/jo\u0308rg/m'"],  # two characters, as macOS writes them
         "data=mix": ["data=self", "data.conversations=???"],
         "drafter=ORG/NAME+suffix": ["drafter.path=ORG/NAME+suffix"],
         "+drafter.nodes=16": ["drafter.nodes=16"],
@@ -163,7 +166,14 @@ def test_words_that_stand_for_keys(monkeypatch: pytest.MonkeyPatch, run: Run) ->
         "prompt=~/x is": ["prompt='~/x is'"],
     }.items():
         assert expand(typed) == meant
-    for same in ("trainer.max_steps=range(start=1,stop=3)", "+a={b: 'c=d'}", "prompt='a'", "learn={keep: 3}", "gpus=8"):
+    for same in (
+        "trainer.max_steps=range(start=1,stop=3)",
+        "+a={b: 'c=d'}",
+        "prompt='a'",
+        "learn={keep: 3}",
+        "gpus=8",
+        "a=[é]",
+    ):
         assert expand(same) == [same]
     for same in ("target={path: x}", "output_dir=a~/b", "~trainer"):
         assert expand(same) == [same]
@@ -637,6 +647,34 @@ def test_a_recipe_of_the_user_is_not_ignored(run: Run, tmp_path: Path, capsys, t
     (tmp_path / "mine" / "recipe" / "own.yaml").write_text(text)
     code, seen = run("--config-dir", "mine", "recipe=own")
     assert code == 2 and not seen and f"recipe=own: {message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "typed, message",
+    [
+        (
+            "data.path=x",
+            "data.path is not a key of data=stdlib, but of data=accepted, data=conversations, data=self, data=text",
+        ),
+        (
+            "head={num_heads: 4}",
+            "head.num_heads is not a key of head=eagle3, but of head=hydra, head=hydra_pp, head=medusa",
+        ),
+        ("+head.num_heads=4", "head.num_heads is not a key of head=eagle3, but of head=hydra, "),
+        ("+head.foo=1", "head.window."),  # without the advice to add it
+        (
+            "head=eagle3 recipe=vicuna_7b_medusa1",
+            "recipe=vicuna_7b_medusa1: head.num_heads is not a key of head=eagle3, but ",
+        ),
+    ],
+)
+def test_a_key_of_another_choice_is_told_with_those_that_have_it(monkeypatch, capsys, typed: str, message: str):
+    words = [typed] if "{" in typed else typed.split()
+    monkeypatch.setattr(sys, "argv", ["train", "target=test_model", *words])
+    with pytest.raises(SystemExit) as ended:
+        entry("train")(lambda cfg: None)()
+    errors = capsys.readouterr().err
+    assert ended.value.code == 2 and message in errors and (errors.endswith(f"{message}\n") or message.endswith(" "))
 
 
 @pytest.mark.parametrize("command, extra", [("chat", "cli"), ("plan", "cli"), ("preview", "train")])

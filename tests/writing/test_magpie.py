@@ -312,6 +312,12 @@ def test_rows_of_another_target_are_refused(own):
             RowFile(own, {"target": {digest: "another", "name": "other"}})
 
 
+def test_a_file_of_other_conversations_is_refused_with_the_choice_that_reads_it(chat, tmp_path):
+    (tmp_path / "own.jsonl").write_text('{"prompt": "Hi", "response": "Hello!"}\n')
+    with pytest.raises(ValueError, match="line 1 is not a row that a target wrote: data=conversations reads others"):
+        corpus(chat.text_tokenizer, path=str(tmp_path / "own.jsonl"), tokens=0, num_proc=1)
+
+
 def test_a_fine_tune_with_the_same_embedding_writes_its_own_rows(chat_path, chat, tmp_path):
     model = LlamaForCausalLM.from_pretrained(chat_path)
     model.lm_head.weight.data += 0.1

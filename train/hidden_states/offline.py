@@ -140,8 +140,8 @@ def hash_of(weights: Mapping[str, Tensor], numbers: int) -> str:
 
 
 def compare(manifest: dict, facts: dict, directory: Path) -> None:
-    """Raise ValueError where stored features are not those that this run needs. There may be more layers of them, and other
-    numbers of rows in a file."""
+    """Raise ValueError where stored hidden states are not those that this run needs. There may be more layers of them, and
+    other numbers of rows in a file."""
     left_out = {"target", "shard_rows"} | {"target_dtype"} - manifest.keys()
     if not facts["target_hash"]:  # not known of ends alone
         left_out.add("target_hash")
@@ -153,7 +153,7 @@ def compare(manifest: dict, facts: dict, directory: Path) -> None:
         remedy = "delete them, or give another hidden_states.path"
         if names == ["target_dtype"]:
             remedy = f"set target.dtype={manifest['target_dtype']}"
-        raise ValueError(f"the features in {directory} are of another run ({different}): {remedy}")
+        raise ValueError(f"the hidden states in {directory} are of another run ({different}): {remedy}")
 
 
 def names(facts: dict) -> list[str]:
@@ -183,10 +183,10 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
     need = total - sum((directory / name).stat().st_size for name in present)
     free = shutil.disk_usage(directory).free
     if rank == 0:
-        print(f"features: {size(total)} in {directory}, {size(max(0, need))} still to write", flush=True)
+        print(f"hidden states: {size(total)} in {directory}, {size(max(0, need))} still to write", flush=True)
     if need > free:
         raise ValueError(
-            f"hidden_states.path={directory} has {size(free)} free and the features take {size(need)}: store them as "
+            f"hidden_states.path={directory} has {size(free)} free and the hidden states take {size(need)}: store them as "
             "float8, take fewer rows or another disk, or hidden_states=online"
         )
     progress = Progress("hidden states stored", facts["rows"] if processes == 1 else None)

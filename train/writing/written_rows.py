@@ -88,7 +88,11 @@ class RowFile:
                     row = json.loads(line)
                     _ = row["number"]
                 except (ValueError, KeyError, TypeError):
-                    raise ValueError(f"{self.key}={self.path}, line {count} is not a row that a target wrote") from None
+                    remedy = (
+                        "data=conversations reads others" if self.key == "data.path" else f"give another {self.key}"
+                    )
+                    where = f"{self.key}={self.path}, line {count}"
+                    raise ValueError(f"{where} is not a row that a target wrote: {remedy}") from None
                 yield line, row
 
     def take(self, row: Row) -> None:
