@@ -159,9 +159,8 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
     for key in values:
         if key not in known:
             key = key if key.partition(".")[0] in known else word_for.get(key, key)  # drafter.path was typed as drafter
-            raise HydraException(
-                new_key(key, {*known, *groups}) or of_other_choices(key, base) or unknown_key(key, known)
-            )
+            found = new_key(key, {*known, *groups}) or of_other_choices(key, base)
+            raise HydraException(found or unknown_key(key, known))
     try:
         final = compose(program, overrides, number, sweep)
     except ConfigCompositionException as error:

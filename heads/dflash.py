@@ -241,9 +241,8 @@ def spread_layers(n: int, count: int) -> list[int]:
     evenly."""
     last = max(1, n - 3)
     outputs = [n // 2] if count == 1 else [round(1 + i * (last - 1) / (count - 1)) for i in range(count)]
-    return sorted(
-        {min(output, n - 2) + 1 for output in outputs}
-    )  # the last hidden state is behind the target's last norm
+    # Not the last one, which is taken after the target's final norm.
+    return sorted({min(output, n - 2) + 1 for output in outputs})
 
 
 def mask_token(target: Target) -> int:

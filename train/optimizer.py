@@ -13,18 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.heads.target_model.loading import has_bfloat16_products
-from foredraft.train.products import faster_products
+from foredraft.train.products import faster_products, is_amd
 
 OPTIMIZERS = ("adamw", "muon")  # trainer.optim
 RMS = 0.2  # root mean square of AdamW's updates, which "match_rms_adamw" gives to Muon's
 
 
 def multiplies_faster_in_bfloat16(device: torch.device) -> bool:
-    """Return whether large products are faster in bfloat16 than in float32: on GPUs that compute them, and on CPUs with
-    matrix units (AMX). With AVX512_BF16 alone they run at half of float32's rate, although weights in bfloat16, of which
-    decoding reads every one for a few tokens, are faster there."""
-    amx = device.type != "cpu" or torch.cpu._is_amx_tile_supported()
-    return amx and has_bfloat16_products(device)
+    """Return whether large products are faster in bfloat16 than in float32: on GPUs that compute them, on CPUs with matrix
+    units (AMX), and on AMD's with AVX512_BF16. Intel's with AVX512_BF16 alone run them at half of float32's rate, although
+    weights in bfloat16, of which decoding reads every one for a few tokens, are faster there."""
+    fast = device.type != "cpu" or torch.cpu._is_amx_tile_supported() or is_amd()
+    return fast and has_bfloat16_products(device)
 
 
 class Float32Muon(torch.optim.Muon):

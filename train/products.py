@@ -37,7 +37,11 @@ def faster_products(device: torch.device) -> Iterator[None]:
 def is_faster() -> bool:
     """Return whether oneDNN multiplies in float32 faster than torch on this CPU."""
     has_both = torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()
-    return has_both and torch.cpu._is_avx512_supported() and "AMD" in device_name(torch.device("cpu"))
+    return has_both and torch.cpu._is_avx512_supported() and is_amd()
+
+
+def is_amd() -> bool:
+    return "AMD" in device_name(torch.device("cpu"))
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # F.linear's name of the argument

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from foredraft.heads.target_model import Target
 from foredraft.train import products
+from foredraft.train.optimizer import multiplies_faster_in_bfloat16
 from foredraft.train.products import Product, faster_products
 from tests.support.head_factory import make_trainer
 
@@ -104,3 +105,20 @@ def test_gradients_come_from_the_tensors_of_the_forward(calls):
     weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("maker", "amx", "half", "expected"),
+    [
+        ("AMD EPYC", False, True, True),
+        ("AMD EPYC", False, False, False),
+        ("Xeon", True, True, True),
+        ("Xeon", False, True, False),
+    ],
+)
+def test_products_are_in_bfloat16_where_that_is_faster(monkeypatch, maker, amx, half, expected):
+    monkeypatch.setattr(products, "device_name", lambda device: maker)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr("foredraft.train.optimizer.has_bfloat16_products", lambda device: half)
+    assert multiplies_faster_in_bfloat16(CPU) is expected
+    assert multiplies_faster_in_bfloat16(torch.device("cuda")) is half

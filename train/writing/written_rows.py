@@ -88,9 +88,8 @@ class RowFile:
                     row = json.loads(line)
                     _ = row["number"]
                 except (ValueError, KeyError, TypeError):
-                    remedy = (
-                        "data=conversations reads others" if self.key == "data.path" else f"give another {self.key}"
-                    )
+                    is_data = self.key == "data.path"
+                    remedy = "data=conversations reads others" if is_data else f"give another {self.key}"
                     where = f"{self.key}={self.path}, line {count}"
                     raise ValueError(f"{where} is not a row that a target wrote: {remedy}") from None
                 yield line, row
