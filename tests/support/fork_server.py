@@ -87,9 +87,11 @@ def run_program(arguments: list[str]) -> None:
     after -u."""
     if arguments[0] == "-u":
         arguments = arguments[1:]
-        for stream in (sys.stdout, sys.stderr):
-            assert isinstance(stream, io.TextIOWrapper)
-            stream.reconfigure(write_through=True)
+        for descriptor, name in enumerate(("stdout", "stderr"), start=1):
+            old = getattr(sys, name)
+            setattr(
+                sys, name, io.TextIOWrapper(io.FileIO(descriptor, "w"), old.encoding, old.errors, write_through=True)
+            )
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())

@@ -15,20 +15,18 @@ NAMES = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "quick_gelu", "sigmoid
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_has_the_same_bits_next_to_any_number_of_others(name, threads):
     before, activation = torch.get_num_threads(), ACT2FN[name]
-    ours, differ = BatchInvariantActivation(activation), 0
+    ours = BatchInvariantActivation(activation)
     torch.set_num_threads(threads)
     try:
         for width in (688, 1000, 4864):
             x = torch.randn(60, width, generator=torch.Generator().manual_seed(0))
-            wanted, theirs = ours(x), activation(x)
-            torch.testing.assert_close(wanted, theirs)
+            wanted = ours(x)
+            torch.testing.assert_close(wanted, activation(x))
             for rows in (1, 2, 4, 7, 16, 33):
                 assert torch.equal(ours(x[:rows]), wanted[:rows])
-                differ += not torch.equal(activation(x[:rows]), theirs[:rows])
             assert torch.equal(ours(x.t()).t(), wanted)  # not contiguous
     finally:
         torch.set_num_threads(before)
-    assert differ or name not in ("silu", "gelu_pytorch_tanh")  # so it is not without need
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7, 8, 48])
