@@ -83,15 +83,12 @@ def attend(connection: socket.socket) -> dict:
 
 
 def run_program(arguments: list[str]) -> None:
-    """Run what `python arguments` would run, in this process: `script ...`, `-m module ...` or `-c code ...`, optionally
-    after -u."""
+    """Run what `python arguments` would run, in this process: `[-u] script ...`, `-m module ...` or `-c code ...`."""
     if arguments[0] == "-u":
         arguments = arguments[1:]
-        for descriptor, name in enumerate(("stdout", "stderr"), start=1):
-            old = getattr(sys, name)
-            setattr(
-                sys, name, io.TextIOWrapper(io.FileIO(descriptor, "w"), old.encoding, old.errors, write_through=True)
-            )
+        for number, name in enumerate(("stdout", "stderr"), start=1):
+            raw, old = io.FileIO(number, "w"), getattr(sys, name)
+            setattr(sys, name, io.TextIOWrapper(raw, old.encoding, old.errors, write_through=True))
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())
@@ -107,8 +104,7 @@ def run_program(arguments: list[str]) -> None:
 
 
 def leave_with(code: int) -> None:
-    """Exit immediately, as the last thing at exit, instead of unloading thousands of modules, which takes most of a
-    second."""
+    """Exit immediately, as the last thing at exit, instead of unloading thousands of modules for most of a second."""
     sys.stdout.flush()
     sys.stderr.flush()
     if code == -signal.SIGINT:
