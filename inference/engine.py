@@ -59,7 +59,7 @@ class Engine:
         requests; None prefills prompts whole (always the case for targets without chains). reuse_prefixes: do not prefill
         what is in the cache already, because another text began alike."""
         check_counts(max_num_seqs=max_num_seqs, slot_tokens=slot_tokens, prefill_chunk=prefill_chunk)
-        self.target, self.drafter = target, as_supported(drafter or NoDrafter(), target)
+        self.target, self.drafter = target, as_supported(NoDrafter() if drafter is None else drafter, target)
         self.max_num_seqs = max_num_seqs
         self.waiting: deque[SequenceState] = deque()
         self.prefilling: deque[Prompts] = deque()
@@ -137,7 +137,7 @@ class Engine:
         """Replace the drafter between steps. No request is lost and texts do not change. Running sequences are prefilled
         again, because each drafter has its own state. Raises ValueError if the cache is too small for a running text with
         the new drafter's trees."""
-        before, self.drafter = self.drafter, as_supported(drafter or NoDrafter(), self.target)
+        before, self.drafter = self.drafter, as_supported(NoDrafter() if drafter is None else drafter, self.target)
         sequences = [sequence for sequence in self.running() if sequence.finish_reason is None] + list(self.waiting)
         if self.slot_tokens is not None and max(map(self.num_entries, sequences), default=0) > self.slot_tokens:
             nodes, self.drafter = self.drafter.nodes, before

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from foredraft.heads.caches.device import device_name
 
@@ -46,8 +45,12 @@ def is_amd() -> bool:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # F.linear's name of the argument
     single = input.dtype == weight.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
-    plain = type(input) is Tensor and type(weight) in (Tensor, nn.Parameter)
-    if single and plain and input.numel() >= FEWEST * input.shape[-1]:
+    plain = type(input) is Tensor and type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided
+    usual = bias is None or (bias.dtype, bias.shape) == (weight.dtype, weight.shape[:1])
+    fits = usual and weight.numel() and weight.shape[1:] == input.shape[-1:]  # torch broadcasts, or names the sizes
+    # torch.func would need other rules for autograd.
+    transformed = torch._C._are_functorch_transforms_active()
+    if single and plain and fits and not transformed and input.numel() >= FEWEST * input.shape[-1]:
         return Product.apply(input, weight, bias)
     return torch_linear(input, weight, bias)
 
@@ -55,6 +58,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight.T + bias."""
     x, weight = (each if is_dense(each) else each.contiguous() for each in (x, weight))
+    bias = None if bias is None else bias.contiguous()  # oneDNN ignores its stride
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
@@ -70,13 +74,12 @@ class Product(torch.autograd.Function):
         return multiply(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (x, weight) = gradients, ctx.saved_tensors
         rows = gradient.contiguous().flatten(0, -2)
         of_x, of_weight, of_bias = ctx.needs_input_grad
         return (
-            multiply(rows, weight.t()).view(x.shape) if of_x else None,
-            multiply(rows.t(), x.flatten(0, -2).t()) if of_weight else None,
+            Product.apply(rows, weight.t(), None).view(x.shape) if of_x else None,
+            Product.apply(rows.t(), x.flatten(0, -2).t(), None) if of_weight else None,
             rows.sum(0) if of_bias else None,
         )

@@ -1,7 +1,7 @@
 """transformers' Trainer with the loss, measurements and checkpoints of this project.
 
 Trainer, and not a loop of our own over accelerate, because it brings DDP, FSDP and DeepSpeed, schedules, clipping, resuming,
-loggers and arguments that users know. It is used by its public methods, callbacks and arguments only.
+loggers and arguments that users know. It is used by public methods, callbacks and arguments, and by two private methods.
 """
 
 import contextlib

@@ -165,7 +165,7 @@ class Capabilities:
             "modules": sorted({type(module).__name__ for module in model.modules()}),
             "dtypes": sorted({str(each.dtype) for each in model.parameters()}),
             "config": model.config.to_json_string(),
-            "attention": [model.config._attn_implementation, self.pads_for_bits],
+            "forwards": [model.config._attn_implementation, self.pads_for_bits, fewest_rows(model)],
         }
         return bool(measured_once("bits", about, partial(is_batch_invariant, self.target)))
 

@@ -9,6 +9,8 @@ import logging
 import platform
 import sys
 from collections.abc import Iterable
+from numbers import Integral
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -232,12 +234,12 @@ def end_tokens(model: PreTrainedModel, name: str) -> list[int]:
     eos = model.generation_config.eos_token_id if model.generation_config else None
     # Qwen3-VL's text config has none.
     eos = getattr(model.config.get_text_config(), "eos_token_id", None) if eos is None else eos
-    ends = [] if eos is None else eos if isinstance(eos, list | tuple) else [eos]
-    if not all(isinstance(token, int) for token in ends):
+    try:  # a model made in memory may have numbers of NumPy, a tensor or a set
+        return [] if eos is None else [index(token) for token in ([eos] if isinstance(eos, Integral) else eos)]
+    except TypeError:
         raise ValueError(
             f"eos_token_id={eos!r} of target {name} is not a token id or a list of them: mend its generation_config.json"
-        )
-    return [*ends]
+        ) from None
 
 
 def check_complete(path: str, model: PreTrainedModel, missing: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,9 @@ class Target:
         check_supported(model)
         self.max_positions = max_positions(self.config)
         self.context = self.max_positions if context is None else context  # largest number of tokens, None: no limit
-        if context is not None and not (isinstance(context, int) and 0 < context <= (self.max_positions or context)):
-            limit = f"at most {self.max_positions}, the limit of {name}"
-            raise ValueError(f"context={context!r} must be at least 1, and {limit}")
+        most = self.max_positions or context
+        if context is not None and not (isinstance(context, Integral) and 0 < context <= most):
+            raise ValueError(f"context={context!r} is not a whole number from 1 to {most}, the limit of {name}")
         self.capabilities = Capabilities(self)
         if self.capabilities.trees:
             attention.take_masks(model)

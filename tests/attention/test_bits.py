@@ -344,8 +344,11 @@ def test_what_a_machine_does_to_bits_is_measured_once(half, monkeypatch, tmp_pat
     found = iter([False])
     monkeypatch.setattr(capabilities, "is_batch_invariant", lambda target: next(found))
     assert [capabilities.Capabilities(half).prefers_chains for _ in range(2)] == [False, False]
+    with monkeypatch.context() as patch, pytest.raises(StopIteration):  # steps of other sizes are measured anew
+        patch.setattr(capabilities, "fewest_rows", lambda model: 3)
+        _ = capabilities.Capabilities(half).prefers_chains
     (file,) = (tmp_path / "bits").iterdir()
-    file.write_text("{")  # a damaged file is measured anew
+    file.write_text("{")  # so is a damaged file
     with pytest.raises(StopIteration):
         _ = capabilities.Capabilities(half).prefers_chains
 

@@ -331,8 +331,11 @@ def test_an_engine_refuses_what_is_not_a_count(target, name, value):
 def test_an_engine_refuses_what_is_not_a_target_or_a_drafter(target):
     with pytest.raises(ValueError, match="target is LlamaForCausalLM, not a Target"):
         Engine(target.model, None)
-    with pytest.raises(ValueError, match="drafter is str, not a Drafter"):
-        Engine(target, None).swap("suffix")
+    for name in ("suffix", ""):
+        with pytest.raises(ValueError, match="drafter is str, not a Drafter"):
+            Engine(target, None).swap(name)
+        with pytest.raises(ValueError, match="drafter is str, not a Drafter"):
+            Engine(target, name)
 
 
 def test_a_trace_of_more_tokens_than_the_vocabulary_has_them_all(target):

@@ -168,7 +168,7 @@ def test_bad_input_is_named(target):
         generate(target, "suffix", prompt(3))
     with pytest.raises(ValueError, match="only commands have this short name: give the directory scripts/test_model"):
         Target.from_pretrained("test_model")
-    with pytest.raises(ValueError, match="context='x' must be at least 1"):
+    with pytest.raises(ValueError, match="context='x' is not a whole number from 1 to 256"):
         Target(target.model, context="x")  # type: ignore[arg-type]
     for call in (lambda: generate(target.model, None, prompt(3)), lambda: load_drafter("suffix", target.model)):
         with pytest.raises(ValueError, match="target is LlamaForCausalLM, not a Target"):

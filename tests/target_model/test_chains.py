@@ -469,7 +469,7 @@ def test_texts_below_the_boundary_of_longrope_are_drafted_for_by_trees() -> None
         drafted = generate(short, drafter, *batch([1, 2]), **settings)
         assert drafted.new_tokens == [text[: 30 - len(PROMPTS[row])] for row, text in zip((1, 2), alone, strict=True)]
         assert max(step.nodes for step in drafted.steps) > 4
-    with pytest.raises(ValueError, match=r"^context=31000000 must be at least 1, and at most \d+, the limit of short$"):
+    with pytest.raises(ValueError, match=r"^context=31000000 is not a whole number from 1 to \d+, the limit of short$"):
         Target(short.model, name="short", context=31000000)
 
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -357,6 +358,15 @@ def test_end_tokens_are_named_once_and_in_the_vocabulary(tiny_path, tmp_path, te
     target = Target.from_pretrained(odd_target(tiny_path, tmp_path, text, **config), device="cpu")
     assert target.eos_token_ids == ends
     generate(target, None, torch.tensor([[5, 6]]), max_new_tokens=3)
+
+
+@pytest.mark.parametrize("ends", [{7, 5}, np.int64(7), [np.int64(7)], torch.tensor([7, 5])], ids=str)
+def test_a_model_made_in_memory_may_have_other_kinds_of_numbers(ends):
+    model = LlamaForCausalLM(tiny_config())
+    model.generation_config.eos_token_id = ends
+    target = Target(model, context=np.int64(16))
+    assert {7} <= set(target.eos_token_ids) <= {7, 5} and target.context == 16
+    assert all(type(token) is int for token in target.eos_token_ids)
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,50 @@ def test_other_products_are_left_to_torch(calls, reason):
     assert not calls and x.grad is not None
 
 
+@pytest.mark.parametrize(
+    "bias",
+    [
+        torch.arange(60.0)[::2],
+        torch.tensor([3.0]).expand(30),
+        torch.tensor([3.0]),
+        torch.arange(64.0 * 30).view(64, 30),
+    ],
+    ids=["strided", "expanded", "broadcast", "a row each"],
+)
+def test_every_bias_that_torch_adds_is_added(calls, bias):
+    x, weight = torch.randn(64, 48), torch.randn(30, 48)
+    expected = F.linear(x, weight, bias)
+    with faster_products(CPU):
+        torch.testing.assert_close(F.linear(x, weight, bias), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_what_does_not_fit_is_refused_by_torch_and_what_is_empty_is_computed(calls):
+    with faster_products(CPU):
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            F.linear(torch.randn(64, 48), torch.randn(30, 47))
+        assert F.linear(torch.randn(64, 48), torch.randn(48)).shape == (64,)
+        assert F.linear(torch.randn(64, 48), torch.randn(30, 48).to_sparse_csr()).shape == (64, 30)
+        assert torch.equal(F.linear(torch.zeros(64, 0), torch.zeros(30, 0)), torch.zeros(64, 30))
+        assert F.linear(torch.randn(64, 48), torch.zeros(0, 48)).shape == (64, 0)
+    assert not calls
+
+
+def test_gradients_have_gradients_and_torch_func_transforms_products(calls):
+    x, weight = torch.randn(64, 48, requires_grad=True), torch.randn(30, 48, requires_grad=True)
+
+    def penalties() -> list[torch.Tensor]:
+        (gradient,) = torch.autograd.grad(F.linear(x, weight).pow(2).sum(), x, create_graph=True)
+        return [
+            *torch.autograd.grad(gradient.pow(2).sum(), [x, weight]),
+            torch.func.vmap(F.linear)(x[None], weight[None]),
+        ]
+
+    expected = penalties()
+    with faster_products(CPU):
+        torch.testing.assert_close(penalties(), expected, rtol=1e-4, atol=1e-2)
+    assert calls
+
+
 def test_only_the_outer_context_ends_it_and_an_error_does(calls):
     with faster_products(CPU):
         with faster_products(CPU), contextlib.suppress(ZeroDivisionError):
