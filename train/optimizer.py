@@ -9,21 +9,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foredraft.heads.caches.device import device_name
 from foredraft.heads.target_model.loading import has_bfloat16_products
-from foredraft.train.products import faster_products, is_amd
 
 OPTIMIZERS = ("adamw", "muon")  # trainer.optim
 RMS = 0.2  # root mean square of AdamW's updates, which "match_rms_adamw" gives to Muon's
 
 
 def multiplies_faster_in_bfloat16(device: torch.device) -> bool:
-    """Return whether large products are faster in bfloat16 than in float32: on GPUs that compute them, on CPUs with matrix
-    units (AMX), and on AMD's with AVX512_BF16. Intel's with AVX512_BF16 alone run them at half of float32's rate, although
-    weights in bfloat16, of which decoding reads every one for a few tokens, are faster there."""
-    fast = device.type != "cpu" or torch.cpu._is_amx_tile_supported() or is_amd()
+    """Return whether large products are faster in bfloat16 than in float32: on GPUs that compute them, and of the CPUs that
+    do on those with matrix units (AMX) and on AMD's. Intel's with AVX512_BF16 alone run them at half of float32's rate,
+    although weights in bfloat16, of which decoding reads every one for a few tokens, are faster there."""
+    fast = device.type != "cpu" or torch.cpu._is_amx_tile_supported() or "AMD" in device_name(device)
     return fast and has_bfloat16_products(device)
 
 
@@ -40,8 +39,7 @@ class Float32Muon(torch.optim.Muon):
                 state = self.state[parameter]
                 momentum = state.setdefault("momentum_buffer", torch.zeros_like(parameter.grad))
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
-                with faster_products(parameter.device):
-                    update = orthogonal(parameter.grad.lerp(momentum, group["momentum"]), group)
+                update = orthogonal(parameter.grad.lerp(momentum, group["momentum"]), group)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-group["lr"] * RMS * max(parameter.shape) ** 0.5)
 
@@ -53,8 +51,8 @@ def orthogonal(matrix: Tensor, group: dict[str, Any]) -> Tensor:
     wide = matrix.T if tall else matrix
     wide = wide / wide.norm().clamp(min=group["eps"])
     for _ in range(group["ns_steps"]):
-        gram = F.linear(wide, wide)  # symmetric
-        wide = F.linear(F.linear(gram, gram).mul_(c).add_(gram, alpha=b), wide.T).add_(wide, alpha=a)
+        gram = wide @ wide.T
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide.T if tall else wide
 
 

@@ -4,7 +4,6 @@ Trainer, and not a loop of our own over accelerate, because it brings DDP, FSDP 
 loggers and arguments that users know. It is used by public methods, callbacks and arguments, and by two private methods.
 """
 
-import contextlib
 import copy
 import math
 import os
@@ -33,7 +32,6 @@ from foredraft.train import optimizer
 from foredraft.train.data.packing import collate
 from foredraft.train.module import DistillationModel
 from foredraft.train.optimizer import OPTIMIZERS
-from foredraft.train.products import faster_products
 from foredraft.train.runtime import checkpoints, distributed
 from foredraft.train.runtime.callbacks import FitToTime, KeepCheckpoints, Profile
 from foredraft.train.runtime.context_parallel import ContextParallel
@@ -221,11 +219,10 @@ class HeadTrainer(Trainer):
         """Learn the rows of all processes that share them, one after the other; the last one averages gradients."""
         *others, last = inputs.get("parts", [inputs])
         loss = torch.zeros((), device=self.args.device)
-        with contextlib.nullcontext() if self.args.compile_head else faster_products(self.args.device):
-            for part in others:
-                with self.accelerator.no_sync(model):
-                    loss += super().training_step(model, part, num_items_in_batch)
-            return loss + super().training_step(model, last, num_items_in_batch)
+        for part in others:
+            with self.accelerator.no_sync(model):
+                loss += super().training_step(model, part, num_items_in_batch)
+        return loss + super().training_step(model, last, num_items_in_batch)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return a loader whose batches stay in the host's memory until `get_batch_samples` has read them."""

@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.heads.caches.device import FEWEST_ROWS
@@ -67,7 +66,7 @@ class PackedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
-        return F.linear(gradient, ctx.layer.weight.to(gradient.dtype).t()).to(ctx.dtype), None
+        return (gradient @ ctx.layer.weight.to(gradient.dtype)).to(ctx.dtype), None
 
 
 def pack(module: nn.Module) -> None:

@@ -22,7 +22,7 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target_model import Target
 from foredraft.train import checks, parity_gate
 from foredraft.train.data.packing import Document
-from foredraft.train.optimizer import Float32Muon, MuonAdamW, build
+from foredraft.train.optimizer import Float32Muon, MuonAdamW, build, multiplies_faster_in_bfloat16
 from foredraft.train.runtime import callbacks, checkpoints, distributed
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments
 from tests.support.batches import PROMPT
@@ -361,6 +361,23 @@ def test_muon_in_float32_takes_the_steps_of_torchs(monkeypatch):
         assert exact.state[one].keys() == rounded.state[other].keys()
     monkeypatch.setattr("foredraft.train.optimizer.multiplies_faster_in_bfloat16", lambda device: False)
     assert type(muon(ours).parts[0]) is Float32Muon
+
+
+@pytest.mark.parametrize(
+    ("maker", "amx", "half", "expected"),
+    [
+        ("AMD EPYC", False, True, True),
+        ("AMD EPYC", False, False, False),
+        ("Xeon", True, True, True),
+        ("Xeon", False, True, False),
+    ],
+)
+def test_products_are_in_bfloat16_where_that_is_faster(monkeypatch, maker, amx, half, expected):
+    monkeypatch.setattr("foredraft.train.optimizer.device_name", lambda device: maker)
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr("foredraft.train.optimizer.has_bfloat16_products", lambda device: half)
+    assert multiplies_faster_in_bfloat16(torch.device("cpu")) is expected
+    assert multiplies_faster_in_bfloat16(torch.device("cuda")) is half
 
 
 @pytest.mark.parametrize(
