@@ -87,7 +87,7 @@ def run_program(arguments: list[str]) -> None:
     if arguments[0] == "-u":
         arguments = arguments[1:]
         for number, name in enumerate(("stdout", "stderr"), start=1):
-            raw, old = io.FileIO(number, "w"), getattr(sys, name)
+            raw, old = io.FileIO(number, "w", closefd=False), getattr(sys, name)
             setattr(sys, name, io.TextIOWrapper(raw, old.encoding, old.errors, write_through=True))
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
