@@ -158,7 +158,7 @@ def user_message(error: BaseException, folder: str) -> str | None:
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__  # hydra.utils.instantiate wraps what a constructor raised
     if isinstance(error, OverrideParseException):
-        return f"cannot read {error.override!r}: write key=value, with quotes around values with commas, = or letters such as é"
+        return f"cannot read {error.override!r}: write key=value, with quotes around a value with commas, = or é"
     if isinstance(error, HydraException):
         return " ".join(f"{error} {error.__cause__ or ''}".split())
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
