@@ -117,8 +117,9 @@ def check_head_settings(cfg: DictConfig) -> None:
 
 def check_loss(cfg: DictConfig) -> None:
     """Raise ValueError for a loss that does not exist or that heads of this kind cannot learn from."""
+    kind = head_class(cfg)  # before the loss: the head's own module may add one to the table
     losses.build(cfg.loss, cfg.loss_args)
-    used, kind = losses.parts(cfg.loss, cfg.loss_args), head_class(cfg)
+    used = losses.parts(cfg.loss, cfg.loss_args)
     if kind is NoneType:
         return
     if "label" in used and not issubclass(kind, BlockHead):

@@ -12,7 +12,7 @@ from transformers import TrainerState
 
 from foredraft.heads import Target, save_head
 from foredraft.heads.medusa import MedusaHead
-from foredraft.train import checks, finalize, held_out
+from foredraft.train import checks, finalize, held_out, losses
 from foredraft.train.data import data_card
 from foredraft.train.data.packing import Document
 from foredraft.train.losses import kl_div
@@ -100,6 +100,21 @@ def test_a_head_of_another_module_may_learn_from_hidden_states():
         else:
             with pytest.raises(ValueError, match="MedusaHead drafts from other"):
                 checks.check_loss(cfg)
+
+
+def test_a_head_of_another_module_may_bring_its_loss(tmp_path, monkeypatch):
+    (tmp_path / "head_and_loss.py").write_text(
+        "from foredraft.heads.medusa import MedusaHead\n"
+        "from foredraft.train.losses import LOSSES, Loss\n\n"
+        "LOSSES['mine'] = Loss('nothing', lambda draft, teacher: draft.hidden.sum(-1))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(losses, "LOSSES", dict(losses.LOSSES))
+    head = {"_target_": "head_and_loss.MedusaHead.for_target"}
+    checks.check_loss(OmegaConf.create({"head": head, "loss": "mine", "loss_args": {}}))
+    assert losses.build("mine", {}) is not None
+    with pytest.raises(ValueError, match="loss=other is not one of .*, mine"):
+        losses.build("other", {})
 
 
 @pytest.mark.parametrize("kind", sorted({*names("head")} - {"auto"}))
