@@ -168,7 +168,7 @@ def test_a_row_with_a_token_that_the_target_lacks_is_dropped_and_named(target, t
     data = load_corpus(OmegaConf.create(target_ | settings), target)
     assert data.card["dropped"] == {"a token that the target lacks: <extra>": 1}
     assert "1 x a token that the target lacks: <extra>\n" in data_card.summary(data.card)
-    rows = [*data.train, *data.validation.documents, *data.test.documents]
+    rows = [*data.train, *data.validation, *data.test]
     assert len(rows) == 12 and all(max(document.tokens) < 320 for document in rows)
     corpus.count_tokens(data.train, target.vocab_size)
 
