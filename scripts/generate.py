@@ -29,7 +29,7 @@ from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.inference.generation import read_settings
 from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt
 from foredraft.train.data.layouts import SkippedRow, unicode
-from foredraft.train.data.sources import Row, read
+from foredraft.train.data.sources import Row, Source
 from foredraft.train.runtime.locks import hold, write_atomically
 from foredraft.train.writing.written_rows import check_writer
 
@@ -43,7 +43,7 @@ def main(cfg: DictConfig) -> None:
         raise ValueError("set either prompt=TEXT or prompts=FILE.jsonl")
     if cfg.prompts is not None and not Path(cfg.prompts).is_file():
         raise ValueError(f"prompts={cfg.prompts} does not exist: give a JSON Lines file with a column `prompt`")
-    rows = [Row("prompt", {"prompt": cfg.prompt})] if cfg.prompts is None else list(read(Path(cfg.prompts)))
+    rows = [Row("prompt", {"prompt": cfg.prompt})] if cfg.prompts is None else list(Source(cfg.prompts).rows())
     check_at_least(cfg, 1, "batch_size", "max_new_tokens")
     if cfg.output is not None and cfg.prompts is None:
         raise ValueError(
