@@ -205,23 +205,15 @@ def test_a_template_that_takes_no_system_prompt_takes_first_words_alone():
         openings.opening("birds")
 
 
-def test_a_target_whose_questions_are_all_dropped_is_told_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(magpie, "MAX_REJECTED", 12)
-    target = Target.from_pretrained(save_bigram_chat(tmp_path / "digits", text="user\n1234 5678 1234<|im_end|>\n" * 3))
-    with pytest.raises(
-        ValueError, match=r"none of the last \d+ questions .* is kept .*: is it one that was trained to chat"
-    ):
-        written(target, tmp_path / "rows.jsonl", 100)
-
-
 def test_rows_that_end_before_the_target_writes_do_not_run_on(chat, tmp_path, monkeypatch):
     """Let only few questions pass the filter, so that the file cannot grow."""
     monkeypatch.setattr(magpie, "EXHAUSTED", 30)
     monkeypatch.setattr(magpie, "MAX_REJECTED", 30)
     longer = "conversation longer than the context: lower data.max_question or data.max_answer"
+    advice = "is it one that was trained to chat"
     for settings in (MagpieSettings(max_question=8000), MagpieSettings(max_question=120, max_answer=1024)):
         for _ in range(2):  # the rows of an earlier run say nothing about this one
-            with pytest.raises(ValueError, match=rf"none of the last 3. questions .*{longer}"):
+            with pytest.raises(ValueError, match=rf"none of the last 3. questions .* is kept .*{longer}.*: {advice}"):
                 written(chat, tmp_path / "none.jsonl", 100, settings=settings)
     written(chat, tmp_path / "rows.jsonl", 100)
     with pytest.raises(
