@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from foredraft.heads.base import draft_loss_mask
 from foredraft.inference.evaluation.progress import track
 from foredraft.inference.generation import Generation
-from foredraft.train.data.corpus import Corpus, Held, HeldOut, tokenize
+from foredraft.train.data.corpus import Corpus, Held, tokenize
 from foredraft.train.data.documents import Documents
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states.online import batch_of
@@ -56,8 +56,8 @@ def documents(tokenizer: PreTrainedTokenizerBase, data: Corpus) -> Documents:
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, held: Held, chosen: Sequence[int]) -> Documents:
     """Tokenize the chosen held-out texts."""
-    if isinstance(held, HeldOut):
-        return held.documents.select(np.array(chosen))
+    if isinstance(held, Documents):
+        return held.select(np.array(chosen))
     return tokenize(tokenizer, (held[number] for number in chosen))
 
 

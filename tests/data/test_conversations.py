@@ -282,7 +282,12 @@ def test_raw_text_is_supervised_whole_and_held_out_as_text(tmp_path: Path):
     path = write(tmp_path / "text.jsonl", [{"text": f"line {i}\n" * 5} for i in range(40)])
     data = corpus(tokenizer(None), path=str(path), cache_dir=str(tmp_path), val_split=0.2)
     assert all(all(document.loss_mask) for document in data.train)
-    assert data.test and all(isinstance(text, str) for text in data.test)
+    held = data.test.raw_texts()
+    assert (
+        len(held) == len(data.test) > 0
+        and not has_chats(data.test)
+        and set(held) < {f"line {i}\n" * 5 for i in range(40)}
+    )
 
 
 def test_nothing_to_train_on_names_the_reasons_and_the_remedy(tmp_path: Path):

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -209,7 +208,6 @@ TEXT_PART, IMAGE_PART = {"type": "text", "text": "hi"}, {"type": "image_url"}
         {"messages": [{"role": "user", "content": [TEXT_PART]}, HI[1]]},
         {"messages": [{"role": "user", "content": [IMAGE_PART, TEXT_PART]}, HI[1]]},
         {"messages": json.dumps(HI)},
-        {"messages": numpy.array(HI, dtype=object)},
         {"conversations": SHAREGPT},
         {"prompt": "hi", "prompt_id": "1", "messages": HI},  # UltraChat
         {"id": "0", "data": ["hi", "hello"]},  # UltraChat, as first published

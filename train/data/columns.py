@@ -43,9 +43,8 @@ def pick(row: dict, named: str | None, usual: tuple[str, ...]) -> str | None:
 
 
 def cells(row: dict) -> dict[str, Any]:
-    """Return the columns that hold something, as lists where pandas has arrays."""
-    found = {name: cell.tolist() if hasattr(cell, "tolist") else cell for name, cell in row.items()}
-    return {name: cell for name, cell in found.items() if cell is not None}
+    """Return the columns that hold something."""
+    return {name: cell for name, cell in row.items() if cell is not None}
 
 
 def system(row: dict) -> list[Message]:

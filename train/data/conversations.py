@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.target_model.images import ImageReader
-from foredraft.train.data.corpus import Corpus, HeldOut
+from foredraft.train.data.corpus import Corpus
 from foredraft.train.data.documents import Documents
 from foredraft.train.data.encoding import Encoder, encode
 from foredraft.train.data.sources import Source
@@ -89,6 +89,7 @@ def assemble(
     card |= {"used": int(firsts[good].sum()), "first_dropped": first, "held_out": int(firsts[good][held].sum())}
     documents = Documents.joined([Documents.mapped(file["filename"]) for file in whole.cache_files])
     assert len(documents) == len(whole), "sets are files, read whole"
+    documents.rows = np.arange(len(documents))
     card |= take_images(documents, whole.data.column("images"), encoders, good)
     trained = good[~held]
     if weights is not None:
@@ -98,7 +99,7 @@ def assemble(
         raise ValueError(f"data.weights={weights} leaves nothing to train on")
     if encoders[0].form is not None:
         card["template"] = encoders[0].form.name
-    readable = HeldOut(documents, whole.data.column("raw"))
+    readable = replace(documents, raws=whole.data.column("raw"))
     for_validation, for_test = (readable.select(good[part]) for part in (validation, test))
     sets = {encoders[n].source.path: readable.select(good[test & (parts == n)]) for n in np.unique(parts[test])}
     return Corpus(documents.select(trained), for_validation, for_test, card, sets if len(sets) > 1 else {})
@@ -108,12 +109,10 @@ def take_images(documents: Documents, column: Any, encoders: Sequence[Encoder], 
     """Give the documents their images, if the target supports them. Return what the data card says about them. column: the
     images of all rows; good: the rows that can be used."""
     if any(encoder.images is not None for encoder in encoders):
-        documents.images, documents.pictured = column, np.arange(len(documents))
-        pictured = documents.with_images()[good]
+        pictured = documents.has_text(column)[good]
         if pictured.any():
-            documents.reader = encoders[0].images
+            documents.images, documents.reader = column, encoders[0].images
             return {"with_images": int(pictured.sum())}
-        documents.images = documents.pictured = None
     elif left := int(np.isin(column.to_numpy(), ["[]"])[good].sum()):
         reason = "this target does not support images, or not the way they are read here"
         return {"images_left_out": f"of {left} conversations: {reason}"}

@@ -18,35 +18,7 @@ from foredraft.train.data import stdlib
 from foredraft.train.data.documents import Document, Documents
 
 TEXTS = 64  # that are tokenized together
-
-
-class HeldOut(Sequence[str | Document]):
-    """List some documents, raw text as text, read from disk when they are needed."""
-
-    def __init__(self, documents: Documents, raws: Any):
-        self.documents, self.raws = documents, raws
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def __getitem__(self, number: int) -> str | Document:  # type: ignore[override]  # no slices
-        return self.raws[number].as_py() or self.documents[number]
-
-    def prompt_sizes(self) -> dict[int, int]:
-        """Return by number how many tokens each conversation without images has before its first answer. No list of tokens
-        is made: there may be millions of conversations."""
-        import pyarrow.compute
-
-        left_out = self.documents.with_images() | (pyarrow.compute.binary_length(self.raws).to_numpy() > 0)
-        sizes = self.documents.sizes
-        flags = ((n, self.documents.token_slice(n, 0, int(sizes[n]))[1]) for n in np.flatnonzero(~left_out).tolist())
-        return {number: int((learned != 0).argmax()) for number, learned in flags}
-
-    def select(self, numbers: np.ndarray) -> "HeldOut":
-        return HeldOut(self.documents.select(numbers), self.raws.take(numbers))
-
-
-Held = Sequence[str] | HeldOut  # raw texts, or what was held out of conversations
+Held = Sequence[str] | Documents  # raw texts, or what was held out of conversations
 
 
 class Corpus(NamedTuple):
@@ -166,12 +138,20 @@ def count_tokens(documents: Sequence[Document], vocab: int) -> Tensor:
 
 def has_chats(held: Held) -> bool:
     """Return whether these include conversations. Measured text ends with an answer then; raw text ends only at a limit."""
-    return any(isinstance(document, Document) for document in held)
+    return isinstance(held, Documents) and not held.has_text(held.raws).all()
 
 
 def has_prompts(held: Held) -> bool:
     """Return whether these include a text without images. Only such texts are decoded."""
-    return any(isinstance(document, str) or not document.images for document in held)
+    return not held.with_images().all() if isinstance(held, Documents) else len(held) > 0
+
+
+def prompt_sizes(held: Documents) -> dict[int, int]:
+    """Return by number how many tokens each conversation without images has before its first answer. No list of tokens is
+    made: there may be millions of conversations."""
+    chats = np.flatnonzero(~(held.with_images() | held.has_text(held.raws))).tolist()
+    flags = ((number, held.token_slice(number, 0, int(held.sizes[number]))[1]) for number in chats)
+    return {number: int((learned != 0).argmax()) for number, learned in flags}
 
 
 def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: int) -> list[list[int]]:
@@ -181,8 +161,7 @@ def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: 
     A conversation is not cut (its prompt would lose its question or its form); one of more than 8 * `length` tokens is
     skipped. Raises ValueError if there is no prompt.
     """
-    chats = held.prompt_sizes() if isinstance(held, HeldOut) else {}
-    if chats:
+    if isinstance(held, Documents) and (chats := prompt_sizes(held)):
         fitting = [number for number, size in chats.items() if 0 < size <= 8 * length]
         if not fitting:
             raise ValueError(
@@ -191,9 +170,8 @@ def prompts(tokenizer: PreTrainedTokenizerBase, held: Held, count: int, length: 
             )
         count = min(count, len(fitting))
         chosen = [fitting[len(fitting) * i // count] for i in range(count)]
-        return [held[number].tokens[: chats[number]] for number in chosen]  # type: ignore[union-attr]
-    texts = [text for text in held if isinstance(text, str)]
-
+        return [held[number].tokens[: chats[number]] for number in chosen]
+    texts = held.raw_texts() if isinstance(held, Documents) else held
     ends, starts = list(accumulate(map(len, texts))), dict[tuple[int, int], str]()
     for number in range(count if any(texts) else 0):
         place = ends[-1] * number // count

@@ -61,8 +61,8 @@ class Documents(Sequence[Document]):
     stretch of its flags.
 
     `chunk`, `begin`, `sizes`: (documents,) int64. weights: of the loss of a token, by its flag; None weighs all alike.
-    reader: of its images; None without images. images: pyarrow's strings, JSON of a document's images or nothing, of which
-    document n has number pictured[n], an int64.
+    reader: of its images; None without images. images, raws: pyarrow's strings, JSON of a document's images or nothing, and
+    its raw text or nothing for a conversation. Document n has number rows[n] of them, an int64.
     """
 
     chunks: list[Chunk]
@@ -72,7 +72,8 @@ class Documents(Sequence[Document]):
     weights: np.ndarray | None = None
     reader: ImageReader | None = None
     images: Any = None
-    pictured: np.ndarray | None = None
+    raws: Any = None
+    rows: np.ndarray | None = None
 
     @classmethod
     def flat(cls, tokens: np.ndarray, flags: np.ndarray, sizes: np.ndarray) -> "Documents":
@@ -116,18 +117,26 @@ class Documents(Sequence[Document]):
         tokens, flags = self.token_slice(number, 0, int(self.sizes[number]))
         return Document(tokens.tolist(), flags.astype(bool).tolist(), self.images_of(number))
 
-    def images_of(self, number: int) -> tuple[str, ...]:
-        """Return where the images of document `number` are."""
-        found = "[]" if self.pictured is None else self.images[int(self.pictured[number])].as_py() or "[]"
-        return tuple(json.loads(found))
-
-    def with_images(self) -> np.ndarray:
-        """Return (documents,) bool: which of them have images."""
-        if self.pictured is None:
+    def has_text(self, column: Any) -> np.ndarray:
+        """Return (documents,) bool: which of them have something in `images` or `raws`."""
+        if column is None or self.rows is None:
             return np.zeros(len(self), bool)
         import pyarrow.compute
 
-        return (pyarrow.compute.binary_length(self.images).to_numpy() > 0)[self.pictured]
+        return (pyarrow.compute.binary_length(column).to_numpy() > 0)[self.rows]
+
+    def with_images(self) -> np.ndarray:
+        """Return (documents,) bool: which of them have images."""
+        return self.has_text(self.images)
+
+    def images_of(self, number: int) -> tuple[str, ...]:
+        """Return where the images of document `number` are."""
+        found = "" if self.images is None or self.rows is None else self.images[int(self.rows[number])].as_py()
+        return tuple(json.loads(found or "[]"))
+
+    def raw_texts(self) -> list[str]:
+        """Return those documents that are raw text, as text."""
+        return [] if self.rows is None else self.raws.take(self.rows[self.has_text(self.raws)]).to_pylist()
 
     def token_slice(self, number: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and flags of a part of document `number`, without a copy."""
@@ -136,7 +145,7 @@ class Documents(Sequence[Document]):
 
     def select(self, numbers: np.ndarray) -> "Documents":
         """Return these documents, in this order, of the same arrays."""
-        columns = {name: getattr(self, name) for name in ("chunk", "begin", "sizes", "pictured")}
+        columns = {name: getattr(self, name) for name in ("chunk", "begin", "sizes", "rows")}
         return replace(self, **{name: column[numbers] for name, column in columns.items() if column is not None})
 
     def blocks(self) -> Iterator[tuple[range, np.ndarray, np.ndarray]]:

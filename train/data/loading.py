@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 
 from foredraft.heads.target_model import Target
-from foredraft.train.data.corpus import Corpus, Held, HeldOut, highest_id, tokenize
+from foredraft.train.data.corpus import Corpus, Held, highest_id, tokenize
 from foredraft.train.data.documents import Documents
 
 WRITES = "foredraft.train.writing.magpie.corpus"  # lets the target write what is not there yet
@@ -48,8 +48,8 @@ def drop_unknown_tokens(data: Corpus, target: Target) -> Corpus:
         return np.flatnonzero(unknown < 0)
 
     def held(part: Held) -> Held:
-        if isinstance(part, HeldOut):
-            return part.select(known(part.documents))
+        if isinstance(part, Documents):
+            return part.select(known(part))
         return [one for one in part if len(known(tokenize(tokenizer, [one]), str(one)))]
 
     train, validation, test = data.train.select(known(data.train)), held(data.validation), held(data.test)

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from foredraft.inference.evaluation.benchmark import Prompt
 from foredraft.inference.evaluation.progress import report
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.columns import declared, system, template_options
 from foredraft.train.data.corpus import Corpus, has_chats, prompts, with_start
 from foredraft.train.data.layouts import Message, SkippedRow, check_answers, has_system, turns, unicode
-from foredraft.train.data.sources import Row, Source, read
+from foredraft.train.data.sources import Row, Source
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 SETS = {
@@ -40,18 +41,6 @@ class Question(NamedTuple):
     text: str = ""  # raw text to continue
     tools: list[dict] | None = None
     options: dict[str, Any] = {}  # noqa: RUF012 -- never changed: variables of the chat template
-
-
-class Prompt(NamedTuple):
-    category: str
-    tokens: list[int]
-    ends: bool  # at an end token; a raw text continues
-    cut: int = 0  # tokens of its beginning that were cut off, for the context to hold the rest and the answer
-
-    @classmethod
-    def of(cls, category: str, tokens: list[int], ends: bool, most: int) -> "Prompt":
-        """Return a prompt of the last `most` of these tokens."""
-        return cls(category, tokens[-most:], ends, max(0, len(tokens) - most))
 
 
 def check_name(name: str, lengths: Sequence[int] = ()) -> None:
@@ -89,16 +78,14 @@ def questions(name: str, limit: int | None) -> list[Question]:
 
 def rows(name: str) -> Iterator[Row]:
     try:
-        if name == "spec_bench":
-            yield from spec_bench()
-        else:
-            yield from SETS[name].rows() if name in SETS else read(Path(name))
+        source = Source(spec_bench()) if name == "spec_bench" else SETS.get(name, Source(name))
+        yield from source.rows()
     except ValueError as error:
         raise ValueError(f"prompts={name}: {error}. A file of the same rows does: prompts=FILE.jsonl") from None
 
 
-def spec_bench() -> Iterator[Row]:
-    """Download the file once; a second run reads it from torch's cache, without a network."""
+def spec_bench() -> str:
+    """Download the file once, and return its path; a second run finds it in torch's cache, without a network."""
     file = Path(torch.hub.get_dir()) / "foredraft" / "spec_bench.jsonl"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +93,7 @@ def spec_bench() -> Iterator[Row]:
             torch.hub.download_url_to_file(SPEC_BENCH, str(file), progress=False)  # moved to its name when complete
         except OSError as error:
             raise ValueError(f"{SPEC_BENCH} cannot be read: {error}") from error
-    yield from read(file)
+    return str(file)
 
 
 def question(row: Row, category: str) -> Question:

@@ -326,11 +326,6 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def read(file: Path) -> Iterator[Row]:
-    """Yield all rows of a file."""
-    return chain.from_iterable(shard() for shard in shards(file))
-
-
 def hub(source: Source, streamed: bool) -> Any:
     """Load a dataset of the Hub, downloaded into the cache of `datasets`, or streamed. Raise ValueError if there is none."""
     import datasets
