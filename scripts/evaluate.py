@@ -23,13 +23,12 @@ from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.hub import find, weights_sha256
 from foredraft.inference import generate, load_drafter
 from foredraft.inference.drafters import AutoTree, Drafter, Likeliest, chain_of, fixed_form, tree_of
-from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text, rivals
+from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, Prompt, System, rivals
 from foredraft.inference.evaluation.report import Report, terminal, write_report
 from foredraft.inference.evaluation.results import measure, samples
 from foredraft.train.data import long_prompts, prompt_sets
 from foredraft.train.data.corpus import count_tokens
 from foredraft.train.data.loading import load_corpus
-from foredraft.train.data.prompt_sets import Prompt
 from foredraft.train.runtime.environment import facts_of_measurement
 from foredraft.train.runtime.locks import hold, write_atomically
 
@@ -68,8 +67,7 @@ def evaluate(cfg: DictConfig, output: Path) -> None:
     print(about, flush=True)
     lines = Lines(output / "lines.jsonl")
     systems = [*load(cfg, target, lines), *(rivals(target, assistants(cfg)) if cfg.rivals else ())]
-    texts = [Text(prompt.category, prompt.tokens, prompt.ends) for prompt in prompts]
-    benchmark = Benchmark(target, systems, texts, cfg.max_new_tokens, lines)
+    benchmark = Benchmark(target, systems, prompts, cfg.max_new_tokens, lines)
     metadata = {**facts_of_measurement(target), "prompts": about}
     results = measure(benchmark, [float(t) for t in cfg.temperature], cfg.repeats, metadata)
     page = Report(f"Drafters for {target.name}", results.metadata, results, list(samples(benchmark)))

@@ -23,7 +23,7 @@ from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import AutoTree, Drafter, fixed_form, load_drafter, tree_of
 from foredraft.inference.drafters.policy import HeadTree
 from foredraft.inference.evaluation import results as benchmark_results
-from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System, Text
+from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, System
 from foredraft.inference.evaluation.measure import NOT_CHECKED, check_identical, run
 from foredraft.inference.evaluation.report import Report, write_report
 from foredraft.inference.evaluation.results import (
@@ -188,8 +188,7 @@ def measure(
     fixed = load(target)
     auto = AutoTree(copy.copy(fixed), target)
     systems = [System(BASELINE, None), System(f"head, {fixed_form(fixed)}", fixed, batched=True), System(AUTO, auto)]
-    texts = [Text(row.category, row.tokens, row.ends) for row in rows]
-    benchmark = Benchmark(target, systems, texts, settings.max_new_tokens, lines, timed)
+    benchmark = Benchmark(target, systems, rows, settings.max_new_tokens, lines, timed)
     metadata = {**facts_of_measurement(target), "prompts": prompt_sets.summary(rows)}
     results = benchmark_results.measure(benchmark, TEMPERATURES, 1, metadata)
     for error in benchmark.failed.values():
@@ -204,7 +203,7 @@ def measure(
         drafted = Table(benchmark.lines.lines, benchmark.texts, TEMPERATURES[0]).batched[systems[1].name].values()
         metrics["acceptance_length_by_set"] = lengths = dict[str, float | None]()
         for name in data.test_sets:
-            tau = acceptance([line for line in drafted if texts[line["text"]].category == name])
+            tau = acceptance([line for line in drafted if rows[line["text"]].category == name])
             lengths[name] = None if tau is None else round(tau, 4)
     return metrics, results, list(benchmark_results.samples(benchmark))
 

@@ -32,10 +32,16 @@ Line = dict[str, Any]
 Job = tuple[str, float, int, int]  # name of the system, temperature, number of the text, repeat
 
 
-class Text(NamedTuple):
+class Prompt(NamedTuple):
     category: str
     tokens: list[int]
-    ends: bool  # whether the text ends at an end token
+    ends: bool  # whether its text ends at an end token; a raw text continues
+    cut: int = 0  # tokens of its beginning that were cut off, for the context to hold the rest and the answer
+
+    @classmethod
+    def of(cls, category: str, tokens: list[int], ends: bool, most: int) -> "Prompt":
+        """Return a prompt of the last `most` of these tokens."""
+        return cls(category, tokens[-most:], ends, max(0, len(tokens) - most))
 
 
 class Stopwatch:
@@ -65,7 +71,7 @@ class System(NamedTuple):
         return isinstance(self.drafter, dict)
 
     def decode(
-        self, target: Target, text: Text, new_tokens: int, temperature: float, seed: int, timings: bool = False
+        self, target: Target, text: Prompt, new_tokens: int, temperature: float, seed: int, timings: bool = False
     ) -> tuple[int, Generation | None]:
         """Return the number of new tokens, and the generation if foredraft decoded. A drafter forgets earlier outputs first,
         so that no text is drafted from itself."""
@@ -141,7 +147,7 @@ class Benchmark:
         self,
         target: Target,
         systems: list[System],
-        texts: list[Text],
+        texts: list[Prompt],
         new_tokens: int,
         lines: Lines,
         num_timed: int | None = None,

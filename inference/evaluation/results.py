@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from foredraft.inference.drafters import AutoTree
 from foredraft.inference.drafters.base import Drafter
 from foredraft.inference.evaluation.alignment import check_alignment
-from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Line, System, Text
+from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Line, Prompt, System
 from foredraft.inference.evaluation.lossless import audit, nodes_by_token
 from foredraft.inference.evaluation.measure import REPETITIVE, distinct
 from foredraft.inference.evaluation.progress import track
@@ -44,7 +44,7 @@ class Spread(NamedTuple):
 class Table:
     """Compute figures from the lines of one temperature."""
 
-    def __init__(self, lines: Iterable[Line], texts: list[Text], temperature: float):
+    def __init__(self, lines: Iterable[Line], texts: list[Prompt], temperature: float):
         self.texts = texts
         self.by_decoder: dict[str, Lines] = defaultdict(dict)
         self.batched: dict[str, Lines] = defaultdict(dict)  # the texts that were decoded in batches

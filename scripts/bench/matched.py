@@ -18,10 +18,11 @@ from foredraft import Engine, Request, SamplingParams, Target
 from foredraft.cli import check_at_least, entry
 from foredraft.inference.drafters import Drafter, Likeliest, chain_of, load_drafter, tree_of
 from foredraft.inference.drafters.base import Accepted, NoDrafter, Wrapper
+from foredraft.inference.evaluation.benchmark import Prompt
 from foredraft.inference.evaluation.progress import report
 from foredraft.inference.evaluation.results import ratio_error
 from foredraft.inference.tree import TokenTree
-from foredraft.train.data.prompt_sets import Prompt, questions, tokenize
+from foredraft.train.data.prompt_sets import questions, tokenize
 
 FIRST = 3  # steps whose time does not count
 TokenCounts = list[tuple[int, int]]  # of each text: its forwards, and what they added

@@ -29,11 +29,10 @@ from tqdm.auto import tqdm
 from foredraft import Target
 from foredraft.cli import check_at_least, entry
 from foredraft.heads.caches.device import device_name
-from foredraft.inference.evaluation.benchmark import Lines
+from foredraft.inference.evaluation.benchmark import Lines, Prompt
 from foredraft.scripts.bench import systems
 from foredraft.scripts.bench.matched import first_turns
 from foredraft.scripts.bench.tables import markdown, publish
-from foredraft.train.data.prompt_sets import Prompt
 from foredraft.train.runtime.locks import hold
 from foredraft.words import ROOT
 

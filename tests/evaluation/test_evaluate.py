@@ -26,7 +26,7 @@ from foredraft.inference import generate
 from foredraft.inference.drafters import Drafter, DraftModel, drafter_for, fixed_form, load_drafter, tree_of
 from foredraft.inference.drafters.base import Accepted, Wrapper
 from foredraft.inference.evaluation.alignment import Alignment, RecordingDrafter
-from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, Stopwatch, System, Text, rivals
+from foredraft.inference.evaluation.benchmark import BASELINE, Benchmark, Lines, Prompt, Stopwatch, System, rivals
 from foredraft.inference.evaluation.report import tables
 from foredraft.inference.evaluation.results import (
     Results,
@@ -219,7 +219,12 @@ def text_line(decoder: str, text: int, seconds: float, repeat: int = 0, **more) 
 
 
 def test_figures_of_known_lines():
-    texts = [Text("code", [1], False), Text("code", [2], False), Text("talk", [3], True), Text("talk", [4], True)]
+    texts = [
+        Prompt("code", [1], False),
+        Prompt("code", [2], False),
+        Prompt("talk", [3], True),
+        Prompt("talk", [4], True),
+    ]
     lines = [text_line("baseline", number, 5.0, repeat) for number in range(3) for repeat in range(3)]
     steps = {"emitted": [4, 1, 5], "accepted": [3, 0, 4], "nodes": [8, 1, 8]}
     lines += [text_line("head", n, second, r, **steps) for n in range(3) for r, second in enumerate((2.0, 2.5, 4.0))]
@@ -256,7 +261,7 @@ def test_figures_of_a_training_run(target, width, form):
     drafter = drafter_for(make_head("medusa", target), target, width=width)
     assert drafter.depth == 3, "of the figures below"
     fixed = f"head, {form}"
-    texts, lines = [Text("code", [number], False) for number in range(4)], []
+    texts, lines = [Prompt("code", [number], False) for number in range(4)], []
     fast = {"emitted": [3, 3, 3], "accepted": [2, 2, 2], "nodes": [4] * 3}
     slow = {"emitted": [1] * 9, "accepted": [0] * 9, "nodes": [1] * 9}
     for temperature in finalize.TEMPERATURES:
@@ -293,7 +298,7 @@ def test_figures_of_a_training_run(target, width, form):
 
 def test_batches_give_the_lines_of_texts_alone(target, tmp_path):
     """Decode texts of different lengths, two of which may end early, in batches of one setting each. Only some are timed."""
-    texts = [Text("code", list(range(200, 212 + 3 * number)), number % 2 == 1) for number in range(5)]
+    texts = [Prompt("code", list(range(200, 212 + 3 * number)), number % 2 == 1) for number in range(5)]
     head = make_head("eagle3", target)
     system = System("head", drafter_for(head, target), batched=True)
     lines = Lines(tmp_path / "lines.jsonl")
@@ -312,7 +317,7 @@ def test_batches_give_the_lines_of_texts_alone(target, tmp_path):
 
 
 def test_loops_are_not_timed(tmp_path):
-    texts = [Text("code", [number], False) for number in range(6)]
+    texts = [Prompt("code", [number], False) for number in range(6)]
     lines = Lines(tmp_path / "lines.jsonl")
     for number in range(6):
         ids = [7] * 10 if number < 2 else list(range(10))
@@ -324,7 +329,7 @@ def test_loops_are_not_timed(tmp_path):
 
 
 def test_texts_are_compared_in_the_table_of_all_of_them():
-    texts = [Text("code", [1], False), Text("talk", [2], False)]
+    texts = [Prompt("code", [1], False), Prompt("talk", [2], False)]
     table = Table([text_line("baseline", number, 5.5) for number in range(2)], texts, 0.0)
     where = {"drafter": "baseline", "temperature": 0.0}
     rows = [table.figures("baseline", category) | where | {"category": category} for category in ("all", "code")]
@@ -507,7 +512,7 @@ def where(device: str, is_collective: bool) -> Any:
 @pytest.mark.parametrize("name", ["suffix", "ngram+suffix"])
 def test_no_text_drafts_itself(name, target):
     """Decode a text twice, as a benchmark does; a drafter that remembers would copy the text from the time before."""
-    system, text = System(name, load_drafter(name, target)), Text("code", list(range(300, 312)), False)
+    system, text = System(name, load_drafter(name, target)), Prompt("code", list(range(300, 312)), False)
     first, again = (system.decode(target, text, 24, 0.0, 1)[1] for _ in range(2))
     assert [step.accepted for step in again.steps] == [step.accepted for step in first.steps]
 
@@ -598,7 +603,7 @@ def test_transformers_decodes_without_the_penalties_of_the_checkpoint(fresh, mon
     fresh.model.generation_config.update(repetition_penalty=1.3, eos_token_id=[0])
     own, text, ids, decode = (
         fresh.model.generation_config,
-        Text("code", list(range(5, 25)), True),
+        Prompt("code", list(range(5, 25)), True),
         [],
         fresh.model.generate,
     )

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 
 from foredraft.heads import save_head
 from foredraft.inference import drafter_for, generate
+from foredraft.inference.evaluation.benchmark import Prompt
 from foredraft.scripts import docs_heads
 from foredraft.scripts.bench import by_context, matched, spec_bench, systems, tables
-from foredraft.train.data.prompt_sets import Prompt
 from tests.support import typed
 from tests.support.head_factory import make_head
 

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from foredraft.inference.evaluation.benchmark import Prompt
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.corpus import Corpus, start_tokens
 from foredraft.train.data.layouts import turns
-from foredraft.train.data.prompt_sets import Prompt, held_out
+from foredraft.train.data.prompt_sets import held_out
 
 SUMMARIZE = "Summarize the text above."
 FIND = 'The words "{words}" occur in the text above. Copy the paragraph around them, word for word.'

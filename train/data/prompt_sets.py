@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from foredraft.inference.evaluation.benchmark import Prompt
 from foredraft.inference.evaluation.progress import report
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.columns import declared, system, template_options
@@ -40,18 +41,6 @@ class Question(NamedTuple):
     text: str = ""  # raw text to continue
     tools: list[dict] | None = None
     options: dict[str, Any] = {}  # noqa: RUF012 -- never changed: variables of the chat template
-
-
-class Prompt(NamedTuple):
-    category: str
-    tokens: list[int]
-    ends: bool  # at an end token; a raw text continues
-    cut: int = 0  # tokens of its beginning that were cut off, for the context to hold the rest and the answer
-
-    @classmethod
-    def of(cls, category: str, tokens: list[int], ends: bool, most: int) -> "Prompt":
-        """Return a prompt of the last `most` of these tokens."""
-        return cls(category, tokens[-most:], ends, max(0, len(tokens) - most))
 
 
 def check_name(name: str, lengths: Sequence[int] = ()) -> None:
