@@ -23,7 +23,7 @@ from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
 from foredraft.config import checked_jobs, first_line, opened, without_hydra
@@ -135,9 +135,11 @@ def run_job(main: Main, program: str, cfg: DictConfig, jobs: int) -> int:
 
 
 def check_at_least(cfg: DictConfig, least: int, *names: str) -> None:
-    """Raise ValueError for the first of these keys whose value is less than `least`."""
+    """Raise ValueError for the first of these keys whose value, or one value of its list, is less than `least`."""
     for name in names:
-        if (value := OmegaConf.select(cfg, name)) is not None and value < least:
+        value = OmegaConf.select(cfg, name)
+        values = value if isinstance(value, ListConfig) else [value]
+        if any(one is not None and one < least for one in values):
             raise ValueError(f"{name}={value} must be at least {least}")
 
 

@@ -3,16 +3,16 @@
 Ctrl-C stops an answer and not the chat. /new forgets the conversation, /quit or Ctrl-D ends the chat.
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TextIO
 
 from hydra.utils import instantiate
 from jinja2 import TemplateError
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.text import Text
 
 from foredraft.cli import check_at_least, entry
 from foredraft.heads import Target
@@ -31,7 +31,7 @@ def main(cfg: DictConfig) -> None:
         )
     drafter = instantiate(cfg.drafter, target=target)
     params = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
-    marks = Marks(Console(highlight=False), cfg.color)
+    marks = Marks(cfg.color)
     opening = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
     chat = Chat(target, drafter, params, cfg.max_new_tokens, cfg.seed, marks, [*opening])
     marks.explain()
@@ -63,39 +63,31 @@ def reader(history: str | None) -> Callable[[], str]:
 
 
 class Marks:
-    """Show accepted drafts in another style than the target's own tokens: color and underline, or brackets."""
+    """Print a text with accepted drafts between two marks: codes for green and underlined letters, or brackets."""
 
-    def __init__(self, console: Console, wanted: bool):
-        """Choose the style. wanted: False shows no difference. NO_COLOR leaves the underline; a terminal without styles
-        gets brackets."""
-        self.console, self.wanted = console, wanted
-        self.has_styles = console.is_terminal and not console.is_dumb_terminal
-        self.is_open = False  # is the last text an accepted draft's, in brackets?
+    def __init__(self, wanted: bool, file: TextIO | None = None):
+        """Choose the marks. wanted: False shows no difference. file: None is stdout. NO_COLOR leaves the underline; what is
+        not a terminal, or has no styles, gets brackets."""
+        self.wanted, self.file = wanted, file
+        self.has_styles = (file or sys.stdout).isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self.color = "" if os.environ.get("NO_COLOR") else "green and "
+        styles = "4;32" if self.color else "4"
+        self.opening, self.closing = (f"\x1b[{styles}m", "\x1b[0m") if self.has_styles else ("[", "]")
+        self.is_open = False  # is the last text an accepted draft's?
 
     def explain(self) -> None:
         """Print the legend, if there are marks."""
         if not self.wanted:
             return
-        color = "" if self.console.no_color else "green and "
-        self.write(f"{color}underlined" if self.has_styles else "in brackets", True)
+        self.write(f"{self.color}underlined" if self.has_styles else "in brackets", True)
         rest = "Everything else the target wrote itself, one token per forward."
         self.write(f": a draft that the target accepted. {rest}\n")
 
     def write(self, text: str, drafted: bool = False) -> None:
-        marked = self.wanted and drafted
-        if self.has_styles or not self.wanted:
-            self.console.print(Text(text, "green underline" if marked else ""), end="", soft_wrap=True)
-        elif text:
-            edge = "" if marked == self.is_open else "[" if marked else "]"
-            self.is_open = marked
-            self.console.print(Text(edge + text), end="", soft_wrap=True)
-
-    def close(self) -> None:
-        """End the brackets of an answer."""
-        if self.is_open:
-            self.write("\n")
-        else:
-            self.console.print()
+        marked, edge = self.wanted and drafted, ""
+        if text and marked != self.is_open:
+            edge, self.is_open = self.opening if marked else self.closing, marked
+        print(edge + text, end="", file=self.file, flush=True)
 
 
 @dataclass
@@ -117,7 +109,7 @@ class Chat:
             request = self.request(asked)
             engine.add(request)
         except ValueError as error:
-            self.marks.console.print(f"{error}; /new starts over", style="red")
+            self.marks.write(f"{error}; /new starts over\n")
             return
         writer = AnswerWriter(self.target, request.prompt, self.marks)
         try:
@@ -128,7 +120,7 @@ class Chat:
                     writer.push(output)
             engine.close()
         except KeyboardInterrupt:
-            self.marks.console.print(" (stopped)", style="dim", end="")
+            self.marks.write(" (stopped)")
         self.messages = [*asked, {"role": "assistant", "content": writer.end()}]
         self.seed += 1
 
@@ -168,13 +160,13 @@ class AnswerWriter:
     def end(self) -> str:
         """Return the whole text, after a line about its cost."""
         self.show(self.detokenizer.end())
-        self.marks.close()
+        self.marks.write("\n")
         seconds = max(time.perf_counter() - self.started, 1e-9)
         speed = f"{self.tokens} tokens, {self.gained / seconds:.1f} tokens/s"
         if self.forwards:
             length = self.gained / self.forwards
             speed += f", acceptance length {length:.2f} ({self.accepted} tokens were accepted drafts)"
-        self.marks.console.print(speed, style="dim")
+        self.marks.write(f"{speed}\n")
         return self.text
 
 

@@ -35,15 +35,12 @@ from foredraft.train.runtime.locks import hold, write_atomically
 
 @entry("evaluate")
 def main(cfg: DictConfig) -> None:
-    check_at_least(cfg, 1, "prompt_tokens", "max_new_tokens", "repeats", "chain")
-    if not cfg.temperature or min(cfg.temperature) < 0:
-        raise ValueError(f"temperature={list(cfg.temperature)}: at least one, of 0 (greedy) or more")
-    if cfg.lengths and min(cfg.lengths) < 1:
-        raise ValueError(f"lengths={list(cfg.lengths)} must be at least 1 each")
+    check_at_least(cfg, 1, "prompt_tokens", "max_new_tokens", "repeats", "chain", "lengths")
+    check_at_least(cfg, 0, "limit", "temperature")
+    if not cfg.temperature:
+        raise ValueError("temperature=[]: give at least one, such as 0 (greedy)")
     if cfg.lengths and cfg.prompts not in ("held_out", "long"):
         raise ValueError(f"lengths={list(cfg.lengths)} is for prompts=held_out and prompts=long, not {cfg.prompts}")
-    if cfg.limit < 0:
-        raise ValueError(f"limit={cfg.limit} must be at least 1, or 0 for all prompts")
     prompt_sets.check_name(cfg.prompts, cfg.lengths)
     output = Path(cfg.output_dir)
     output.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from foredraft.cli import entry
+from foredraft.cli import check_at_least, entry
 from foredraft.inference.serve.address import check_address, check_exposed
 from foredraft.train import learn
 from foredraft.train.learned_heads import LearnedHeads
@@ -37,6 +37,8 @@ def main(cfg: DictConfig) -> None:
         raise ValueError(f"engine={cfg.engine} is not one of {', '.join(ENGINES)}")
     if cfg.log_text and cfg.log_accepted is None:
         raise ValueError("log_text=true needs log_accepted=FILE, the log that gets the texts")
+    check_at_least(cfg, 1, "max_num_seqs", "max_num_batched_tokens", "timeout")
+    check_at_least(cfg, 0, "max_waiting")
     api_key = os.environ.get("FOREDRAFT_API_KEY")  # not a key of the config, which ps and --help would show
     check_exposed(cfg.host, api_key, cfg.insecure)
     check_learning(cfg)

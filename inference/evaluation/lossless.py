@@ -146,19 +146,24 @@ class Divergence(NamedTuple):
 
 
 def divergences(
-    target: Target, drafter: Drafter, prompts: list[list[int]], new_tokens: int, **settings: Any
+    target: Target,
+    drafter: Drafter,
+    prompts: list[list[int]],
+    new_tokens: int,
+    baseline: Drafter | None = None,
+    **settings: Any,
 ) -> list[Divergence]:
-    """Return the first divergence of each prompt that has one, with the gap that may explain it. settings: of
-    SamplingParams."""
+    """Return the first divergence of each prompt that has one, with the gap that may explain it. baseline: None decodes
+    without drafts. settings: of SamplingParams."""
     found = []
     for seed, prompt in enumerate(track(prompts, "checking losslessness", "prompts")):
         ids = torch.tensor([prompt], device=target.device)
         both: dict[str, Any] = {"max_new_tokens": new_tokens, "eos_token_id": -1, "seed": seed, **settings}
-        baseline = generate(target, None, ids, **both).new_tokens[0]
+        expected = generate(target, baseline, ids, **both).new_tokens[0]
         drafted = generate(target, drafter, ids, **both)
         nodes = nodes_by_token([step.emitted[0] for step in drafted.steps], [step.nodes for step in drafted.steps])
         params = SamplingParams(**settings)
-        found.append(audit(target, prompt, baseline, drafted.new_tokens[0], nodes, params, seed))
+        found.append(audit(target, prompt, expected, drafted.new_tokens[0], nodes, params, seed))
     return [divergence for divergence in found if divergence is not None]
 
 

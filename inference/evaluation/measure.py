@@ -35,20 +35,19 @@ def run(
     prompts: list[list[int]],
     max_new_tokens: int,
     what: str = "decoding",
-    batch: int = BATCH,
     seeds: Sequence[int] | None = None,
     **settings: Any,
 ) -> list[Generation]:
-    """Decode the prompts, `batch` at a time. what: the activity that the progress bar names. seeds: of each prompt; prompt i
+    """Decode the prompts, BATCH at a time. what: the activity that the progress bar names. seeds: of each prompt; prompt i
     has seed i if there are none."""
     seeds = range(len(prompts)) if seeds is None else seeds
     generations = []
     with Progress(what, len(prompts) * max_new_tokens, "tokens at most") as progress:
         settings |= {"max_new_tokens": max_new_tokens, "progress": progress.add}
-        for start in range(0, len(prompts), batch):
-            rows = prompts[start : start + batch]
+        for start in range(0, len(prompts), BATCH):
+            rows = prompts[start : start + BATCH]
             ids, mask = (part.to(target.device) for part in left_pad(rows))
-            some = list(seeds[start : start + batch])
+            some = list(seeds[start : start + BATCH])
             generations.append(generate(target, drafter, ids, mask, seed=some, **settings))
     return generations
 
@@ -64,22 +63,6 @@ def texts(generations: list[Generation]) -> list[list[int]]:
     return [prompt for generation in generations for prompt in generation.new_tokens]
 
 
-def identical_share(
-    target: Target,
-    drafter: Drafter,
-    prompts: list[list[int]],
-    baseline: Drafter | None = None,
-    batch: int = BATCH,
-    **settings: Any,
-) -> float:
-    """Return the share of prompts whose text with `drafter` equals that with `baseline` (None: no drafts), token by token."""
-    both = [
-        texts(run(target, one, prompts, batch=batch, what="checking losslessness", **settings))
-        for one in (baseline, drafter)
-    ]
-    return sum(a == b for a, b in zip(*both, strict=True)) / len(prompts)
-
-
 def check_identical(
     target: Target, load: Callable[[Target], Drafter], prompts: list[list[int]], max_new_tokens: int, ends: bool = False
 ) -> dict[str, float | None]:
@@ -88,11 +71,12 @@ def check_identical(
     exact = float32_target(target)
     if exact is None:
         return NOT_CHECKED
-    drafter, limits = load(exact), length_settings(max_new_tokens, ends)
-    return {
-        "identical_greedy": identical_share(exact, drafter, prompts, **limits),
-        "identical_sampled": identical_share(exact, drafter, prompts, temperature=1.0, **limits),
-    }
+    limits: dict[str, Any] = {"what": "checking losslessness", **length_settings(max_new_tokens, ends)}
+    drafter, shares = load(exact), dict[str, float | None]()
+    for name, temperature in (("identical_greedy", 0.0), ("identical_sampled", 1.0)):
+        both = [texts(run(exact, one, prompts, temperature=temperature, **limits)) for one in (None, drafter)]
+        shares[name] = sum(a == b for a, b in zip(*both, strict=True)) / len(prompts)
+    return shares
 
 
 def float32_target(target: Target) -> Target | None:

@@ -32,8 +32,6 @@ COLORS = {f"d{depth}": pair for depth, pair in enumerate(DEPTHS, 1)} | {
     "grey": ("#868d99", "#8b93a1"),
     "bad": ("#b3341f", "#ff8a75"),
 }
-# The stages of a step. The second one, the target's forward, is grey like its tokens: colors show what the head adds.
-PARTS = ("d1", "grey", "d3", "d6", "d8")
 
 MAX_POINTS = 300  # the width shows no more, and a page of a long run would have many megabytes
 

@@ -90,21 +90,10 @@ class Worker(threading.Thread):
         caches, see `slot_limits`; half is for requests without drafts; None is most of what the device has.
         max_num_batched_tokens: `prefill_chunk` of `Engine`. others: more tenants'."""
         super().__init__(name="engine", daemon=True)
-        if max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs={max_num_seqs} must be at least 1")
-        if max_waiting < 0:
-            raise ValueError(f"max_waiting={max_waiting} must be at least 0")
-        for name, value in (("timeout", timeout), ("cache_gib", cache_gib)):
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be above 0")
         if target.is_collective:
             raise ValueError(
                 f"target.sharding={target.sharding}: requests reach one process, but all must take part in every forward: "
                 "set target.sharding=layers or engine=vllm"
-            )
-        if max_num_batched_tokens is not None and max_num_batched_tokens < 1:
-            raise ValueError(
-                f"max_num_batched_tokens={max_num_batched_tokens} must be at least 1; null prefills prompts whole"
             )
         self.target, drafters = target, (drafter, *others, None)
         slots = slot_limits(target, drafters, max_num_seqs, cache_gib)

@@ -4,7 +4,6 @@ import io
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from foredraft.scripts import chat
 from foredraft.scripts.chat import Chat, Marks
@@ -65,7 +64,7 @@ def test_a_conversation_that_a_template_refuses_is_dropped_with_its_words():
 def test_a_system_prompt_that_a_template_refuses_is_said_in_a_chat():
     template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
     target = SimpleNamespace(text_tokenizer=tokenizer(template), eos_token_ids=[])
-    refusing = Chat(target, None, None, 8, 0, Marks(Console(), False))
+    refusing = Chat(target, None, None, 8, 0, Marks(False))
     with pytest.raises(ValueError, match="the chat template does not support this conversation: no system role"):
         refusing.request([{"role": "system", "content": "be kind"}, ONE[0]])
 
@@ -90,39 +89,35 @@ UNDERLINED, GREEN = "\x1b[4m", "\x1b[4;32m"
 @pytest.mark.parametrize(
     ("terminal", "environment", "wanted", "legend", "answer"),
     [
-        (True, {}, True, f"{GREEN}green and underlined\x1b[0m: a draft", f"a{GREEN} b\x1b[0m{GREEN} c\x1b[0m d\n"),
-        (
-            True,
-            {"NO_COLOR": "1"},
-            True,
-            f"{UNDERLINED}underlined\x1b[0m: a draft",
-            f"a{UNDERLINED} b\x1b[0m{UNDERLINED} c",
-        ),
+        (True, {}, True, f"{GREEN}green and underlined\x1b[0m: a draft", f"a{GREEN} b c\x1b[0m d\n"),
+        (True, {"NO_COLOR": "1"}, True, f"{UNDERLINED}underlined\x1b[0m: a draft", f"a{UNDERLINED} b c\x1b[0m d\n"),
         (True, {"TERM": "dumb"}, True, "[in brackets]: a draft", "a[ b c] d\n"),
         (False, {}, True, "[in brackets]: a draft", "a[ b c] d\n"),
         (False, {}, False, "", "a b c d\n"),
     ],
 )
-def test_accepted_drafts_are_marked_with_and_without_colors(terminal, environment, wanted, legend, answer):
+def test_accepted_drafts_are_marked_with_and_without_colors(monkeypatch, terminal, environment, wanted, legend, answer):
     written = io.StringIO()
-    environment = {"TERM": "xterm", "COLUMNS": "200"} | environment
-    marks = Marks(Console(file=written, force_terminal=terminal, _environ=environment), wanted)
+    monkeypatch.setattr(written, "isatty", lambda: terminal)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in ({"TERM": "xterm"} | environment).items():
+        monkeypatch.setenv(name, value)
+    marks = Marks(wanted, written)
     marks.explain()
     explained = written.getvalue()
     assert explained.startswith(legend) and explained.count("\n") == wanted
-    for text, drafted in (("a", False), (" b", True), ("", False), (" c", True), (" d", False)):
+    for text, drafted in (("a", False), (" b", True), ("", False), (" c", True), (" d", False), ("\n", False)):
         marks.write(text, drafted)
-    marks.close()
-    assert written.getvalue().removeprefix(explained).startswith(answer)
+    assert written.getvalue().removeprefix(explained) == answer
 
 
-def test_brackets_end_with_the_answer():
+def test_marks_end_with_the_answer():
     written = io.StringIO()
-    marks = Marks(Console(file=written), True)
+    marks = Marks(True, written)
     for _ in range(2):
         marks.write("a")
         marks.write(" b", True)
-        marks.close()
+        marks.write("\n")
     assert written.getvalue() == "a[ b]\na[ b]\n"
 
 

@@ -463,9 +463,9 @@ def test_no_limit_is_every_prompt(run, tmp_path):
 
 def test_nothing_to_measure_is_named(run):
     for given, sentence in (
-        ("limit=-1", "limit=-1 must be at least 1, or 0 for all prompts"),
-        ("temperature=-0.5", "temperature=[-0.5]: at least one, of 0 (greedy) or more"),
-        ("temperature=[]", "temperature=[]: at least one"),
+        ("limit=-1", "limit=-1 must be at least 0"),
+        ("temperature=-0.5", "temperature=[-0.5] must be at least 0"),
+        ("temperature=[]", "temperature=[]: give at least one"),
         ("drafter=[]", "drafter=[]: give names, directories, or groups of keys"),
         ("drafter=null", "drafter=[None]: give names, directories, or groups of keys"),
     ):

@@ -1,12 +1,10 @@
 """Tokens to text: the same in pieces as at once, after any prompt, by every kind of tokenizer."""
 
-import io
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -133,8 +131,7 @@ def test_a_chat_in_the_terminal_has_its_spaces():
     tokenizer = sentencepiece()
     blue, mark = tokenizer.convert_tokens_to_ids(["▁blue", "<|assistant|>"])
     for prompt, expected in (([blue, mark], "blue blue"), ([mark, blue], " blue blue")):
-        marks = Marks(Console(file=io.StringIO()), False)
-        writer = AnswerWriter(SimpleNamespace(text_tokenizer=tokenizer), prompt, marks)
+        writer = AnswerWriter(SimpleNamespace(text_tokenizer=tokenizer), prompt, Marks(False))
         writer.push(RequestOutput(None, [blue], None, 1, None))
         writer.push(RequestOutput(None, [blue], 0, 1, "length"))
         assert writer.end() == expected

@@ -532,7 +532,7 @@ def test_a_command_that_is_not_told_its_target_says_how(monkeypatch, capsys, com
         ("lossless target=test_model num_prompts=0", "num_prompts=0 must be at least 1"),
         ("generate target=test_model prompt=a max_new_tokens=0", "max_new_tokens=0 must be at least 1"),
         ("chat target=test_model max_new_tokens=0", "max_new_tokens=0 must be at least 1"),
-        ("evaluate target=test_model drafter=ngram lengths=[0]", "lengths=[0] must be at least 1 each"),
+        ("evaluate target=test_model drafter=ngram lengths=[0]", "lengths=[0] must be at least 1"),
         ("plan target=test_model gpus=0", "gpus=0 must be at least 1"),
         ("plan target=test_model gpu_gib=-1", "gpu_gib=-1 must be above 0"),
         (

@@ -92,6 +92,8 @@ def test_llamacpp_wants_the_target_in_its_own_format(target):
         (["engine=vllm", "drafter.window=64"], "drafter.window=64: vLLM uses the window of a head's config.json"),
         (["engine=sglang"], "engine=sglang is not one of foredraft, vllm, llamacpp"),
         (["log_text=true"], "needs log_accepted=FILE"),
+        (["max_num_seqs=0"], "max_num_seqs=0 must be at least 1"),
+        (["max_waiting=-1"], "max_waiting=-1 must be at least 0"),
         (["port=99999"], " port=99999: "),
         (["host=0.0.0.0"], "set FOREDRAFT_API_KEY, or set insecure=true"),
         (["log_accepted=no/such/folder/log"], "log_accepted=no/such/folder/log cannot be written"),

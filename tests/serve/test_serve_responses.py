@@ -305,13 +305,18 @@ def test_tools_that_are_not_allowed_are_left_out(mode):
             "parts of type input_image that are not text",
             ...,
         ),
+        (
+            {"input": [{"type": "reasoning", "content": [{"type": "input_image"}]}]},
+            "parts of type input_image that are not text",
+            None,
+        ),
         ({"input": []}, "at least 1 item", "input"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice required needs tools", None),
         ({"tools": [PICK], "tool_choice": {"type": "web_search"}}, "tool_choice", ...),
         ({"tools": [{"type": "function", "name": "a b"}]}, "match pattern", "tools.0.name"),
         ({"tools": [PICK, PICK]}, "two tools of one name", None),
-        ({"tools": [{"type": "namespace", "name": "a b", "tools": [PICK]}]}, "tools.0.function.name: String", None),
-        ({"reasoning": {"effort": "most"}}, "reasoning_effort: Input should be", None),
+        ({"tools": [{"type": "namespace", "name": "a b", "tools": [PICK]}]}, "name: String", "tools.0.function.name"),
+        ({"reasoning": {"effort": "most"}}, "reasoning_effort: Input should be", "reasoning_effort"),
         ({"tools": [{"name": "pick"}]}, "type: Field required", "tools.0.type"),
         ({"tools": [{"type": "custom", "name": "a", "description": 5}]}, "description", "tools.0.description"),
         ({"tools": [{"type": "custom", "name": "a", "format": "text"}]}, "format", "tools.0.format"),
@@ -321,6 +326,17 @@ def test_tools_that_are_not_allowed_are_left_out(mode):
             {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "a"}]}},
             "tool_choice names 'a', but tools contains none",
             None,
+        ),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "mode": "auto",
+                    "tools": [{"type": "allowed_tools", "tools": []}],
+                }
+            },
+            "tool_choice",
+            ...,
         ),
         ({"text": {"verbosity": "low"}}, "verbosity is not supported", None),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),

@@ -63,13 +63,6 @@ def test_a_first_word_keeps_its_space(client):
     assert (cut.text, cut.finish_reason) == ("", "stop")
 
 
-def test_an_answer_of_a_chat_starts_after_its_mark(client):
-    asked = says(BLUE, messages=MESSAGES)
-    assert client.chat.completions.create(**asked).choices[0].message.content == "blue blue blue"
-    chunks = [*client.chat.completions.create(**asked, stream=True)]
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "blue blue blue"
-
-
 def test_a_text_is_what_decoding_adds_to_the_prompt(client, spelled):
     tokenizer = spelled.text_tokenizer
     prompt = tokenizer("The 🧪 sky").input_ids

@@ -344,15 +344,6 @@ def test_acceptance_is_told_by_depth_and_by_answer(target):
     assert [float(count) for name, count in shown.items() if name.startswith("foredraft_acceptance_length_sum")] == [2]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"max_num_seqs": 0}, {"timeout": 0}, {"cache_gib": 0}, {"max_waiting": -1}, {"max_num_batched_tokens": 0}],
-)
-def test_settings_of_the_worker_are_checked(target, settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        Worker(target, None, **settings)
-
-
 def test_half_a_line_on_a_full_disk_is_taken_back(tmp_path):
     log, path = AcceptedLog(tmp_path / "log"), tmp_path / "log"
     choice = SimpleNamespace(index=0, accepted=[1], drafted=[2])
