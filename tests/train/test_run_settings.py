@@ -113,7 +113,7 @@ def test_a_head_of_another_module_may_bring_its_loss(tmp_path, monkeypatch):
     head = {"_target_": "head_and_loss.MedusaHead.for_target"}
     checks.check_loss(OmegaConf.create({"head": head, "loss": "mine", "loss_args": {}}))
     assert losses.build("mine", {}) is not None
-    with pytest.raises(ValueError, match="loss=other is not one of .*, mine"):
+    with pytest.raises(ValueError, match=r"loss=other is not one of .*, mine"):
         losses.build("other", {})
 
 
