@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foredraft.heads import formats
 from foredraft.heads.base import DraftHead
-from foredraft.heads.formats.files import ADAPTER_CONFIG, CONFIG, FILE, PICKLED, SAFE
+from foredraft.heads.formats.files import CONFIG, FILE, PICKLED, SAFE
 from foredraft.heads.hub.client import find, weights_sha256
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.files import checkpoint_file, weight_map
@@ -27,8 +27,8 @@ WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
 CARD = "README.md"
 STATED_SHA = re.compile(r"SHA-256 of the weights\W+([0-9a-f]{64})")
-ADAPTER = "adapter_model.safetensors"  # peft's, next to ADAPTER_CONFIG
-HEAD_FILES = (*SAFE, *PICKLED, FILE, CONFIG, ADAPTER_CONFIG)  # would be read as part of a head
+ADAPTER = "adapter_model.safetensors"  # peft's, of a target
+HEAD_FILES = (*SAFE, *PICKLED, FILE, CONFIG)  # would be read as part of a head
 RUN_FILES = ("config.yaml", "metrics.json")  # written next to it by a training run
 
 
@@ -200,10 +200,6 @@ def read_head(path: str | Path, target: Target, revision: str | None = None, str
     that are unusual or differ from the target's; with strict this is an error for heads trained by foredraft."""
     check_is_target(target)
     files = formats.read(find(path, revision))
-    if (files.directory / ADAPTER_CONFIG).is_file():
-        raise files.error(
-            f"{ADAPTER_CONFIG} lies next to the head: an adapter would change the target's text. Remove it"
-        )
     check_card(files.directory)
     layout = formats.detect(files)
     head = formats.build(layout, files, target)

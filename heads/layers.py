@@ -48,13 +48,6 @@ class ScaledLinear(nn.Linear):
         weight = self.weight if self.sizes is None else self.weight / self.sizes
         return F.linear(x.to(self.weight.dtype), weight)
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A checkpoint of a training that did not scale its inputs yet contains the weights of a head's file.
-        if self.sizes is not None and f"{prefix}weight" in state and f"{prefix}sizes" not in state:
-            state[f"{prefix}weight"] = state[f"{prefix}weight"] * self.sizes.to(state[f"{prefix}weight"].device)
-            state[f"{prefix}sizes"] = self.sizes
-        super()._load_from_state_dict(state, prefix, *args)
-
     @torch.no_grad()
     def scale_inputs(self, sizes: Tensor | None) -> None:
         """Divide the weights by these sizes from now on; the products stay equal."""

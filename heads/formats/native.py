@@ -39,7 +39,6 @@ class NativeFormat(Format):
 def find_class(files: HeadFiles, name: str) -> type[DraftHead]:
     """Return the head class that a config.json names as module:Class, among the imported ones, those in heads/, and those in
     the modules that FOREDRAFT_HEADS names: files are data, and must not decide what else Python imports."""
-    name = f"foredraft.{name}" if name.startswith("heads.") else name  # as written by 0.1
     module = name.partition(":")[0]
     if module in (found.name for found in pkgutil.iter_modules(heads.__path__, "foredraft.heads.")):
         importlib.import_module(module)

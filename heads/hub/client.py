@@ -19,7 +19,7 @@ from foredraft.heads.target_model.cache_directory import file_sha256
 
 HEAD = "head"  # directory in that of a run, and of each of its checkpoints
 # The files of a head in any layout: a repository contains those of the newest head, and no others.
-HEAD_FILES = (*WEIGHTS, "*.safetensors", "adapter_*", "config.json", "config.yaml", "metrics.json", "report.html")
+HEAD_FILES = (*WEIGHTS, "*.safetensors", "config.json", "config.yaml", "metrics.json", "report.html")
 TEXTS = ["*.json", "*.md", "mask_embedding.pt"]  # the last is refused, and never opened
 REASONS = {
     401: "the token is not valid (401): log in with `hf auth login`, or set HF_TOKEN",
@@ -145,7 +145,6 @@ def check_replaceable(api: HfApi, there: ModelInfo, folder: Path, repo: str, pri
             f"{repo} is {actual} and {requested} was requested: set private={str(there.private).lower()}, or change it there"
         )
     weights = [name for name in head_files(there) if name in WEIGHTS or name.endswith(".safetensors")]
-    weights += [name for name in head_files(there) if name.startswith("adapter_") and name not in weights]
     files = api.get_paths_info(repo, weights, revision=there.sha) if weights and not replace else []
     for file in files:
         ours = folder / file.path

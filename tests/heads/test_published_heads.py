@@ -293,9 +293,6 @@ def test_an_export_names_the_layers_that_both_engines_read(tmp_path, layers, kin
     config = json.loads((tmp_path / "config.json").read_text())
     assert config[IDS] == layers == captured(kind, config["eagle_config"][IDS], 24)
     assert load_head(tmp_path, target).layers == layers
-    edit(tmp_path, lambda saved: saved["eagle_config"].update({IDS: layers}))  # as earlier versions wrote them
-    if layers[0] != 1 or kind == "gpt_oss":
-        assert load_head(tmp_path, target).layers == layers
 
 
 # -- flags and weights ------------------------------------------------------------------------------------------------
@@ -332,7 +329,6 @@ REFUSED: list[tuple[dict, str]] = [
     ({"architectures": ["QwenDFlareDraftModel"]}, "a DFlare block"),
     ({"architectures": ["QwenDFlareDraftModel"], "dflash_config": {}}, "a DFlare block"),  # in z-lab's layout
     ({"architectures": ["LiLiCorrDraftModel"], "dflash_config": {}}, "a LiLiCorr block drafter"),
-    ({"foredraft": {"class": "foredraft.heads.medusa2:Medusa2Head"}}, "a Medusa-2 head .* train head=medusa"),
     ({"speculators_model_type": "mtp"}, "a multi-token-prediction layer"),
     ({"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}, "a multi-token-prediction layer"),
     ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "an MLP speculator"),
