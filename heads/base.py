@@ -168,19 +168,9 @@ class DraftHead(nn.Module, ABC):
         for layer in self.scaled_layers:
             layer.scale_inputs(None)
 
-    def incompatibilities(self, target: Target) -> list[str]:
-        """Return the reasons why the head cannot draft for this target; loading checks the shapes of weights."""
-        beyond = [k for k in self.layers if not 0 <= k <= target.num_layers]
-        words = [f"the head takes hidden state {k}, but the target has 0..{target.num_layers}" for k in beyond[-1:]]
-        return words if self.config is None else llama_config.incompatibilities(self.config, target) + words
-
     def embed(self, tokens: Tensor, target: Target) -> Tensor:
         """Return the embeddings (batch, n, hidden) of tokens (batch, n) that the head takes while drafting."""
         return target.embed(tokens)
-
-    def differences(self, target: Target) -> list[str]:
-        """Return descriptions of the settings in which the head differs from this target."""
-        return [] if self.config is None else llama_config.differences(self.config, target, self.own_rope)
 
     @abstractmethod
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foredraft.heads import formats
+from foredraft.heads import formats, llama_config
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.files import CONFIG, FILE, PICKLED, SAFE
 from foredraft.heads.hub.client import find, weights_sha256
@@ -136,10 +136,9 @@ def write_head(
     shutil.rmtree(part, ignore_errors=True)  # left by an interrupted run
     part.mkdir(parents=True)
     try:
+        (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         for name in files:
             layout.write_weights(weights, part / name, head, target)
-        (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        layout.complete_files(part, target)
         mode = (part / CONFIG).stat().st_mode
         for file in part.iterdir():
             file.chmod(mode)  # safetensors makes files private, and a server may run as another user
@@ -249,13 +248,14 @@ def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict:
     """Raise ValueError if the head and this target disagree, with the values of both. Differences that may be intended (the
     rope of a target with an edited config.json) give one warning, or an error as `read_head` describes."""
     saved, now = files.config.get("foredraft", {}).get("target", {}), fingerprint(target)
+    stated = {} if head.config is None else head.config.to_dict()  # in files of others
+    sizes = {name: saved.get(name, stated.get(name, now[name])) for name in ("vocab_size", "hidden_size", "num_layers")}
     problems = [
-        f"{name}: the head was trained for {saved[name]}, the target has {now[name]}"
-        for name in ("vocab_size", "hidden_size", "num_layers")
-        if name in saved and saved[name] != now[name]
+        f"{name}: the head has {size}, the target {now[name]}" for name, size in sizes.items() if size != now[name]
     ]
-    problems += head.incompatibilities(target)
-    notes = [*files.notes, *head.differences(target)]
+    notes = list(files.notes)
+    if head.config is not None:
+        notes += llama_config.differences(head.config, target, head.own_rope)
     if not same_weights(saved, now):
         notes.append(
             f"it was trained for other weights than those of {target.name}: its acceptance is a little lower for a quantized "

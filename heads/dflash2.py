@@ -105,12 +105,9 @@ class DFlash2Head(DFlashHead):
 
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
-        taps, group, rank, top_k = self.own.values()
-        if min(taps, rank, top_k) < 1 or self.width % group:
-            raise ValueError(
-                f"head.conv_kernel_size={taps}, head.selector_rank={rank} and head.selector_top_k={top_k} must be at least "
-                f"1, and head.conv_group_size={group} must divide {self.width}"
-            )
+        _, group, rank, top_k = self.own.values()
+        if self.width % group:
+            raise ValueError(f"head.conv_group_size={group} must divide {self.width}")
         self.correction = rank
         self.candidates = self.own["selector_top_k"] = min(top_k, self.draft_vocab)
         self.candidate_selector = CandidateSelector(self.width, self.config.vocab_size, rank)

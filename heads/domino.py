@@ -18,15 +18,11 @@ class DominoHead(DFlashHead):
 
     kind = "domino"
     own_defaults = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}  # noqa: RUF012
+    own_least = {"pure_draft_prefix_len": 0}  # noqa: RUF012
 
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
         emb_dim, gru_hidden_dim, self.pure = self.own.values()
-        if min(emb_dim, gru_hidden_dim) < 1 or self.pure < 0:
-            raise ValueError(
-                f"head.emb_dim={emb_dim} and head.gru_hidden_dim={gru_hidden_dim} must be at least 1, and "
-                f"head.pure_draft_prefix_len={self.pure} at least 0"
-            )
         self.correction = self.memory = gru_hidden_dim
         self.prefix_gru = nn.GRU(self.width, gru_hidden_dim, bias=False, batch_first=True)
         up = nn.Linear(emb_dim, self.draft_vocab, bias=False)

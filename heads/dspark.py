@@ -57,11 +57,8 @@ class DSparkHead(DFlashHead):
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
         self.rank, variant, self.confident = self.own.values()
-        if variant not in VARIANTS or self.rank < 1:
-            raise ValueError(
-                f"head.markov_head_type={variant} must be one of {', '.join(VARIANTS)}, and head.markov_rank={self.rank} at "
-                "least 1"
-            )
+        if variant not in VARIANTS:
+            raise ValueError(f"head.markov_head_type={variant} must be one of {', '.join(VARIANTS)}")
         self.correction = self.rank + self.confident
         self.memory = self.rank if variant == "rnn" else 0
         self.markov_head = MarkovHead(variant, self.width, self.rank, self.config.vocab_size, self.draft_vocab)

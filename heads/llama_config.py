@@ -148,13 +148,6 @@ def checked_rope(rope: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any
     return {name: targets[name] for name in ("rope_theta", "partial_rotary_factor") if name in targets} | rope
 
 
-def incompatibilities(config: LlamaConfig, target: Target) -> list[str]:
-    """Return descriptions of the sizes in which a head with this layer cannot fit the target."""
-    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    pairs = [(name, getattr(config, name), theirs) for name, theirs in sizes.items()]
-    return [f"{name}: the head has {ours}, the target {theirs}" for name, ours, theirs in pairs if ours != theirs]
-
-
 def differences(config: LlamaConfig, target: Target, own_rope: bool = False) -> list[str]:
     """Return descriptions of how the layer's rope or context length differ from the target's. Such a head may still draft
     well. own_rope: was another rope chosen for the head?"""

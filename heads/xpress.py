@@ -78,11 +78,6 @@ class XPressHead(DFlashHead):
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
         rank, self.inner, self.passes = self.own.values()
-        if min(self.own.values()) < 1:
-            raise ValueError(
-                f"head.xpress_rank={rank}, head.xpress_mlp_hidden={self.inner} and head.xpress_num_passes={self.passes} must "
-                "be at least 1"
-            )
         self.correction, self.memory = rank, self.block_size * rank
         sizes = self.width, self.block_size, self.config.vocab_size, self.draft_vocab, rank, self.inner
         self.xpress_head = Refiner(*sizes)

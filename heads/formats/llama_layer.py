@@ -13,6 +13,7 @@ LAYER = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None, "
 LAYER |= {"rope_is_neox_style": True, "use_gemma_norm": False}  # SGLang's names
 LATENT_WEIGHT = "self_attn.kv_a_proj_with_mqa.weight"  # reveals such a layer; config.json may only repeat its target's
 SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+LARGEST_SIZE = 2**30  # of a layer or a window: a config with more is damaged
 
 
 def checked_window(files: HeadFiles, settings: dict[str, Any], applied: bool, single: bool) -> dict[str, Any]:
@@ -47,7 +48,9 @@ def layer_settings(
     check_settings(files, settings, LAYER)
     shown = any(name.endswith(LATENT_WEIGHT) for name in files.weights)
     settings = {name: value for name, value in settings.items() if shown or name not in llama_config.LATENT}
-    files.check_sizes(settings, *(name for name in (*SIZES, *llama_config.LATENT) if settings.get(name) is not None))
+    for name in (*SIZES, *llama_config.LATENT):
+        if settings.get(name) is not None:
+            files.check_number(name, settings[name], most=LARGEST_SIZE)
     if shown:
         settings["head_dim"] = rotated_dim(files, settings, latent)
     heads = settings["num_attention_heads"]

@@ -26,7 +26,7 @@ COPIED = (".json", ".jinja", ".model", ".txt")
 class MTPFormat(Format):
     title = "the target's own files, with its MTP layer (mtp.*)"
     kind = MTPHead
-    weight_files = ("mtp.safetensors",)  # `complete_files` moves its tensors to the target's files
+    weight_files = ("mtp.safetensors",)  # not a file: the target's own get its tensors
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
@@ -54,12 +54,11 @@ class MTPFormat(Format):
                 raise ValueError(f"{target.name} names its MTP layer {other}*, {sentence}")
         return shift_norms(super().export_weights(head, target), target, sign=-1)
 
-    def complete_files(self, directory: Path, target: Target) -> None:
-        written = directory / self.weight_files[0]
-        merge_into_target(load_file(written), directory, target)
-        written.unlink()
-        source = checkpoint_file(target, "config.json")
+    def write_weights(self, weights: dict[str, Tensor], path: Path, head: DraftHead, target: Target) -> None:
+        """Write the target's files, with the layer in those of its weights and the record of the head in its config.json."""
+        directory, source = path.parent, checkpoint_file(target, "config.json")
         assert source is not None
+        merge_into_target(weights, directory, target)
         config = directory / "config.json"
         record = json.loads(config.read_text())["foredraft"]
         config.write_text(json.dumps(json.loads(source.read_text()) | {"foredraft": record}, indent=2) + "\n")
