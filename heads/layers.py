@@ -213,11 +213,10 @@ class MLP(nn.Module):
     """Apply a gated MLP. In training it keeps the outputs of its first two products, half of what autograd would keep, and
     recomputes the rest."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, width: int, inner: int):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
@@ -240,7 +239,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn: Any = Attention(config, width) if attention is None else attention
-        self.mlp = MLP(config)
+        self.mlp = MLP(width, config.intermediate_size)
         for name in self.norms:
             self.add_module(name, RMSNorm(width, eps))
         if not first_norm:

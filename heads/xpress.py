@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.heads.dflash import DFlashHead
+from foredraft.heads.layers import MLP
 
 
 class Mixer(nn.Module):
@@ -32,23 +33,13 @@ class Mixer(nn.Module):
         return u[..., -1, :] + (self.L[:, position, : position + 1].T * u).sum(-2)
 
 
-class GatedMLP(nn.Module):
-    def __init__(self, width: int, inner: int):
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Refiner(nn.Module):
     def __init__(self, hidden: int, block_size: int, vocab: int, draft_vocab: int, rank: int, inner: int):
         super().__init__()
         self.w1, self.w2 = nn.Embedding(vocab, rank), nn.Linear(rank, draft_vocab, bias=False)
         self.down_h, self.down_g = (nn.Linear(hidden, rank, bias=False) for _ in range(2))
         self.in_proj = nn.Linear(3 * rank, rank, bias=False)
-        self.mix, self.mlp = Mixer(rank, block_size), GatedMLP(rank, inner)
+        self.mix, self.mlp = Mixer(rank, block_size), MLP(rank, inner)
         for name, parameter in self.named_parameters():
             if name.endswith("weight"):
                 nn.init.normal_(parameter, std=0.02)

@@ -29,7 +29,7 @@ def learn(way, parameters, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("autocast", [False, True])
 def test_the_mlp_learns_as_its_definition_and_keeps_two_products(autocast):
     torch.manual_seed(0)
-    mlp = MLP(LlamaConfig(hidden_size=WIDTH, intermediate_size=INNER, num_attention_heads=1))
+    mlp = MLP(WIDTH, INNER)
     x = torch.randn(2, ROWS, WIDTH)
 
     def plainly(x: Tensor) -> Tensor:
