@@ -125,17 +125,10 @@ class DFlashHead(BlockHead):
         block |= {"sample_from_anchor": sample_from_anchor, **cls.own_defaults, **own}
         head = cls(settings | {"dflash_config": block})
         head.own_rope = rope is not None
-        head.init_like(target)
+        llama_config.init_like(head, target)
         head.init_projections(target, counts, lm_head)
         head.attach(target)
         return head.to(target.device)
-
-    def init_like(self, target: Target) -> None:
-        """Initialize weights so that inputs and outputs have the target's sizes."""
-        with torch.no_grad():
-            self.fc.weight.div_(llama_config.aux_sizes(self.layers, target).to(self.fc.weight.device))
-        llama_config.init_norm(self.norm, target, has_rows=self.lm_head is not None)
-        llama_config.init_near_identity(*self.own_layers)
 
     def new_layer(self) -> BlockLayer:
         return BlockLayer(self.config)

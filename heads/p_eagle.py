@@ -87,13 +87,10 @@ class PEagleHead(BlockHead):
             "draft_vocab_size": draft_vocab_size,
         }
         head = cls(settings)
-        sizes = llama_config.aux_sizes(layers, target).to(head.device)
-        llama_config.init_norm(head.norm, target)
-        with torch.no_grad():
-            head.fc.weight.div_(sizes)
-            head.mask_hidden.mul_(sizes)  # as large as the hidden states that it replaces
+        llama_config.init_like(head, target)
+        with torch.no_grad():  # as large as the hidden states that it replaces
+            head.mask_hidden.mul_(llama_config.aux_sizes(layers, target).to(head.device))
             head.embed_tokens.weight.copy_(target.embeddings)
-        llama_config.init_near_identity(*head.own_layers)
         head.init_projections(target, counts, lm_head)
         return head.to(target.device)
 

@@ -15,11 +15,10 @@ from torch import Tensor
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.mtp import PREFIX, MTPHead, has_weights, shift_norms, shipped_window
+from foredraft.heads.mtp import PREFIX, MTPHead, attention_settings, has_weights, shift_norms, shipped_window
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.files import INDEX, checkpoint_file, weight_map
 
-LAYER = f"{PREFIX}layers.0.self_attn."
 COPIED = (".json", ".jinja", ".model", ".txt")
 
 
@@ -33,14 +32,10 @@ class MTPFormat(Format):
         return cls() if f"{PREFIX}fc.weight" in files.weights else None
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
-        config = dict(files.config.get("text_config") or files.config)
-        config["attention_bias"] = f"{LAYER}q_proj.bias" in files.weights
-        settings = layer_settings(files, config, target, count=1)
-        rows = len(files.weights[f"{LAYER}q_proj.weight"])
-        dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+        settings = layer_settings(files, files.config.get("text_config") or files.config, target, count=1)
+        heads, layer = settings["num_attention_heads"], {k.removeprefix(PREFIX): t for k, t in files.weights.items()}
+        shown = attention_settings(layer, heads * (settings.get("head_dim") or settings["hidden_size"] // heads))
         record = {"depth": 3} | files.config.get("foredraft", {})
-        gated = rows == 2 * dim * settings["num_attention_heads"]
-        shown = {"attn_output_gate": gated, "qk_norm": f"{LAYER}q_norm.weight" in files.weights}
         return settings | shown | {"mtp_window": shipped_window(target), "foredraft": record}
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
