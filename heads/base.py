@@ -124,6 +124,7 @@ class DraftHead(nn.Module, ABC):
     cache_layers: int = 0  # decoder layers whose keys and values of the text are cached
     format: ClassVar[str] = "foredraft's own"  # title of its files if nobody publishes their layout
     disk_prefixes: ClassVar[dict[str, str]] = {}  # prefixes of weight names here -> on disk, if they differ
+    vocabulary_names: ClassVar[tuple[str, ...]] = ()  # of other weights with a row for each token
     layers: list[int]  # ids of the aux hidden states, numbered as in heads/target_model/model.py
     depth: int  # deepest draft that it was trained for
     depth_key: ClassVar[str] = "ttt_steps"  # the parameter of `for_target` that sets it
@@ -200,7 +201,8 @@ class DraftHead(nn.Module, ABC):
     def vocabulary_parameters(self) -> list[nn.Parameter]:
         """Return the parameters with a row for each token: those of embeddings and of projections to a vocabulary."""
         embeddings = [module for module in self.modules() if isinstance(module, nn.Embedding)]
-        return [parameter for module in (*embeddings, *self.projections) for parameter in module.parameters()]
+        found = [parameter for module in (*embeddings, *self.projections) for parameter in module.parameters()]
+        return found + [weight for name, weight in self.named_parameters() if name.startswith(self.vocabulary_names)]
 
     @torch.no_grad()
     def init_projections(self, target: Target, counts: Tensor | None, lm_head: str = "trained") -> None:

@@ -16,7 +16,7 @@ class DominoHead(DFlashHead):
     """Draft like DFlash, with a GRU's correction. Weights have the names of SpecForge: DFlash's, prefix_gru.*,
     embed_proj.{0,2}. So does the architecture: `projector_type` alone tells SGLang that this is a Domino."""
 
-    kind = "domino"
+    kind, vocabulary_names = "domino", ("embed_proj.2.",)
     own_defaults = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}  # noqa: RUF012
     own_least = {"pure_draft_prefix_len": 0}  # noqa: RUF012
 
@@ -28,10 +28,6 @@ class DominoHead(DFlashHead):
         up = nn.Linear(emb_dim, self.draft_vocab, bias=False)
         self.embed_proj = nn.Sequential(nn.Linear(self.width + gru_hidden_dim, emb_dim, bias=False), nn.SiLU(), up)
         nn.init.zeros_(up.weight)  # no correction at first
-
-    @property
-    def vocabulary_parameters(self) -> list[nn.Parameter]:
-        return [*super().vocabulary_parameters, *self.embed_proj[-1].parameters()]
 
     @property
     def own_settings(self) -> dict[str, Any]:

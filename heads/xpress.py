@@ -53,7 +53,7 @@ class Refiner(nn.Module):
 class XPressHead(DFlashHead):
     """Draft like DFlash, with a refiner. Weights have the names of the authors' code for vLLM: DFlash's, xpress_head.*."""
 
-    kind = "xpress"
+    kind, vocabulary_names = "xpress", ("xpress_head.w2.",)
     architecture = "Qwen3XPressModel"
     # xpress_num_passes: how often engines refine. It is not used here.
     own_defaults = {"xpress_rank": 256, "xpress_mlp_hidden": 512, "xpress_num_passes": 6}  # noqa: RUF012
@@ -65,10 +65,6 @@ class XPressHead(DFlashHead):
         sizes = self.width, self.block_size, self.config.vocab_size, self.draft_vocab, rank, self.inner
         self.xpress_head = Refiner(*sizes)
         self.width += (2 if self.sample_from_anchor else 4) * rank
-
-    @property
-    def vocabulary_parameters(self) -> list[nn.Parameter]:
-        return [*super().vocabulary_parameters, *self.xpress_head.w2.parameters()]
 
     @property
     def own_settings(self) -> dict[str, Any]:

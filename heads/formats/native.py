@@ -24,8 +24,7 @@ class NativeFormat(Format):
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         # The number of layers of a draft model has different names in different families.
-        layers = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-        for name in (*layers, "depth", "medusa_num_heads", "medusa_num_layers"):
+        for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"):
             if files.config.get(name) is not None:
                 files.check_count(name, files.config[name])
         return files.config
