@@ -315,9 +315,10 @@ def test_norms_that_only_the_weights_show_are_used(tmp_path):
     assert len(head.fc_norm) == 3 and head.input_norm is not None
 
 
-def test_a_head_without_an_lm_head_uses_the_targets(tmp_path):
-    """Load nvidia's first head for gpt-oss."""
-    config, target = shrink_head(NAMED) | {"draft_vocab_size": None}, tiny_target(8)
+@pytest.mark.parametrize("size", [None, VOCAB])
+def test_a_head_without_an_lm_head_uses_the_targets(tmp_path, size):
+    """Load nvidia's first head for gpt-oss, and thoughtworks', which have the size of the whole vocabulary."""
+    config, target = shrink_head(NAMED) | {"draft_vocab_size": size}, tiny_target(8)
     weights = {name: tensor for name, tensor in eagle3(config, "midlayer").items() if name != "lm_head.weight"}
     head, said = load(golden.write(tmp_path, config, weights), target)
     assert "no lm_head is stored" in said[0]
