@@ -29,11 +29,6 @@ REASONS = {
 }
 
 MOST_CAUSES = 8  # of an error: its chain may be a ring
-BUGS = (AssertionError, AttributeError, KeyError, NameError, TypeError)  # of our own code; they keep their traceback
-
-
-class PushRefused(ValueError):
-    """Signal a refusal of this module, whose message is complete."""
 
 
 def find(path_or_id: str | Path, revision: str | None = None) -> Path:
@@ -97,20 +92,22 @@ def push(folder: Path, repo: str, private: bool, replace: bool, dry_run: bool) -
     files = sorted(path for path in folder.iterdir() if path.is_file())
     api = HfApi()
     listing = "".join(f"\n  {path.name}  {path.stat().st_size:,} bytes" for path in files)
-    with one_sentence_errors(f"the Hub ({api.endpoint}) did not accept {repo}"):
+    what, title = f"the Hub ({api.endpoint}) did not accept {repo}", f"Head {weights_sha256(folder)[:12]}"
+    with one_sentence_errors(what):
         there = look_up(api, repo)
-        if there is not None:
-            check_replaceable(there, folder, repo, private, replace)
-        left = sorted({file.rfilename for file in head_files(there)} - {path.name for path in files})
-        listing += "".join(f"\n  {name}  deleted, part of the previous head" for name in left)
-        if dry_run:
-            kind = "private" if private else "public"
-            return f"would send to {'the' if there else 'a new'} {kind} repository {repo}, dry_run=false does:{listing}"
+    if there is not None:
+        check_replaceable(there, folder, repo, private, replace)
+    left = sorted({file.rfilename for file in head_files(there)} - {path.name for path in files})
+    listing += "".join(f"\n  {name}  deleted, part of the previous head" for name in left)
+    if dry_run:
+        kind = "private" if private else "public"
+        return f"would send to {'the' if there else 'a new'} {kind} repository {repo}, dry_run=false does:{listing}"
+    with one_sentence_errors(what):
         api.create_repo(repo, private=private, exist_ok=True)
         info = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
-            commit_message=f"Head {weights_sha256(folder)[:12]}",
+            commit_message=title,
             delete_patterns=list(HEAD_FILES),  # those that the folder has are replaced
             parent_commit=there.sha if there else None,
         )
@@ -136,7 +133,7 @@ def head_files(there: ModelInfo | None) -> list[RepoSibling]:
 def check_replaceable(there: ModelInfo, folder: Path, repo: str, private: bool, replace: bool) -> None:
     if there.private != private:
         actual, requested = ("private", "public") if there.private else ("public", "private")
-        raise PushRefused(
+        raise ValueError(
             f"{repo} is {actual} and {requested} was requested: set private={str(there.private).lower()}, or change it there"
         )
     for file in () if replace else head_files(there):
@@ -144,7 +141,7 @@ def check_replaceable(there: ModelInfo, folder: Path, repo: str, private: bool, 
         if name not in WEIGHTS and not name.endswith(".safetensors"):
             continue
         if not ours.is_file() or (file.lfs is not None and file.lfs.sha256 != file_sha256(ours)):
-            raise PushRefused(
+            raise ValueError(
                 f"{repo} contains a different head ({name}): replace=true overwrites it, or use another name"
             )
 
@@ -162,8 +159,6 @@ def one_sentence_errors(what: str) -> Iterator[None]:
     """Turn the client's exceptions into a ValueError of one sentence without the token."""
     try:
         yield
-    except (PushRefused, *BUGS):
-        raise
     except Exception as error:  # from the client's transport, which may be one of two libraries
         causes: list[BaseException | None] = [error]
         while causes[-1] is not None and len(causes) < MOST_CAUSES:
