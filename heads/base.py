@@ -124,6 +124,7 @@ class DraftHead(nn.Module, ABC):
     cache_layers: int = 0  # decoder layers whose keys and values of the text are cached
     format: ClassVar[str] = "foredraft's own"  # title of its files if nobody publishes their layout
     disk_prefixes: ClassVar[dict[str, str]] = {}  # prefixes of weight names here -> on disk, if they differ
+    vocabulary_names: ClassVar[tuple[str, ...]] = ()  # of other weights with a row for each token
     layers: list[int]  # ids of the aux hidden states, numbered as in heads/target_model/model.py
     depth: int  # deepest draft that it was trained for
     depth_key: ClassVar[str] = "ttt_steps"  # the parameter of `for_target` that sets it
@@ -168,19 +169,9 @@ class DraftHead(nn.Module, ABC):
         for layer in self.scaled_layers:
             layer.scale_inputs(None)
 
-    def incompatibilities(self, target: Target) -> list[str]:
-        """Return the reasons why the head cannot draft for this target; loading checks the shapes of weights."""
-        beyond = [k for k in self.layers if not 0 <= k <= target.num_layers]
-        words = [f"the head takes hidden state {k}, but the target has 0..{target.num_layers}" for k in beyond[-1:]]
-        return words if self.config is None else llama_config.incompatibilities(self.config, target) + words
-
     def embed(self, tokens: Tensor, target: Target) -> Tensor:
         """Return the embeddings (batch, n, hidden) of tokens (batch, n) that the head takes while drafting."""
         return target.embed(tokens)
-
-    def differences(self, target: Target) -> list[str]:
-        """Return descriptions of the settings in which the head differs from this target."""
-        return [] if self.config is None else llama_config.differences(self.config, target, self.own_rope)
 
     @abstractmethod
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
@@ -210,7 +201,8 @@ class DraftHead(nn.Module, ABC):
     def vocabulary_parameters(self) -> list[nn.Parameter]:
         """Return the parameters with a row for each token: those of embeddings and of projections to a vocabulary."""
         embeddings = [module for module in self.modules() if isinstance(module, nn.Embedding)]
-        return [parameter for module in (*embeddings, *self.projections) for parameter in module.parameters()]
+        found = [parameter for module in (*embeddings, *self.projections) for parameter in module.parameters()]
+        return found + [weight for name, weight in self.named_parameters() if name.startswith(self.vocabulary_names)]
 
     @torch.no_grad()
     def init_projections(self, target: Target, counts: Tensor | None, lm_head: str = "trained") -> None:

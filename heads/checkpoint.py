@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foredraft.heads import formats
+from foredraft.heads import formats, llama_config
 from foredraft.heads.base import DraftHead
-from foredraft.heads.formats.files import ADAPTER_CONFIG, CONFIG, FILE, PICKLED, SAFE
+from foredraft.heads.formats.files import CONFIG, FILE, PICKLED, SAFE
 from foredraft.heads.hub.client import find, weights_sha256
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.files import checkpoint_file, weight_map
@@ -27,8 +27,8 @@ WEIGHTS = SAFE[0]
 SMALL_HEAD = 1 << 22  # parameters; 16 MB in float32
 CARD = "README.md"
 STATED_SHA = re.compile(r"SHA-256 of the weights\W+([0-9a-f]{64})")
-ADAPTER = "adapter_model.safetensors"  # peft's, next to ADAPTER_CONFIG
-HEAD_FILES = (*SAFE, *PICKLED, FILE, CONFIG, ADAPTER_CONFIG)  # would be read as part of a head
+ADAPTER = "adapter_model.safetensors"  # peft's, of a target
+HEAD_FILES = (*SAFE, *PICKLED, FILE, CONFIG)  # would be read as part of a head
 RUN_FILES = ("config.yaml", "metrics.json")  # written next to it by a training run
 
 
@@ -136,10 +136,9 @@ def write_head(
     shutil.rmtree(part, ignore_errors=True)  # left by an interrupted run
     part.mkdir(parents=True)
     try:
+        (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         for name in files:
             layout.write_weights(weights, part / name, head, target)
-        (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        layout.complete_files(part, target)
         mode = (part / CONFIG).stat().st_mode
         for file in part.iterdir():
             file.chmod(mode)  # safetensors makes files private, and a server may run as another user
@@ -200,10 +199,6 @@ def read_head(path: str | Path, target: Target, revision: str | None = None, str
     that are unusual or differ from the target's; with strict this is an error for heads trained by foredraft."""
     check_is_target(target)
     files = formats.read(find(path, revision))
-    if (files.directory / ADAPTER_CONFIG).is_file():
-        raise files.error(
-            f"{ADAPTER_CONFIG} lies next to the head: an adapter would change the target's text. Remove it"
-        )
     check_card(files.directory)
     layout = formats.detect(files)
     head = formats.build(layout, files, target)
@@ -253,13 +248,14 @@ def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict:
     """Raise ValueError if the head and this target disagree, with the values of both. Differences that may be intended (the
     rope of a target with an edited config.json) give one warning, or an error as `read_head` describes."""
     saved, now = files.config.get("foredraft", {}).get("target", {}), fingerprint(target)
+    stated = {} if head.config is None else head.config.to_dict()  # in files of others
+    sizes = {name: saved.get(name, stated.get(name, now[name])) for name in ("vocab_size", "hidden_size", "num_layers")}
     problems = [
-        f"{name}: the head was trained for {saved[name]}, the target has {now[name]}"
-        for name in ("vocab_size", "hidden_size", "num_layers")
-        if name in saved and saved[name] != now[name]
+        f"{name}: the head has {size}, the target {now[name]}" for name, size in sizes.items() if size != now[name]
     ]
-    problems += head.incompatibilities(target)
-    notes = [*files.notes, *head.differences(target)]
+    notes = list(files.notes)
+    if head.config is not None:
+        notes += llama_config.differences(head.config, target, head.own_rope)
     if not same_weights(saved, now):
         notes.append(
             f"it was trained for other weights than those of {target.name}: its acceptance is a little lower for a quantized "

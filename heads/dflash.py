@@ -101,10 +101,6 @@ class DFlashHead(BlockHead):
         lm_head, rope: as in EAGLE-3. own: as in `own_defaults`."""
         usual = spread_layers(target.num_layers, num_hidden_layers)
         layers = check_layers(target_layer_ids, usual, target.num_layers - 1)  # below its last norm
-        if block_size < 2 or num_hidden_layers < 1:
-            raise ValueError(
-                f"head.block_size={block_size} must be at least 2, head.num_hidden_layers={num_hidden_layers} at least 1"
-            )
         mask = check_mask_token(target, mask_token_id)
         if unknown := sorted(own.keys() - cls.own_defaults.keys()):
             raise TypeError(f"head={cls.kind} has no setting {unknown[0]}")
@@ -120,17 +116,10 @@ class DFlashHead(BlockHead):
         block |= {"sample_from_anchor": sample_from_anchor, **cls.own_defaults, **own}
         head = cls(settings | {"dflash_config": block})
         head.own_rope = rope is not None
-        head.init_like(target)
+        llama_config.init_like(head, target)
         head.init_projections(target, counts, lm_head)
         head.attach(target)
         return head.to(target.device)
-
-    def init_like(self, target: Target) -> None:
-        """Initialize weights so that inputs and outputs have the target's sizes."""
-        with torch.no_grad():
-            self.fc.weight.div_(llama_config.aux_sizes(self.layers, target).to(self.fc.weight.device))
-        llama_config.init_norm(self.norm, target, has_rows=self.lm_head is not None)
-        llama_config.init_near_identity(*self.own_layers)
 
     def new_layer(self) -> BlockLayer:
         return BlockLayer(self.config)

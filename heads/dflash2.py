@@ -94,7 +94,7 @@ class DFlash2Head(DFlashHead):
     """Draft like DFlash, with convolutions and a candidate selector. Weights have the names of z-lab and vLLM: DFlash's,
     layers.{i}.{attention,mlp}_conv.*, candidate_selector.*."""
 
-    kind = "dflash2"
+    kind, vocabulary_names = "dflash2", ("candidate_selector.predecessor", "candidate_selector.successor")
     architecture = "DFlash2DraftModel"
     own_defaults = {  # noqa: RUF012
         "conv_kernel_size": 2,
@@ -105,12 +105,9 @@ class DFlash2Head(DFlashHead):
 
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
-        taps, group, rank, top_k = self.own.values()
-        if min(taps, rank, top_k) < 1 or self.width % group:
-            raise ValueError(
-                f"head.conv_kernel_size={taps}, head.selector_rank={rank} and head.selector_top_k={top_k} must be at least "
-                f"1, and head.conv_group_size={group} must divide {self.width}"
-            )
+        _, group, rank, top_k = self.own.values()
+        if self.width % group:
+            raise ValueError(f"head.conv_group_size={group} must divide {self.width}")
         self.correction = rank
         self.candidates = self.own["selector_top_k"] = min(top_k, self.draft_vocab)
         self.candidate_selector = CandidateSelector(self.width, self.config.vocab_size, rank)
@@ -128,11 +125,6 @@ class DFlash2Head(DFlashHead):
         masked = {} if self.window is None else {"causal": bool(self.causal)}
         unusual = {name: value for name, value in scales(self.target).items() if value not in (SCALES[name], None)}
         return self.own | masked | unusual
-
-    @property
-    def vocabulary_parameters(self) -> list[nn.Parameter]:
-        selector = self.candidate_selector
-        return [*super().vocabulary_parameters, selector.predecessor_codebook, selector.successor_codebook]
 
     def condition(self, depth: int, hidden: Tensor, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         selector = self.candidate_selector

@@ -16,26 +16,17 @@ class DominoHead(DFlashHead):
     """Draft like DFlash, with a GRU's correction. Weights have the names of SpecForge: DFlash's, prefix_gru.*,
     embed_proj.{0,2}. So does the architecture: `projector_type` alone tells SGLang that this is a Domino."""
 
-    kind = "domino"
+    kind, vocabulary_names = "domino", ("embed_proj.2.",)
     own_defaults = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}  # noqa: RUF012
 
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
         emb_dim, gru_hidden_dim, self.pure = self.own.values()
-        if min(emb_dim, gru_hidden_dim) < 1 or self.pure < 0:
-            raise ValueError(
-                f"head.emb_dim={emb_dim} and head.gru_hidden_dim={gru_hidden_dim} must be at least 1, and "
-                f"head.pure_draft_prefix_len={self.pure} at least 0"
-            )
         self.correction = self.memory = gru_hidden_dim
         self.prefix_gru = nn.GRU(self.width, gru_hidden_dim, bias=False, batch_first=True)
         up = nn.Linear(emb_dim, self.draft_vocab, bias=False)
         self.embed_proj = nn.Sequential(nn.Linear(self.width + gru_hidden_dim, emb_dim, bias=False), nn.SiLU(), up)
         nn.init.zeros_(up.weight)  # no correction at first
-
-    @property
-    def vocabulary_parameters(self) -> list[nn.Parameter]:
-        return [*super().vocabulary_parameters, *self.embed_proj[-1].parameters()]
 
     @property
     def own_settings(self) -> dict[str, Any]:

@@ -46,7 +46,7 @@ class DSparkHead(DFlashHead):
     """Draft like DFlash, with a Markov correction and a rating. Weights have the names of DeepSpec and SpecForge: DFlash's,
     markov_head.*, confidence_head.proj."""
 
-    kind = "dspark"
+    kind, vocabulary_names = "dspark", ("markov_head.markov_w2.",)
     architecture = "DSparkDraftModel"
     own_defaults = {  # noqa: RUF012
         "markov_rank": 256,
@@ -57,19 +57,12 @@ class DSparkHead(DFlashHead):
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
         self.rank, variant, self.confident = self.own.values()
-        if variant not in VARIANTS or self.rank < 1:
-            raise ValueError(
-                f"head.markov_head_type={variant} must be one of {', '.join(VARIANTS)}, and head.markov_rank={self.rank} at "
-                "least 1"
-            )
+        if variant not in VARIANTS:
+            raise ValueError(f"head.markov_head_type={variant} must be one of {', '.join(VARIANTS)}")
         self.correction = self.rank + self.confident
         self.memory = self.rank if variant == "rnn" else 0
         self.markov_head = MarkovHead(variant, self.width, self.rank, self.config.vocab_size, self.draft_vocab)
         self.confidence_head = nn.ModuleDict({"proj": nn.Linear(self.width + self.rank, 1)} if self.confident else {})
-
-    @property
-    def vocabulary_parameters(self) -> list[nn.Parameter]:
-        return [*super().vocabulary_parameters, *self.markov_head.markov_w2.parameters()]
 
     @property
     def own_settings(self) -> dict[str, Any]:

@@ -124,11 +124,7 @@ class Eagle3Head(LayerHead):
         }
         head = cls(settings if window is None else settings | WINDOWED | {"sliding_window": window})
         head.own_rope = rope is not None
-        for fc in head.scaled_layers:
-            with torch.no_grad():
-                fc.weight.div_(llama_config.aux_sizes(layers, target).to(fc.weight.device))
-        llama_config.init_norm(head.norm, target)
-        llama_config.init_near_identity(head.layer)
+        llama_config.init_like(head, target)
         head.init_projections(target, counts, lm_head)
         return head.to(target.device)
 

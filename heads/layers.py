@@ -48,13 +48,6 @@ class ScaledLinear(nn.Linear):
         weight = self.weight if self.sizes is None else self.weight / self.sizes
         return F.linear(x.to(self.weight.dtype), weight)
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        # A checkpoint of a training that did not scale its inputs yet contains the weights of a head's file.
-        if self.sizes is not None and f"{prefix}weight" in state and f"{prefix}sizes" not in state:
-            state[f"{prefix}weight"] = state[f"{prefix}weight"] * self.sizes.to(state[f"{prefix}weight"].device)
-            state[f"{prefix}sizes"] = self.sizes
-        super()._load_from_state_dict(state, prefix, *args)
-
     @torch.no_grad()
     def scale_inputs(self, sizes: Tensor | None) -> None:
         """Divide the weights by these sizes from now on; the products stay equal."""
@@ -220,11 +213,10 @@ class MLP(nn.Module):
     """Apply a gated MLP. In training it keeps the outputs of its first two products, half of what autograd would keep, and
     recomputes the rest."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, width: int, inner: int):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_proj(x), self.up_proj(x)
@@ -247,7 +239,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn: Any = Attention(config, width) if attention is None else attention
-        self.mlp = MLP(config)
+        self.mlp = MLP(width, config.intermediate_size)
         for name in self.norms:
             self.add_module(name, RMSNorm(width, eps))
         if not first_norm:

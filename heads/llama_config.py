@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import RopeParameters
 
-from foredraft.heads.layers import DecoderLayer, RMSNorm
+from foredraft.heads.layers import DecoderLayer
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.config_names import settings_of
 
@@ -148,13 +148,6 @@ def checked_rope(rope: dict[str, Any], targets: dict[str, Any]) -> dict[str, Any
     return {name: targets[name] for name in ("rope_theta", "partial_rotary_factor") if name in targets} | rope
 
 
-def incompatibilities(config: LlamaConfig, target: Target) -> list[str]:
-    """Return descriptions of the sizes in which a head with this layer cannot fit the target."""
-    sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
-    pairs = [(name, getattr(config, name), theirs) for name, theirs in sizes.items()]
-    return [f"{name}: the head has {ours}, the target {theirs}" for name, ours, theirs in pairs if ours != theirs]
-
-
 def differences(config: LlamaConfig, target: Target, own_rope: bool = False) -> list[str]:
     """Return descriptions of how the layer's rope or context length differ from the target's. Such a head may still draft
     well. own_rope: was another rope chosen for the head?"""
@@ -189,16 +182,24 @@ def aux_sizes(layers: list[int], target: Target) -> Tensor:
 
 
 @torch.no_grad()
-def init_norm(norm: RMSNorm, target: Target, has_rows: bool = True) -> None:
-    """Scale the last norm so that the target's lm_head gets inputs of its usual proportions and logits spread by `SPREAD`.
-    With the target's own size a new head is certain of random tokens (SmolLM2: spread 4.7, loss 18 where ln(vocabulary) is
-    9), and its first twenty steps only shrink the lm_head. has_rows: does the head have a copy of the lm_head's rows, whose
-    logits nothing multiplies as the target's (Granite, Cohere)?"""
+def init_like(head: Any, target: Target) -> None:
+    """Initialize a new head with fused hidden states (`fc`), decoder layers and a last norm (`norm`) so that the inputs and
+    outputs of the layers have the target's sizes. The layers add little to their residual.
+
+    The norm is scaled so that the lm_head gets inputs of its usual proportions and logits spread by `SPREAD`. With the
+    target's own size a new head is certain of random tokens (SmolLM2: spread 4.7, loss 18 where ln(vocabulary) is 9), and its
+    first twenty steps only shrink the lm_head."""
+    for fc in head.scaled_layers:
+        fc.weight.div_(aux_sizes(head.layers, target).to(fc.weight.device))
+    init_near_identity(*(layer for layer in head.modules() if isinstance(layer, DecoderLayer)))
     sizes = probe(target, [target.num_layers]).pow(2).mean(0).sqrt()
     directions = torch.randn(8, target.hidden_size, generator=torch.Generator().manual_seed(0), device="cpu")
     spread = target.logits((directions.to(sizes.device) * sizes).to(target.dtype)).float().std(-1).mean()
-    spread = spread / target.scaled.multiplier if has_rows else spread
-    norm.weight.copy_(sizes * (SPREAD / spread).clamp(max=1.0))
+    if (
+        head.projections
+    ):  # copies of the lm_head's rows: nothing multiplies their logits as the target's (Granite, Cohere)
+        spread = spread / target.scaled.multiplier
+    head.norm.weight.copy_(sizes * (SPREAD / spread).clamp(max=1.0))
 
 
 def init_near_identity(*layers: DecoderLayer) -> None:

@@ -23,7 +23,7 @@ class MedusaHead(ParallelHead):
     def __init__(self, config: dict[str, Any]):
         super().__init__()
         record, self.depth, self.blocks = config["foredraft"], config["medusa_num_heads"], config["medusa_num_layers"]
-        self.hidden, self.vocab, self.layers = record["hidden_size"], record["vocab_size"], record["layers"][:1]
+        self.hidden, self.vocab = record["hidden_size"], record["vocab_size"]
         drafts_from = self.prune_vocabulary(record.get("draft_vocab_size"), self.vocab)
         for i in range(self.depth):
             residual = [ResidualBlock(self.hidden) for _ in range(self.blocks)]
@@ -40,9 +40,10 @@ class MedusaHead(ParallelHead):
     ) -> "MedusaHead":
         """Make a new head whose projections are copies of the target's lm_head, so that its first drafts are the target's
         own prediction. draft_vocab_size, counts: as in EAGLE-3."""
-        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layers": [target.num_layers]}
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
         record = sizes | {"draft_vocab_size": draft_vocab_size}
         head = cls({"medusa_num_heads": num_heads, "medusa_num_layers": blocks, "foredraft": record})
+        head.attach(target)
         head.init_projections(target, counts)
         return head.to(target.device)
 
@@ -50,6 +51,9 @@ class MedusaHead(ParallelHead):
         super().init_projections(target, counts, lm_head)
         for projection in self.projections:
             projection.weight.data.mul_(target.scaled.multiplier)
+
+    def attach(self, target: Target) -> None:
+        self.layers = [target.num_layers]
 
     @property
     def stacks(self) -> list[nn.Sequential]:
@@ -64,7 +68,7 @@ class MedusaHead(ParallelHead):
         return {
             "medusa_num_heads": self.depth,
             "medusa_num_layers": self.blocks,
-            "foredraft": {"hidden_size": self.hidden, "vocab_size": self.vocab, "layers": self.layers} | pruned,
+            "foredraft": {"hidden_size": self.hidden, "vocab_size": self.vocab} | pruned,
         }
 
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:

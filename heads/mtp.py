@@ -74,16 +74,9 @@ class MTPHead(HiddenStateHead):
         """Make a new head from the layer that the target ships. ttt_steps: training steps, each on the output of the one
         before. Raises ValueError if the shipped layer is not supported."""
         layer, shipped = llama_config.settings_like(target), shipped_layer(target)
-        rows = len(shipped.get("layers.0.self_attn.q_proj.weight", ()))
-        settings = layer | {
-            "attention_bias": "layers.0.self_attn.q_proj.bias" in shipped,
-            "attn_output_gate": rows == 2 * layer["num_attention_heads"] * layer["head_dim"],
-            "qk_norm": "layers.0.self_attn.q_norm.weight" in shipped,
-            "takes_unnormed": has_weights(target, MIMO_PREFIX),
-            "mtp_window": shipped_window(target),
-            "foredraft": {"depth": ttt_steps},
-        }
-        head = cls(settings)
+        settings = layer | attention_settings(shipped, layer["num_attention_heads"] * layer["head_dim"])
+        settings |= {"takes_unnormed": has_weights(target, MIMO_PREFIX), "mtp_window": shipped_window(target)}
+        head = cls(settings | {"foredraft": {"depth": ttt_steps}})
         if shipped:
             head.load_shipped(shipped, target)
         else:
@@ -169,6 +162,16 @@ def shipped_layer(target: Target) -> dict[str, Tensor]:
         if "layers.0.self_attn.q_proj.bias" in layer:  # as in Qwen2
             layer["layers.0.self_attn.o_proj.bias"] = torch.zeros(target.hidden_size)
     return layer
+
+
+def attention_settings(layer: dict[str, Tensor], width: int) -> dict[str, bool]:
+    """Return the settings that the weights of an MTP layer, named without `mtp.`, show. width: of all its queries."""
+    prefix = "layers.0.self_attn."
+    return {
+        "attention_bias": f"{prefix}q_proj.bias" in layer,
+        "attn_output_gate": len(layer.get(f"{prefix}q_proj.weight", ())) == 2 * width,
+        "qk_norm": f"{prefix}q_norm.weight" in layer,
+    }
 
 
 def shipped_window(target: Target) -> int | None:

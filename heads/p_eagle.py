@@ -74,10 +74,6 @@ class PEagleHead(BlockHead):
         num_depths: tokens drafted. num_hidden_layers: decoder layers of the head. target_layer_ids, draft_vocab_size,
         counts, lm_head: as in EAGLE-3. mask_token_id: None chooses a token that hardly occurs in text."""
         layers = check_layers(target_layer_ids, default_aux_layer_ids(target.num_layers), target.num_layers)
-        if num_depths < 2 or num_hidden_layers < 1:
-            raise ValueError(
-                f"head.num_depths={num_depths} must be at least 2, head.num_hidden_layers={num_hidden_layers} at least 1"
-            )
         mask = check_mask_token(target, mask_token_id)
         settings = llama_config.settings_like(target) | {
             "num_hidden_layers": num_hidden_layers,
@@ -87,13 +83,10 @@ class PEagleHead(BlockHead):
             "draft_vocab_size": draft_vocab_size,
         }
         head = cls(settings)
-        sizes = llama_config.aux_sizes(layers, target).to(head.device)
-        llama_config.init_norm(head.norm, target)
-        with torch.no_grad():
-            head.fc.weight.div_(sizes)
-            head.mask_hidden.mul_(sizes)  # as large as the hidden states that it replaces
+        llama_config.init_like(head, target)
+        with torch.no_grad():  # as large as the hidden states that it replaces
+            head.mask_hidden.mul_(llama_config.aux_sizes(layers, target).to(head.device))
             head.embed_tokens.weight.copy_(target.embeddings)
-        llama_config.init_near_identity(*head.own_layers)
         head.init_projections(target, counts, lm_head)
         return head.to(target.device)
 

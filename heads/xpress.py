@@ -20,26 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.heads.dflash import DFlashHead
-
-
-class Mixer(nn.Module):
-    def __init__(self, rank: int, block_size: int):
-        super().__init__()
-        self.L = nn.Parameter(torch.zeros(rank, block_size, block_size))  # what lies above the diagonal is not used
-
-    def forward(self, position: int, u: Tensor) -> Tensor:
-        """Return x (..., rank) of a position, from u (..., position + 1, rank) of the positions up to it."""
-        return u[..., -1, :] + (self.L[:, position, : position + 1].T * u).sum(-2)
-
-
-class GatedMLP(nn.Module):
-    def __init__(self, width: int, inner: int):
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+from foredraft.heads.layers import MLP
 
 
 class Refiner(nn.Module):
@@ -48,7 +29,8 @@ class Refiner(nn.Module):
         self.w1, self.w2 = nn.Embedding(vocab, rank), nn.Linear(rank, draft_vocab, bias=False)
         self.down_h, self.down_g = (nn.Linear(hidden, rank, bias=False) for _ in range(2))
         self.in_proj = nn.Linear(3 * rank, rank, bias=False)
-        self.mix, self.mlp = Mixer(rank, block_size), GatedMLP(rank, inner)
+        self.mix = nn.ParameterDict({"L": torch.zeros(rank, block_size, block_size)})  # only used up to the diagonal
+        self.mlp = MLP(rank, inner)
         for name, parameter in self.named_parameters():
             if name.endswith("weight"):
                 nn.init.normal_(parameter, std=0.02)
@@ -63,14 +45,15 @@ class Refiner(nn.Module):
         return self.in_proj(torch.cat([c, self.w1(tokens).to(c.dtype)], dim=-1))
 
     def forward(self, position: int, u: Tensor) -> Tensor:
-        x = self.mix(position, u)
+        """Return the input (..., rank) of `w2` at a position, from u (..., position + 1, rank) of the positions up to it."""
+        x = u[..., -1, :] + (self.mix["L"][:, position, : position + 1].T * u).sum(-2)
         return x + self.mlp(x)
 
 
 class XPressHead(DFlashHead):
     """Draft like DFlash, with a refiner. Weights have the names of the authors' code for vLLM: DFlash's, xpress_head.*."""
 
-    kind = "xpress"
+    kind, vocabulary_names = "xpress", ("xpress_head.w2.",)
     architecture = "Qwen3XPressModel"
     # xpress_num_passes: how often engines refine. It is not used here.
     own_defaults = {"xpress_rank": 256, "xpress_mlp_hidden": 512, "xpress_num_passes": 6}  # noqa: RUF012
@@ -78,19 +61,10 @@ class XPressHead(DFlashHead):
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
         rank, self.inner, self.passes = self.own.values()
-        if min(self.own.values()) < 1:
-            raise ValueError(
-                f"head.xpress_rank={rank}, head.xpress_mlp_hidden={self.inner} and head.xpress_num_passes={self.passes} must "
-                "be at least 1"
-            )
         self.correction, self.memory = rank, self.block_size * rank
         sizes = self.width, self.block_size, self.config.vocab_size, self.draft_vocab, rank, self.inner
         self.xpress_head = Refiner(*sizes)
         self.width += (2 if self.sample_from_anchor else 4) * rank
-
-    @property
-    def vocabulary_parameters(self) -> list[nn.Parameter]:
-        return [*super().vocabulary_parameters, *self.xpress_head.w2.parameters()]
 
     @property
     def own_settings(self) -> dict[str, Any]:

@@ -44,20 +44,12 @@ class HeadFiles(NamedTuple):
 
     def check_count(self, name: str, value: Any) -> int:
         """Return `value` of the setting `name`. Raises ValueError unless these weights can have that many parts."""
-        if type(value) is not int or not 0 <= value <= len(self.weights):
-            raise self.error(f"config.json has {name}={value!r}, and the weights are {len(self.weights)} tensors")
-        return value
+        return self.check_number(name, value, 0, len(self.weights))
 
     def speculative_tokens(self, usual: int) -> int:
         """Return the number of drafts that files of the speculators package recommend, and `usual` for other files."""
         methods = self.config.get("speculators_config", {}).get("proposal_methods") or [{}]
         return self.check_number("speculative_tokens", methods[0].get("speculative_tokens", usual))
-
-    def check_sizes(self, settings: dict[str, Any], *names: str) -> None:
-        """Raise ValueError for a size that cannot be."""
-        for name in names:
-            if type(settings[name]) is not int or settings[name] < 1:
-                raise self.error(f"config.json has {name}={settings[name]!r}, which is not a size")
 
     def check_number(self, name: str, value: Any, least: int = 1, most: int = LARGEST_DEPTH) -> int:
         """Return `value` of the setting `name`. Raises ValueError unless it is a whole number in this range."""
@@ -113,14 +105,11 @@ class Format(ABC):
         return head
 
     def write_weights(self, weights: dict[str, Tensor], path: Path, head: DraftHead, target: Target) -> None:
-        """Write the result of `export_weights` to one of `weight_files`."""
+        """Write the result of `export_weights` to one of `weight_files`, next to config.json."""
         if path.suffix == ".safetensors":
             save_file(weights, path, metadata={"format": "pt"})
         else:
             torch.save(weights, path)
-
-    def complete_files(self, directory: Path, target: Target) -> None:  # noqa: B027 -- most only write the head
-        """Add the other files of this layout."""
 
 
 def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:

@@ -17,7 +17,7 @@ from foredraft.heads.domino import DominoHead
 from foredraft.heads.dspark import DSparkHead
 from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_copy, drop_embeddings
 from foredraft.heads.formats.layer_ids import IDS, note_last
-from foredraft.heads.formats.llama_layer import layer_settings
+from foredraft.heads.formats.llama_layer import LARGEST_SIZE, layer_settings
 from foredraft.heads.target_model import Target
 from foredraft.heads.xpress import XPressHead
 
@@ -111,7 +111,7 @@ class DFlashFormat(Format):
         if SLIDING in types and not window:
             raise files.error(f"config.json has layer_types={types} without an active sliding_window")
         if SLIDING in types:
-            files.check_sizes({"sliding_window": window}, "sliding_window")
+            files.check_number("sliding_window", window, most=LARGEST_SIZE)
         return settings | {
             "num_hidden_layers": layer["num_hidden_layers"],
             "draft_vocab_size": draft_vocabulary(files, target),
@@ -157,7 +157,7 @@ class TransformersDFlash(DFlashFormat):
             files.notes.append(f"it was trained without the norm of {target.name}'s embedding: few drafts may be right")
         layer = layer | {"layer_types": layer.get("layer_types") or [SLIDING] * layer["num_hidden_layers"]}
         if SLIDING in layer["layer_types"]:  # a query's own position is not counted in this window
-            layer |= {"sliding_window": files.check_number("sliding_window", layer["sliding_window"], most=2**30) + 1}
+            layer |= {"sliding_window": layer["sliding_window"] + 1}
         return super().shared_config(files, layer, block | {"causal": False}, target)
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
@@ -213,10 +213,6 @@ class DFlash2Format(DFlashFormat):
             )
         return config
 
-    def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
-        files.check_sizes(block, *self.kind.own_defaults)
-        return block
-
 
 class XPressFormat(DFlashFormat):
     title = "xPress as its authors write it for vLLM (Qwen3XPressModel)"
@@ -224,7 +220,6 @@ class XPressFormat(DFlashFormat):
 
     def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
         check_settings(files, block, {"xpress_block_size": block["block_size"]})
-        files.check_sizes(block, "xpress_rank", "xpress_mlp_hidden")
         return {"xpress_num_passes": 6} | block
 
 

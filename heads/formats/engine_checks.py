@@ -104,7 +104,7 @@ WHOLE_ROTATION = Requirement(
 )
 NO_LATENT_ATTENTION = Requirement(
     lambda head, target: not head.latent,
-    "{engine} does not support EAGLE-3 heads with multi-head latent attention: use vLLM",
+    "EAGLE-3 heads with multi-head latent attention are only supported in format=vllm",
 )
 THREE_LAYERS = Requirement(
     lambda head, target: len(head.layers) == 3,
@@ -122,10 +122,6 @@ VLLM_LATENT = Requirement(
 VLLM_BIAS = Requirement(
     lambda head, target: head.fc.bias is None,
     "vLLM's EAGLE-1 has no fc.bias, and this head does: train it with head.bias=false",
-)
-SPECULATORS_LATENT = Requirement(
-    NO_LATENT_ATTENTION.fits,
-    "the speculators package does not support EAGLE-3 heads with multi-head latent attention: use format=vllm",
 )
 SPECULATORS_MASKING = Requirement(
     ONE_MASKING.fits,

@@ -200,7 +200,7 @@ LLAMACPP_DFLASH2 = *LLAMACPP_BLOCK, checks.IN_PLACE, checks.llamacpp_selector
 LLAMACPP_DSPARK = *LLAMACPP_BLOCK, checks.VANILLA, checks.ONE_MASKING, checks.PLAIN_LOGITS
 
 RULES: dict[str, dict[type[DraftHead], Rule]] = {
-    "vLLM": {
+    "vllm": {
         Eagle3Head: Rule(formats.Eagle3Format, VLLM, VLLM_CHAIN, VLLM_EAGLE3),
         EagleHead: Rule(EAGLE_HEAD, VLLM, VLLM_CHAIN, (checks.VLLM_BIAS, checks.VLLM_STATE, *EAGLE_CHECKS)),
         DFlashHead: Rule(formats.DFlashFormat, VLLM, VLLM_CHAIN, VLLM_DFLASH_CHECKS),
@@ -211,7 +211,7 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
         DSparkHead: Rule(formats.SpeculatorsDSpark, VLLM, VLLM_CHAIN, (checks.VANILLA, *VLLM_CORRECTED)),
         PEagleHead: Rule(formats.PEagleFormat, VLLM_P_EAGLE, VLLM_CHAIN, (checks.INNER_STATES,)),
     },
-    "SGLang": {
+    "sglang": {
         Eagle3Head: Rule(formats.Eagle3Format, SGLANG, flags_note, SGLANG_EAGLE3),
         EagleHead: Rule(SGLANG_EAGLE, SGLANG, SGLANG_BIAS, (*EAGLE_CHECKS, checks.SGLANG_STATE, SGLANG_ROPE)),
         DFlashHead: Rule(formats.DFlashFormat, SGLANG_DFLASH, SGLANG_CHAIN, (*SGLANG_BLOCKS, checks.IN_PLACE)),
@@ -219,9 +219,9 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
         DFlash2Head: Rule(formats.DFlash2Format, SGLANG_DFLASH, SGLANG_SELECTOR, (*SGLANG_BLOCKS, checks.IN_PLACE)),
         DominoHead: Rule(formats.DominoFormat, SGLANG_DFLASH, SGLANG_DOMINO, (*SGLANG_CORRECTED, checks.SGLANG_PREFIX)),
     },
-    "the speculators package": {
+    "speculators": {
         Eagle3Head: Rule(
-            formats.SpeculatorsFormat, SPECULATORS, BY_NAME, (checks.SPECULATORS_LATENT, checks.INNER_STATES)
+            formats.SpeculatorsFormat, SPECULATORS, BY_NAME, (checks.NO_LATENT_ATTENTION, checks.INNER_STATES)
         ),
         DFlashHead: Rule(
             formats.SpeculatorsDFlash, SPECULATORS, BY_NAME, (checks.SPECULATORS_MASKING, *VLLM_DFLASH_CHECKS)
@@ -243,18 +243,18 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
     "transformers": {
         DFlashHead: Rule(formats.TransformersDFlash, TRANSFORMERS, TRANSFORMERS_CHAIN, TRANSFORMERS_CHECKS),
     },
-    "SafeAILab's code": {
+    "eagle": {
         Eagle3Head: Rule(
             formats.Eagle3Format, EA_MODEL, "", (checks.eagle_layers, checks.layer_flags, checks.EAGLE_ROPE)
         ),
         EagleHead: Rule(EAGLE_CODE, EA_MODEL, "", (checks.PLAIN_EMBEDDINGS,)),
     },
-    "FasterDecoding's code": {MedusaHead: Rule(formats.MedusaFormat, TGI, MEDUSA, (checks.FULL_VOCABULARY,))},
-    "zankner's code": {
+    "medusa": {MedusaHead: Rule(formats.MedusaFormat, TGI, MEDUSA, (checks.FULL_VOCABULARY,))},
+    "hydra": {
         HydraHead: Rule(formats.HydraFormat, HYDRA_CODE, HYDRA, (checks.FULL_VOCABULARY, check_tied)),
     },
-    "a target's own file": {MTPHead: Rule(formats.MTPFormat, VLLM_MTP, mtp_note, (checks.HAS_CHECKPOINT,))},
-    "llama.cpp": {
+    "mtp": {MTPHead: Rule(formats.MTPFormat, VLLM_MTP, mtp_note, (checks.HAS_CHECKPOINT,))},
+    "gguf": {
         Eagle3Head: Rule(GGUFFormat, LLAMACPP, LLAMACPP_START, LLAMACPP_EAGLE3),
         DFlashHead: Rule(GGUFFormat, LLAMACPP, LLAMACPP_START, LLAMACPP_DFLASH_CHECKS),
         DFlash2Head: Rule(GGUFFormat, LLAMACPP_DFLASH, LLAMACPP_START, LLAMACPP_DFLASH2),
@@ -264,18 +264,17 @@ RULES: dict[str, dict[type[DraftHead], Rule]] = {
 }
 
 
-FORMATS = {  # each with the description that --help shows, and who reads it
+FORMATS = {  # each with the description that --help shows, and what loads it
     "vllm": ("The layout that vLLM loads.", "vLLM"),
     "sglang": ("The layout that SGLang loads.", "SGLang"),
-    "speculators": ("The layout of the speculators library, which vLLM loads too.", "the speculators package"),
+    "speculators": ("The layout of the speculators library, which vLLM loads too.", "vLLM"),
     "transformers": ("The layout that transformers drafts with, without any other package.", "transformers"),
     "eagle": ("The layout of the EAGLE authors.", "SafeAILab's code"),
     "medusa": ("The layout of the Medusa authors, which Text Generation Inference loads too.", "FasterDecoding's code"),
     "hydra": ("The layout of the Hydra authors.", "zankner's code"),
-    "mtp": ("The target's own files with this MTP layer in place of theirs.", "a target's own file"),
+    "mtp": ("The target's own files with this MTP layer in place of theirs.", "vLLM"),
     "gguf": ("GGUF, which llama.cpp loads; dtype= and target_gguf= are for this format.", "llama.cpp"),
 }
-LOADERS = {"the speculators package": "vLLM", "a target's own file": "vLLM"}  # the engine that loads a package's files
 # Engines, and the formats that they read: a card names the first that supports the head.
 ENGINES = {
     "vLLM": ("vllm", "speculators", "mtp"),
@@ -302,28 +301,27 @@ def export_for(
     """Return the layout, command and note of a head in the format of this name. Only for "gguf": dtype, one of
     heads/formats/gguf's DTYPES, and target_gguf, a GGUF of the target, whose tokenizer is copied."""
     engine = FORMATS[name][1]
-    rule = RULES[engine].get(type(head))
+    rule = RULES[name].get(type(head))
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} is not one of {', '.join(DTYPES)}")
     if rule is None:
-        read = [other for other in ENGINES.get(engine, ()) if type(head) in RULES[FORMATS[other][1]]]
+        read = [other for other in ENGINES.get(engine, ()) if type(head) in RULES[other]]
         if read:
             raise ValueError(f"{engine} does not read {head.kind} heads in format={name}: use format={read[0]}")
         others = ": it loads EAGLE-3, DFlash, JetSpec, DFlash-2, DSpark and MTP" if name == "gguf" else ""
         raise ValueError(f"{engine} does not support {head.kind} heads{others}")
-    loader = LOADERS.get(engine, engine)
     for verify in rule.checks:
-        verify(loader, head, target)
+        verify(engine, head, target)
     note = rule.note if isinstance(rule.note, str) else rule.note(head, target)
     note, limit = note.format(target=shlex.quote(target.name), kind=head.kind), longrope_limit(rule, head)
-    notes, use, window = [note, images_note(loader, head, target)], rule.use, window_of(head, target)
+    notes, use, window = [note, images_note(engine, head, target)], rule.use, window_of(head, target)
     if limit:
         notes.append(LONGROPE.format(limit=limit))
         use += f" --max-model-len {limit}"
-    if window and loader == "SGLang":  # counts the positions before the query's own
+    if window and engine == "SGLang":  # counts the positions before the query's own
         use += f" --speculative-draft-window-size {window - 1}"
-    elif window and loader != "vLLM":
-        notes.append(WINDOW.format(engine=loader, window=window))
+    elif window and engine != "vLLM":
+        notes.append(WINDOW.format(engine=engine, window=window))
     arguments = (formats.default_format(head), dtype, target_gguf) if name == "gguf" else ()
     return Export(rule.layout(*arguments), use, "\n".join(filter(None, notes)))
 

@@ -23,8 +23,7 @@ def resolve_layer_ids(files: HeadFiles, target: Target) -> list[int]:
     if recorded is not None:
         ids = recorded
     elif top is not None and eagle is not None:
-        earlier = eagle if eagle[0] != 1 or target.config.model_type == "gpt_oss" else []  # as earlier versions wrote
-        if top not in (as_sglang_reads(eagle, target), [k + 1 for k in eagle], earlier):
+        if top not in (as_sglang_reads(eagle, target), [k + 1 for k in eagle]):
             raise files.error(
                 f"{IDS}={top} (ids of hidden_states) and eagle_config.{IDS}={eagle} do not name the same layers: the second "
                 f"should be {for_sglang(top, target)}"

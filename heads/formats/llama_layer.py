@@ -13,20 +13,16 @@ LAYER = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None, "
 LAYER |= {"rope_is_neox_style": True, "use_gemma_norm": False}  # SGLang's names
 LATENT_WEIGHT = "self_attn.kv_a_proj_with_mqa.weight"  # reveals such a layer; config.json may only repeat its target's
 SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+LARGEST_SIZE = 2**30  # of a layer or a window: a config with more is damaged
 
 
-def checked_window(files: HeadFiles, settings: dict[str, Any], applied: bool, single: bool) -> dict[str, Any]:
-    """Return the settings, without a window that is not applied. applied: does this kind look back through a window? single:
-    does it have one layer?"""
-    sliding, window = settings.get("layer_types") == [SLIDING], settings.get("sliding_window")
-    if sliding and applied:
-        depth = settings.get("foredraft", {}).get("depth", 7)
-        if type(window) is not int or window <= depth:
-            raise files.error(f"config.json has sliding_window={window!r}, and a number above {depth} is needed")
-    elif single and window and (sliding or settings.get("use_sliding_window")):
-        files.notes.append(f"sliding_window={window} is not applied, drafts see the whole text")
-        return settings | {"layer_types": None}
-    return settings
+def without_window(files: HeadFiles, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a layer that does not look back through a window, without one."""
+    window = settings.get("sliding_window")
+    if not window or not (settings.get("layer_types") == [SLIDING] or settings.get("use_sliding_window")):
+        return settings
+    files.notes.append(f"sliding_window={window} is not applied, drafts see the whole text")
+    return settings | {"layer_types": None}
 
 
 def layer_settings(
@@ -47,7 +43,9 @@ def layer_settings(
     check_settings(files, settings, LAYER)
     shown = any(name.endswith(LATENT_WEIGHT) for name in files.weights)
     settings = {name: value for name, value in settings.items() if shown or name not in llama_config.LATENT}
-    files.check_sizes(settings, *(name for name in (*SIZES, *llama_config.LATENT) if settings.get(name) is not None))
+    for name in (*SIZES, *llama_config.LATENT):
+        if settings.get(name) is not None:
+            files.check_number(name, settings[name], most=LARGEST_SIZE)
     if shown:
         settings["head_dim"] = rotated_dim(files, settings, latent)
     heads = settings["num_attention_heads"]
@@ -55,7 +53,8 @@ def layer_settings(
         raise files.error(f"{heads} attention heads cannot share {settings['num_key_value_heads']} key/value heads")
     if count is None and (stated := settings.get("num_hidden_layers", 1)) != 1:
         files.notes.append(f"config.json has num_hidden_layers={stated}, but the weights are of one layer")
-    settings = checked_window(files, settings, windowed and not shown, count is None)
+    if count is None and not (windowed and not shown and settings.get("layer_types") == [SLIDING]):
+        settings = without_window(files, settings)
     new = settings.get("rope_parameters") or {}
     theta = settings.get("rope_theta")  # null means absent
     if theta is not None and new.get("rope_theta", theta) != theta:

@@ -33,17 +33,11 @@ class MedusaFormat(Format):
         if stored != declared:
             files.notes.append(f"config.json has medusa_num_heads={declared}, but the weights are of {stored} heads")
         check_settings(files, files.config, {"version": "2", "quantization_config": None})
-        # Published configs omit the target's sizes.
-        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "layers": [target.num_layers]}
-        record = sizes | files.config.get("foredraft", {})
-        if record["layers"] != sizes["layers"]:
-            raise files.error(
-                f"it takes hidden states {record['layers']}, but a Medusa head takes the target's last, {target.num_layers}"
-            )
+        sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}  # which published configs omit
         return {
             "medusa_num_heads": stored,
             "medusa_num_layers": files.check_count("medusa_num_layers", files.config["medusa_num_layers"]),
-            "foredraft": record,
+            "foredraft": sizes | files.config.get("foredraft", {}),
         }
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:

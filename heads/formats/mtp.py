@@ -15,32 +15,27 @@ from torch import Tensor
 from foredraft.heads.base import DraftHead
 from foredraft.heads.formats.base import Format, HeadFiles
 from foredraft.heads.formats.llama_layer import layer_settings
-from foredraft.heads.mtp import PREFIX, MTPHead, has_weights, shift_norms, shipped_window
+from foredraft.heads.mtp import PREFIX, MTPHead, attention_settings, has_weights, shift_norms, shipped_window
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.files import INDEX, checkpoint_file, weight_map
 
-LAYER = f"{PREFIX}layers.0.self_attn."
 COPIED = (".json", ".jinja", ".model", ".txt")
 
 
 class MTPFormat(Format):
     title = "the target's own files, with its MTP layer (mtp.*)"
     kind = MTPHead
-    weight_files = ("mtp.safetensors",)  # `complete_files` moves its tensors to the target's files
+    weight_files = ("mtp.safetensors",)  # not a file: the target's own get its tensors
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
         return cls() if f"{PREFIX}fc.weight" in files.weights else None
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
-        config = dict(files.config.get("text_config") or files.config)
-        config["attention_bias"] = f"{LAYER}q_proj.bias" in files.weights
-        settings = layer_settings(files, config, target, count=1)
-        rows = len(files.weights[f"{LAYER}q_proj.weight"])
-        dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+        settings = layer_settings(files, files.config.get("text_config") or files.config, target, count=1)
+        heads, layer = settings["num_attention_heads"], {k.removeprefix(PREFIX): t for k, t in files.weights.items()}
+        shown = attention_settings(layer, heads * (settings.get("head_dim") or settings["hidden_size"] // heads))
         record = {"depth": 3} | files.config.get("foredraft", {})
-        gated = rows == 2 * dim * settings["num_attention_heads"]
-        shown = {"attn_output_gate": gated, "qk_norm": f"{LAYER}q_norm.weight" in files.weights}
         return settings | shown | {"mtp_window": shipped_window(target), "foredraft": record}
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
@@ -54,12 +49,11 @@ class MTPFormat(Format):
                 raise ValueError(f"{target.name} names its MTP layer {other}*, {sentence}")
         return shift_norms(super().export_weights(head, target), target, sign=-1)
 
-    def complete_files(self, directory: Path, target: Target) -> None:
-        written = directory / self.weight_files[0]
-        merge_into_target(load_file(written), directory, target)
-        written.unlink()
-        source = checkpoint_file(target, "config.json")
+    def write_weights(self, weights: dict[str, Tensor], path: Path, head: DraftHead, target: Target) -> None:
+        """Write the target's files, with the layer in those of its weights and the record of the head in its config.json."""
+        directory, source = path.parent, checkpoint_file(target, "config.json")
         assert source is not None
+        merge_into_target(weights, directory, target)
         config = directory / "config.json"
         record = json.loads(config.read_text())["foredraft"]
         config.write_text(json.dumps(json.loads(source.read_text()) | {"foredraft": record}, indent=2) + "\n")

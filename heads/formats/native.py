@@ -24,8 +24,7 @@ class NativeFormat(Format):
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         # The number of layers of a draft model has different names in different families.
-        layers = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
-        for name in (*layers, "depth", "medusa_num_heads", "medusa_num_layers"):
+        for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"):
             if files.config.get(name) is not None:
                 files.check_count(name, files.config[name])
         return files.config
@@ -39,7 +38,6 @@ class NativeFormat(Format):
 def find_class(files: HeadFiles, name: str) -> type[DraftHead]:
     """Return the head class that a config.json names as module:Class, among the imported ones, those in heads/, and those in
     the modules that FOREDRAFT_HEADS names: files are data, and must not decide what else Python imports."""
-    name = f"foredraft.{name}" if name.startswith("heads.") else name  # as written by 0.1
     module = name.partition(":")[0]
     if module in (found.name for found in pkgutil.iter_modules(heads.__path__, "foredraft.heads.")):
         importlib.import_module(module)

@@ -95,7 +95,7 @@ class SpeculatorsDFlash(DFlashFormat):
         config, layer = files.config, files.config["transformer_layer_config"] or {}
         check_settings(files, config, {"target_hidden_size": layer["hidden_size"]})
         ids = layer_ids(files, config[BLOCK_IDS], target, counted_from=1)
-        if not files.trained_here and not embeds_rows(target):
+        if not embeds_rows(target):
             files.notes.append(
                 f"it was trained on rows of an embedding that {target.name} scales: few drafts may be right"
             )

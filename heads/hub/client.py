@@ -10,7 +10,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, ModelInfo, get_token, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
-from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import validate_repo_id
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -19,7 +19,7 @@ from foredraft.heads.target_model.cache_directory import file_sha256
 
 HEAD = "head"  # directory in that of a run, and of each of its checkpoints
 # The files of a head in any layout: a repository contains those of the newest head, and no others.
-HEAD_FILES = (*WEIGHTS, "*.safetensors", "adapter_*", "config.json", "config.yaml", "metrics.json", "report.html")
+HEAD_FILES = (*WEIGHTS, "*.safetensors", "config.json", "config.yaml", "metrics.json", "report.html")
 TEXTS = ["*.json", "*.md", "mask_embedding.pt"]  # the last is refused, and never opened
 REASONS = {
     401: "the token is not valid (401): log in with `hf auth login`, or set HF_TOKEN",
@@ -29,11 +29,6 @@ REASONS = {
 }
 
 MOST_CAUSES = 8  # of an error: its chain may be a ring
-BUGS = (AssertionError, AttributeError, KeyError, NameError, TypeError)  # of our own code; they keep their traceback
-
-
-class PushRefused(ValueError):
-    """Signal a refusal of this module, whose message is complete."""
 
 
 def find(path_or_id: str | Path, revision: str | None = None) -> Path:
@@ -97,25 +92,22 @@ def push(folder: Path, repo: str, private: bool, replace: bool, dry_run: bool) -
     files = sorted(path for path in folder.iterdir() if path.is_file())
     api = HfApi()
     listing = "".join(f"\n  {path.name}  {path.stat().st_size:,} bytes" for path in files)
-    with one_sentence_errors(f"the Hub ({api.endpoint}) did not accept {repo}"):
-        try:
-            there = look_up(api, repo)
-        except Exception as error:  # from the client's transport, which may be one of two libraries
-            if not dry_run or isinstance(error, HfHubHTTPError):
-                raise
-            return f"the Hub ({api.endpoint}) cannot be reached; would send to {repo}, unless another head is there:{listing}"
-        if there is not None:
-            check_replaceable(api, there, folder, repo, private, replace)
-        left = sorted(set(head_files(there)) - {path.name for path in files})
-        listing += "".join(f"\n  {name}  deleted, part of the previous head" for name in left)
-        if dry_run:
-            kind = "private" if private else "public"
-            return f"would send to {'the' if there else 'a new'} {kind} repository {repo}, dry_run=false does:{listing}"
+    what, title = f"the Hub ({api.endpoint}) did not accept {repo}", f"Head {weights_sha256(folder)[:12]}"
+    with one_sentence_errors(what):
+        there = look_up(api, repo)
+    if there is not None:
+        check_replaceable(there, folder, repo, private, replace)
+    left = sorted({file.rfilename for file in head_files(there)} - {path.name for path in files})
+    listing += "".join(f"\n  {name}  deleted, part of the previous head" for name in left)
+    if dry_run:
+        kind = "private" if private else "public"
+        return f"would send to {'the' if there else 'a new'} {kind} repository {repo}, dry_run=false does:{listing}"
+    with one_sentence_errors(what):
         api.create_repo(repo, private=private, exist_ok=True)
         info = api.upload_folder(
             repo_id=repo,
             folder_path=folder,
-            commit_message=f"Head {weights_sha256(folder)[:12]}",
+            commit_message=title,
             delete_patterns=list(HEAD_FILES),  # those that the folder has are replaced
             parent_commit=there.sha if there else None,
         )
@@ -125,34 +117,32 @@ def push(folder: Path, repo: str, private: bool, replace: bool, dry_run: bool) -
 def look_up(api: HfApi, repo: str) -> ModelInfo | None:
     """Return the Hub's information on `repo`; None if the repository does not exist."""
     try:
-        return api.model_info(repo)
+        return api.model_info(repo, files_metadata=True)
     except RepositoryNotFoundError as error:
         if error.response.status_code == 401 and get_token() is not None:
             raise  # the Hub returns 401 for a private repository and also for an invalid token
         return None
 
 
-def head_files(there: ModelInfo | None) -> list[str]:
+def head_files(there: ModelInfo | None) -> list[RepoSibling]:
     """Return the files in a repository that belong to a head."""
-    names = [file.rfilename for file in (there and there.siblings) or []]
-    return [name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in HEAD_FILES)]
+    files = (there and there.siblings) or []
+    return [file for file in files if any(fnmatch.fnmatch(file.rfilename, pattern) for pattern in HEAD_FILES)]
 
 
-def check_replaceable(api: HfApi, there: ModelInfo, folder: Path, repo: str, private: bool, replace: bool) -> None:
+def check_replaceable(there: ModelInfo, folder: Path, repo: str, private: bool, replace: bool) -> None:
     if there.private != private:
         actual, requested = ("private", "public") if there.private else ("public", "private")
-        raise PushRefused(
+        raise ValueError(
             f"{repo} is {actual} and {requested} was requested: set private={str(there.private).lower()}, or change it there"
         )
-    weights = [name for name in head_files(there) if name in WEIGHTS or name.endswith(".safetensors")]
-    weights += [name for name in head_files(there) if name.startswith("adapter_") and name not in weights]
-    files = api.get_paths_info(repo, weights, revision=there.sha) if weights and not replace else []
-    for file in files:
-        ours = folder / file.path
-        large = file.lfs if isinstance(file, RepoFile) else None
-        if not ours.is_file() or (large is not None and large.sha256 != file_sha256(ours)):
-            raise PushRefused(
-                f"{repo} contains a different head ({file.path}): replace=true overwrites it, or use another name"
+    for file in () if replace else head_files(there):
+        name, ours = file.rfilename, folder / file.rfilename
+        if name not in WEIGHTS and not name.endswith(".safetensors"):
+            continue
+        if not ours.is_file() or (file.lfs is not None and file.lfs.sha256 != file_sha256(ours)):
+            raise ValueError(
+                f"{repo} contains a different head ({name}): replace=true overwrites it, or use another name"
             )
 
 
@@ -169,8 +159,6 @@ def one_sentence_errors(what: str) -> Iterator[None]:
     """Turn the client's exceptions into a ValueError of one sentence without the token."""
     try:
         yield
-    except (PushRefused, *BUGS):
-        raise
     except Exception as error:  # from the client's transport, which may be one of two libraries
         causes: list[BaseException | None] = [error]
         while causes[-1] is not None and len(causes) < MOST_CAUSES:

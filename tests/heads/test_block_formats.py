@@ -207,13 +207,9 @@ def test_windows_are_causal_where_vllm_says_so(deep, tmp_path, name, layer, bloc
         assert [sglang_causal(written, number) for number in range(3)] == [causal] * 3
 
 
-def test_a_head_that_was_exported_here_has_no_note_on_scaled_embeddings(deep, tmp_path, monkeypatch):
-    """Write it as before such exports were refused: it was trained with what the target's first layer gets."""
-    write_export("speculators", make_head("dflash", deep), deep, tmp_path)
+def test_a_head_of_others_has_a_note_on_scaled_embeddings(deep, tmp_path, monkeypatch):
+    golden.write(tmp_path, *golden.make("speculators_dflash", deep))
     monkeypatch.setattr(Target, "embed", lambda self, tokens: 8 * self.model.get_input_embeddings()(tokens))
-    read_head(tmp_path, deep, strict=True)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "foredraft"}))
     with pytest.warns(UserWarning, match="rows of an embedding that"):
         read_head(tmp_path, deep)
 

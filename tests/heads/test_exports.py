@@ -153,13 +153,13 @@ def test_no_vocabulary_map_is_written_where_nothing_is_pruned(deep, tmp_path):
 
 REFUSED = [
     ("medusa", "vllm", "vLLM does not support medusa heads"),
-    ("medusa", "speculators", "speculators package does not support medusa"),
+    ("medusa", "speculators", "vLLM does not support medusa heads"),
     ("eagle3", "medusa", "does not support eagle3"),
     ("hydra", "vllm", "vLLM does not support hydra"),
     ("mtp", "vllm", "vLLM does not read mtp heads in format=vllm: use format=mtp"),
     ("medusa pruned", "medusa", "does not support a pruned vocabulary"),
     ("eagle", "vllm", "vLLM's EAGLE-1 has no fc.bias"),
-    ("hass", "speculators", "does not support eagle heads"),
+    ("hass", "speculators", "vLLM does not read eagle heads in format=speculators: use format=vllm"),
     ("eagle3_1", "eagle", "does not support fc_norm, norm_output"),
     ("eagle3 qk_norm", "eagle", "does not support qk_norm"),
     ("eagle3 qk_norm", "sglang", "SGLang does not support qk_norm"),

@@ -4,7 +4,6 @@ import json
 import pickle
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -225,29 +224,16 @@ def test_a_pickle_with_code_in_it_is_not_executed(deep, tmp_path):
     assert not mark.exists()
 
 
-def repack(path: Path, change: Callable[[zipfile.ZipFile], None], compression: int = zipfile.ZIP_STORED) -> None:
+def test_a_zip_that_is_no_checkpoint_is_not_opened(deep, tmp_path, monkeypatch):
+    golden.write(tmp_path, *golden.make("medusa_v1", deep))
+    path = tmp_path / "medusa_lm_head.pt"
     with zipfile.ZipFile(path) as old:
         members = [(info.filename, old.read(info)) for info in old.infolist()]
-    with zipfile.ZipFile(path, "w", compression) as new:
-        for name, content in members:
-            new.writestr(name, content)
-        change(new)
-
-
-@pytest.mark.parametrize(
-    ("change", "compression", "message"),
-    [
-        (lambda z: z.writestr("archive/data/bomb", bytes(2**22)), zipfile.ZIP_DEFLATED, "has a compressed member"),
-        (lambda z: z.writestr("../../escaped", b"x"), zipfile.ZIP_STORED, "points outside"),
-        (lambda z: z.writestr("/etc/escaped", b"x"), zipfile.ZIP_STORED, "points outside"),
-    ],
-    ids=["zip bomb", "..", "absolute"],
-)
-def test_a_zip_that_is_no_checkpoint_is_not_opened(deep, tmp_path, monkeypatch, change, compression, message):
-    golden.write(tmp_path, *golden.make("medusa_v1", deep))
-    repack(tmp_path / "medusa_lm_head.pt", change, compression)
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bomb:
+        for name, content in [*members, ("archive/data/bomb", bytes(2**22))]:
+            bomb.writestr(name, content)
     monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail("it was opened"))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="has a compressed member"):
         load_head(tmp_path, deep)
 
 

@@ -2,11 +2,10 @@
 exported for as any other (Llama-3.2-Vision takes 128,264 tokens and writes 128,256; Megatron pads lm_heads)."""
 
 import copy
-import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -22,7 +21,7 @@ from foredraft.train.data.corpus import count_tokens
 from foredraft.train.data.packing import Document
 from tests.support import names, nightly_but
 from tests.support.decoding import check_drafts
-from tests.support.head_factory import edit, learn, make_head, new_head
+from tests.support.head_factory import learn, make_head, new_head
 from tests.support.tiny import VOCAB, tiny_config
 
 MORE = 8
@@ -164,21 +163,3 @@ def test_a_token_beyond_the_embeddings_is_named_although_ids_have_holes(fresh: T
 def test_tokens_that_the_target_never_writes_are_not_counted() -> None:
     text = Document([1, 2, VOCAB + 3, 2], [False, True, True, True])
     assert count_tokens([text], VOCAB).nonzero().flatten().tolist() == [2]
-
-
-def test_a_head_that_ships_no_lm_head_drafts_with_the_targets(target: Target, tmp_path) -> None:
-    """Write it as somebody else would publish it, with the size of the whole vocabulary (thoughtworks' heads)."""
-    twin = make_head("eagle3 full vocabulary", target)
-    with torch.no_grad():
-        twin.lm_head.weight.copy_(target.lm_head_rows)
-    save_head(twin, tmp_path, target)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["lm_head.weight"]
-    save_file(weights, tmp_path / "model.safetensors")
-    edit(
-        tmp_path, lambda config: (config.pop("foredraft"), config.update(eagle_aux_hidden_state_layer_ids=twin.layers))
-    )
-    assert json.loads((tmp_path / "config.json").read_text())["draft_vocab_size"] == target.vocab_size
-    with pytest.warns(UserWarning, match="no lm_head is stored, so that of"):
-        again = load_head(tmp_path, target)
-    assert all(torch.equal(tensor, twin.state_dict()[name]) for name, tensor in again.state_dict().items())

@@ -237,5 +237,5 @@ def test_a_layer_that_is_promised_and_missing_is_no_new_one(tiny_path, tmp_path)
 
 
 def test_targets_without_files_take_no_layer_in(target, shipping):
-    with pytest.raises(ValueError, match="a target's own file does not support eagle3 heads"):
+    with pytest.raises(ValueError, match="vLLM does not read eagle3 heads in format=mtp: use format=vllm"):
         engines.export_for("mtp", make_head("eagle3", target), target)

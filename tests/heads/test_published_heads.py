@@ -173,7 +173,7 @@ def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_
     assert same(again, head)
     for name in ("sglang", "speculators", "eagle"):
         with pytest.raises(
-            ValueError, match=r"does not support EAGLE-3 heads with multi-head latent attention: use (vLLM|format=vllm)"
+            ValueError, match="heads with multi-head latent attention are only supported in format=vllm"
         ):
             engines.export_for(name, head, target)
 
@@ -182,7 +182,7 @@ def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_
     "change, message",
     [
         ({"v_head_dim": 99}, "wider than its keys"),
-        ({"kv_lora_rank": "x"}, "not a size"),
+        ({"kv_lora_rank": "x"}, "must be a whole number from 1"),
         ({"rope_interleave": False}, "rope_interleave=False; only True"),
     ],
 )
@@ -293,9 +293,6 @@ def test_an_export_names_the_layers_that_both_engines_read(tmp_path, layers, kin
     config = json.loads((tmp_path / "config.json").read_text())
     assert config[IDS] == layers == captured(kind, config["eagle_config"][IDS], 24)
     assert load_head(tmp_path, target).layers == layers
-    edit(tmp_path, lambda saved: saved["eagle_config"].update({IDS: layers}))  # as earlier versions wrote them
-    if layers[0] != 1 or kind == "gpt_oss":
-        assert load_head(tmp_path, target).layers == layers
 
 
 # -- flags and weights ------------------------------------------------------------------------------------------------
@@ -318,9 +315,10 @@ def test_norms_that_only_the_weights_show_are_used(tmp_path):
     assert len(head.fc_norm) == 3 and head.input_norm is not None
 
 
-def test_a_head_without_an_lm_head_uses_the_targets(tmp_path):
-    """Load nvidia's first head for gpt-oss."""
-    config, target = shrink_head(NAMED) | {"draft_vocab_size": None}, tiny_target(8)
+@pytest.mark.parametrize("size", [None, VOCAB])
+def test_a_head_without_an_lm_head_uses_the_targets(tmp_path, size):
+    """Load nvidia's first head for gpt-oss, and thoughtworks', which have the size of the whole vocabulary."""
+    config, target = shrink_head(NAMED) | {"draft_vocab_size": size}, tiny_target(8)
     weights = {name: tensor for name, tensor in eagle3(config, "midlayer").items() if name != "lm_head.weight"}
     head, said = load(golden.write(tmp_path, config, weights), target)
     assert "no lm_head is stored" in said[0]
@@ -332,7 +330,6 @@ REFUSED: list[tuple[dict, str]] = [
     ({"architectures": ["QwenDFlareDraftModel"]}, "a DFlare block"),
     ({"architectures": ["QwenDFlareDraftModel"], "dflash_config": {}}, "a DFlare block"),  # in z-lab's layout
     ({"architectures": ["LiLiCorrDraftModel"], "dflash_config": {}}, "a LiLiCorr block drafter"),
-    ({"foredraft": {"class": "foredraft.heads.medusa2:Medusa2Head"}}, "a Medusa-2 head .* train head=medusa"),
     ({"speculators_model_type": "mtp"}, "a multi-token-prediction layer"),
     ({"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}, "a multi-token-prediction layer"),
     ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "an MLP speculator"),
@@ -358,9 +355,9 @@ def test_counts_of_a_hostile_config_are_not_looped_over(tmp_path, key):
 
 def test_sizes_of_a_hostile_config_cost_no_memory(tmp_path):
     """Use a layer of 2**40 numbers, which would not fit in this machine; the shapes are compared without it."""
-    config = shrink_head(NAMED) | {"intermediate_size": 2**35, "num_attention_heads": 2**30}
+    config = shrink_head(NAMED) | {"intermediate_size": 2**29, "num_attention_heads": 2**30}
     golden.write(tmp_path, config, eagle3(shrink_head(NAMED), "midlayer"))
-    sizes = r"midlayer.mlp.down_proj.weight is \(32, 64\) in the file, \(32, 34359738368\)"
+    sizes = r"midlayer.mlp.down_proj.weight is \(32, 64\) in the file, \(32, 536870912\)"
     with pytest.raises(ValueError, match=sizes):
         load_head(tmp_path, tiny_target(8))
 

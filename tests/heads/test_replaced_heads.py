@@ -72,13 +72,6 @@ def test_the_home_directory_has_a_short_name(target: Target, tiny_path, tmp_path
         load_head("~/nothing", target)
 
 
-def test_a_head_next_to_an_adapter_is_refused(target: Target, tmp_path) -> None:
-    save_head(make_head("medusa", target), tmp_path, target)
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"adapter_config\.json lies next to the head"):
-        load_head(tmp_path, target)
-
-
 def test_a_readme_in_another_encoding_is_no_obstacle(target: Target, tmp_path) -> None:
     save_head(make_head("medusa", target), tmp_path, target)
     (tmp_path / "README.md").write_bytes("Köpfe".encode("latin-1"))

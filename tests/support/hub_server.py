@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import parse_qs
 
 import uvicorn
 from starlette.applications import Starlette
@@ -45,12 +44,13 @@ class Repo:
 
 
 def entry(path: str, files: dict[str, bytes]) -> dict[str, Any]:
-    """Describe a file as /tree and /paths-info do."""
+    """Describe a file, with the keys of /tree and those that the information on a model has."""
     content = files[path]
     blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-    found: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": blob}
+    found: dict[str, Any] = {"type": "file", "path": path, "rfilename": path, "size": len(content), "oid": blob}
     if path.endswith(LARGE):
-        found["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+        sha256 = hashlib.sha256(content).hexdigest()
+        found["lfs"] = {"oid": sha256, "sha256": sha256, "size": len(content), "pointerSize": 130}
     return found
 
 
@@ -65,8 +65,8 @@ class HubServer:
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}  # of git-lfs, by sha256
         self.log: list[str] = []  # "PUT /lfs/..." of every request
-        # Called with (method, path); a number is sent as that status, "cut" breaks the connection in the body.
-        self.trouble: Callable[[str, str], int | str | None] = lambda method, path: None
+        # Called with (method, path); a number is sent as that status.
+        self.trouble: Callable[[str, str], int | None] = lambda method, path: None
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         app = Starlette(routes=[Route("/{path:path}", self.handle, methods=["GET", "POST", "PUT"])])
@@ -85,7 +85,7 @@ class HubServer:
         path, content, given = request.scope["path"], await request.body(), request.headers.get("Authorization")
         self.log.append(f"{request.method} {path}")
         trouble = self.trouble(request.method, path)
-        if isinstance(trouble, int):
+        if trouble is not None:
             return refused(trouble)
         if given not in (None, f"Bearer {TOKEN}") and not path.startswith("/lfs/"):
             return refused(401)
@@ -105,7 +105,7 @@ class HubServer:
             return self.about(repo, name, parts[4:], content)
         if parts[2:4] == ["info", "lfs"]:
             return self.batch(json.loads(content))
-        return self.download(repo, parts[3], "/".join(parts[4:]), request, trouble == "cut")
+        return self.download(repo, parts[3], "/".join(parts[4:]), request)
 
     def about(self, repo: Repo, name: str, words: list[str], content: bytes) -> Response:
         """Answer /api/models/NAME/VERB/REVISION."""
@@ -116,12 +116,13 @@ class HubServer:
         if verb == "commit":
             return self.commit(repo, name, [json.loads(line) for line in content.splitlines()])
         if verb == "revision":
-            sha, siblings = repo.sha if files is repo.files else revision, [{"rfilename": f} for f in sorted(files)]
+            sha, siblings = (
+                repo.sha if files is repo.files else revision,
+                [entry(file, files) for file in sorted(files)],
+            )
             return JSONResponse({"id": name, "sha": sha, "private": repo.private, "siblings": siblings, "tags": []})
         if verb == "tree":
             return JSONResponse([entry(file, files) for file in sorted(files)])
-        if verb == "paths-info":
-            return JSONResponse([entry(file, files) for file in parse_qs(content.decode())["paths"] if file in files])
         assert verb == "preupload", verb
         paths = [file["path"] for file in json.loads(content)["files"]]
         modes = {path: "lfs" if path.endswith(LARGE) else "regular" for path in paths}
@@ -157,7 +158,7 @@ class HubServer:
                 repo.files[value["path"]] = sent
         return JSONResponse({"commitOid": repo.sha, "commitUrl": f"{self.url}/{name}/commit/{repo.sha}"})
 
-    def download(self, repo: Repo, revision: str, path: str, request: Request, cut: bool) -> Response:
+    def download(self, repo: Repo, revision: str, path: str, request: Request) -> Response:
         files, sha = repo.at(revision) or {}, repo.sha if revision == "main" else revision
         if path not in files:
             return refused(404, "EntryNotFound", **{"X-Repo-Commit": sha})
@@ -169,6 +170,4 @@ class HubServer:
             start, status = int(asked.removeprefix("bytes=").split("-")[0]), 206
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         headers["Content-Length"] = str(len(content) - start)
-        if cut and request.method == "GET":
-            content = content[: (start + len(content)) // 2]
         return Response(content[start:], status, headers)

@@ -27,8 +27,6 @@ from foredraft.heads.formats.gguf.tensors import (
     NEXTN_NAMES,
     ROPE_FREQS,
     dequantize,
-    from_gguf,
-    from_nextn,
     package,
     quantize,
     to_gguf,
@@ -77,25 +75,10 @@ class GGUFFormat(Format):
         heads = config.num_attention_heads, config.num_key_value_heads
         return to_gguf(self.layout.export_weights(head, target), self.arch, *heads)
 
-    def restored(self, tensors: dict[str, Tensor], head: Head) -> dict[str, Tensor]:
-        """Convert such tensors back to the names of our own files."""
-        return from_gguf(tensors, self.arch, head.config.num_attention_heads, head.config.num_key_value_heads)
-
     def stored(self, head: DraftHead, target: Target) -> DraftHead:
-        assert isinstance(head, Head)
-        weights = self.export_weights(head, target)
-        rounded_weights = {name: dequantize(*quantize(name, tensor, self.dtype)) for name, tensor in weights.items()}
-        if all(
-            torch.equal(rounded_weights[name], tensor.to(rounded_weights[name].dtype))
-            for name, tensor in weights.items()
-        ):
-            return head
-        named = self.restored(rounded_weights, head)
         rounded = copy.deepcopy(head, {id(target): target}).cpu().float()
-        state = rounded.state_dict()
-        rounded.load_state_dict(
-            {name: named.get(self.layout.disk_name(name), tensor) for name, tensor in state.items()}
-        )
+        for tensor in rounded.state_dict().values():  # each row is quantized alone, so their order does not matter
+            tensor.copy_(dequantize(*quantize(tensor, self.dtype)))
         return rounded
 
     def write_weights(self, weights: dict[str, Tensor], path: Path, head: DraftHead, target: Target) -> None:
@@ -110,7 +93,7 @@ class GGUFFormat(Format):
         if head.config.rope_parameters["rope_type"] == "llama3":
             writer.add_tensor(ROPE_FREQS, rope_factors(head).numpy())
         for name, tensor in weights.items():
-            data, kind = quantize(name, tensor, self.dtype)
+            data, kind = quantize(tensor, self.dtype)
             writer.add_tensor(name, data, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -163,9 +146,6 @@ class NextnFormat(GGUFFormat):
         weights = shift_norms(self.layout.export_weights(head, target), target)
         block = f"{BLOCK}.{target.num_layers}"
         return copies(target) | {f"{block}.{NEXTN_NAMES[name]}": weights[name] for name in sorted(weights)}
-
-    def restored(self, tensors: dict[str, Tensor], head: Head) -> dict[str, Tensor]:
-        return from_nextn(tensors)
 
     def add_settings(self, writer: Any, head: Head, target: Target) -> None:
         config = target.config

@@ -120,21 +120,22 @@ def from_gguf(tensors: dict[str, Tensor], arch: str, heads: int, kv_heads: int) 
 
 
 def from_nextn(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of an MTP layer with the names of our files and complete norms, without the target's own."""
+    """Return the tensors of an MTP layer with the names of our files, without the target's own. Norms in our files are
+    differences from 1, like the target's."""
     ours = {theirs: name for name, theirs in NEXTN_NAMES.items()}
     blocks = {re.sub(rf"^{BLOCK}\.\d+\.", "", name): name for name in tensors if name.startswith(f"{BLOCK}.")}
-    return {ours.get(short, name): tensors[name] for short, name in blocks.items()}
+    layer = {ours.get(short, name): tensors[name] for short, name in blocks.items()}
+    return {name: tensor - 1 if "norm" in name else tensor for name, tensor in layer.items()}
 
 
-def quantize(name: str, tensor: Tensor, dtype: str) -> tuple[np.ndarray, int]:
-    """Return the bytes of a tensor and their number format: `dtype`, but float32 for what llama.cpp keeps in it (norms,
-    biases, kernels), and float16 for rows that `dtype` cannot divide into its blocks."""
+def quantize(tensor: Tensor, dtype: str) -> tuple[np.ndarray, int]:
+    """Return the bytes of a tensor and their number format: `dtype` for matrices, but float32 for what llama.cpp keeps in it
+    (norms, biases, kernels), and float16 for rows that `dtype` cannot divide into its blocks."""
     gguf = package()
     if not tensor.is_floating_point():
         return tensor.contiguous().numpy(), gguf.GGMLQuantizationType.I64
     data = tensor.float().contiguous().numpy()
-    unquantized = data.ndim < 2 or name.endswith("_norm.weight") or not name.endswith(".weight")
-    kind = gguf.GGMLQuantizationType["F32" if unquantized else DTYPES[dtype]]
+    kind = gguf.GGMLQuantizationType[DTYPES[dtype] if data.ndim == 2 else "F32"]
     try:
         return gguf.quants.quantize(data, kind), kind
     except gguf.QuantError:
@@ -167,6 +168,6 @@ def read_gguf(path: Path) -> dict[str, Tensor]:
         tensors = {t.name: dequantize(t.data, t.tensor_type) for t in reader.tensors if t.name != ROPE_FREQS}
     except NotImplementedError as error:
         raise ValueError(f"{path} contains numbers that cannot be read: {error}") from None
-    if arch not in NAMES:  # norms in our files are differences from 1, like the target's
-        return {name: t - 1 if "norm" in name else t for name, t in from_nextn(tensors).items()}
+    if arch not in NAMES:
+        return from_nextn(tensors)
     return from_gguf(tensors, arch, fields[f"{arch}.attention.head_count"], fields[f"{arch}.attention.head_count_kv"])
