@@ -231,8 +231,7 @@ def set_steps(args: HeadTrainingArguments, checkpoint: str | None, epoch: float)
     if args.max_minutes and checkpoint is not None:
         state = TrainerState.load_from_json(str(Path(checkpoint) / checkpoints.STATE))
         before = time_limit_record(state)
-        given = {"all_steps": args.max_steps, "minutes": args.max_minutes}
-        if before and given | before == before | given:  # earlier versions did not record the minutes
+        if before and (before["all_steps"], before["minutes"]) == (args.max_steps, args.max_minutes):
             args.max_steps, args.max_minutes = before["fitted_steps"], 0.0
 
 

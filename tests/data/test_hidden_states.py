@@ -129,7 +129,7 @@ def test_killed_writers_go_on_and_leave_the_same_manifest(target, whole: Path, t
             facts = offline.describe(rows(), target, LAYERS, "float32", 2)
             offline.write(rows(), target, facts, path, 2, rank, 2)
     there = {file.name: file.stat().st_mtime_ns for file in path.glob("shard-*.safetensors")}
-    wanted = json.loads((whole / offline.MANIFEST).read_text())["shards"]
+    wanted = offline.names(json.loads((whole / offline.MANIFEST).read_text()))
     assert there.keys() == {"shard-00000.safetensors", "shard-00001.safetensors"} and len(there) < len(wanted)
     assert not (path / offline.MANIFEST).exists()
     for number, half in enumerate(sorted(path.glob("*.part"))):
@@ -193,16 +193,11 @@ def test_states_of_a_target_in_another_dtype_are_named(tiny_path: Path, tmp_path
     )
     with refused:
         stored(full, path)
-    manifest = path / offline.MANIFEST
-    without = json.loads(manifest.read_text())
-    manifest.unlink()
+    (path / offline.MANIFEST).unlink()
     with pytest.raises(
-        ValueError, match=r"shard-00000\.safetensors was written for .* \(target_dtype bfloat16, not float32"
+        ValueError, match=r"shard-00000\.safetensors was written for .* \(target_dtype is bfloat16 there, float32 here"
     ):
         stored(full, path)
-    del without["target_dtype"]
-    manifest.write_text(json.dumps(without))
-    assert len(stored(full, path)) == len(rows())  # an earlier version wrote it
 
 
 def test_a_full_disk_is_said_before_anything_is_written(target, tmp_path: Path, monkeypatch, capsys):

@@ -127,13 +127,6 @@ def test_a_resumed_run_has_only_the_rest_of_its_minutes(monkeypatch):
     assert fitted == [60] == [state.max_steps]
 
 
-def test_a_run_that_an_earlier_version_started_is_resumed():
-    """Its config has keys that are gone, with their defaults of that time."""
-    old = {"seed": 0, "push_to_hub": None, "push_private": True, "hidden_states": {"verify": True}}
-    assert run_state.differences(old, {"seed": 0, "hidden_states": {}}) == []
-    assert run_state.differences(old, {"seed": 1, "hidden_states": {}}) == ["seed is 0 there, 1 here"]
-
-
 def test_a_resumed_run_may_change_what_is_measured_and_nothing_that_is_trained():
     trained = typed("""
         head.ttt_steps loss loss_args objective.depth_decay target.path target.dtype data.path data.val_split seed data_seed
@@ -284,14 +277,13 @@ def test_a_lock_that_was_opened_before_a_finished_run_moved_is_not_taken(tmp_pat
     "settings, minutes, steps",
     [
         ((500, 1.5), 1.5, 120),
-        ((500, 1.5), None, 120),  # as earlier versions recorded it
         ((500, 9.0), 1.5, 500),
         ((300, 1.5), 1.5, 300),
         ((300, 0.0), 1.5, 300),
     ],
 )
 def test_a_resumed_run_has_the_steps_that_fitted_unless_its_limits_are_others(tmp_path: Path, settings, minutes, steps):
-    record = {"step": 10, "fitted_steps": 120, "all_steps": 500, **({"minutes": minutes} if minutes else {})}
+    record = {"step": 10, "fitted_steps": 120, "all_steps": 500, "minutes": minutes}
     state = TrainerState(max_steps=120, log_history=[record])
     state.save_to_json(str(tmp_path / checkpoints.STATE))
     args = Fake(max_steps=settings[0], max_minutes=settings[1], num_train_epochs=1)
