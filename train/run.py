@@ -42,7 +42,8 @@ from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.packing import Packed
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.finalize import finalize
-from foredraft.train.hidden_states.ends import load_target
+from foredraft.train.hidden_states import offline, server
+from foredraft.train.hidden_states.engine import Client
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal, time_limit_record
@@ -129,6 +130,28 @@ def load(cfg: DictConfig) -> tuple[Target, Corpus]:
     data = load_corpus(cfg.data, target)
     check_data(cfg, target, data)
     return target, data
+
+
+def load_target(cfg: DictConfig) -> Target:
+    """Return all of the target, or only its embedding and lm_head: with hidden_states=server, and with hidden_states=offline
+    once all is stored, unless `hidden_states.load_full_target` is true."""
+    settings, stored = cfg.hidden_states, "path" in cfg.hidden_states
+    made = str(cfg.target.path).endswith(".json")  # random weights, which lie nowhere
+    all_of_it = settings.get("load_full_target", True) or made
+    if all_of_it or (stored and not (Path(settings.path) / offline.MANIFEST).exists()):
+        return instantiate(cfg.target)
+    if cfg.target.get("sharding") is not None:
+        raise ValueError(
+            f"target.sharding={cfg.target.sharding} is for a target's layers, and hidden_states.load_full_target=false loads "
+            "none: set target.sharding=null"
+        )
+    target = instantiate(cfg.target, embeddings_only=True)
+    if stored:
+        target.remote_hidden_states = offline.stored_probe(target, Path(settings.path))
+    else:
+        client = Client(settings.url, settings.run, settings.timeout, settings.patience)
+        target.remote_hidden_states = server.engine_states(target, client)
+    return target
 
 
 def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:

@@ -8,8 +8,7 @@ import torch
 
 from foredraft.heads import Target
 from foredraft.train import losses
-from foredraft.train.block_losses import SelfFedDistillation
-from foredraft.train.blocks import Drafts
+from foredraft.train.blocks import Drafts, SelfFedDistillation
 from foredraft.train.losses import Prediction, kl_div
 from foredraft.train.module import DistillationModel
 from tests.support.batches import packed
