@@ -171,14 +171,16 @@ def test_another_targets_shard_and_other_data_are_named(target, whole: Path, tmp
     torch.manual_seed(9)
     other = Target(LlamaForCausalLM(tiny_config()), name="other/model")
     stored(other, tmp_path / "other")
-    with pytest.raises(ValueError, match=r"hidden states in .* are of another run \(target_hash is"):
+    with pytest.raises(
+        ValueError, match=r"hidden states in .* are of another run \(target other/model there has other"
+    ):
         stored(target, tmp_path / "other")
     shutil.copytree(whole, path := tmp_path / "features")
     shutil.copy(tmp_path / "other" / "shard-00001.safetensors", path)
-    with pytest.raises(ValueError, match=r"shard-00001\.safetensors was written for other/model \(target_hash"):
+    with pytest.raises(ValueError, match=r"shard-00001\.safetensors was written for another run \(target other/model"):
         batch_of(stored(target, path))
     (path / offline.MANIFEST).unlink()  # nor is it kept when a writer goes on
-    with pytest.raises(ValueError, match=r"shard-00001\.safetensors was written for other/model"):
+    with pytest.raises(ValueError, match=r"shard-00001\.safetensors was written for another run"):
         stored(target, path)
 
 
@@ -205,14 +207,6 @@ def test_a_full_disk_is_said_before_anything_is_written(target, tmp_path: Path, 
     with pytest.raises(ValueError, match=r"has 1,?000 bytes free and the hidden states take .* kB|1 kB free"):
         stored(target, tmp_path / "full")
     assert "hidden states: " in capsys.readouterr().out and not list((tmp_path / "full").glob("shard-*"))
-
-
-def test_a_fine_tune_has_another_hash(target, tiny_path: Path):
-    other = Target.from_pretrained(tiny_path, dtype="float32", device="cpu", pack=False)
-    assert offline.target_hash(other) == offline.target_hash(target)
-    with torch.no_grad():
-        other.model.model.layers[3].mlp.up_proj.weight.mul_(1.01)
-    assert offline.target_hash(other) != offline.target_hash(target)
 
 
 def test_few_shards_are_open_at_a_time(target, whole: Path, monkeypatch):

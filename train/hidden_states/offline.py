@@ -11,13 +11,12 @@ shard has its final name only when it is complete, so a killed writer continues 
 side by side, and another run waits for them.
 """
 
-import hashlib
 import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from foredraft.heads.checkpoint import fingerprint, same_weights
 from foredraft.heads.hub.card import size
 from foredraft.heads.llama_config import probe_tokens
 from foredraft.heads.target_model import Target
@@ -103,9 +103,7 @@ def describe(packed: Packed, target: Target, layers: list[int], dtype: str, shar
     """Return the manifest."""
     row = bytes_per_position(target, layers, dtype) * packed.length
     return {
-        "target": target.name,
-        "target_hash": None if target.embeddings_only else target_hash(target),
-        "ends_hash": ends_hash(target),
+        "target": fingerprint(target),
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "layers": list(layers),
         "dtype": dtype,
@@ -117,32 +115,10 @@ def describe(packed: Packed, target: Target, layers: list[int], dtype: str, shar
     }
 
 
-def target_hash(target: Target) -> str:
-    """Return a hash of every parameter: a fine-tune of the same model has another."""
-    return hash_of(target.model.state_dict(), 64)
-
-
-def ends_hash(target: Target) -> str:
-    """Return a hash of what `embeddings_only` leaves of it, of more numbers, since a fine-tune may change few there."""
-    inputs, outputs = target.model.get_input_embeddings(), target.model.get_output_embeddings()
-    return hash_of({"embedding": inputs.weight, "lm_head": outputs.weight}, 1 << 16)
-
-
-def hash_of(weights: Mapping[str, Tensor], numbers: int) -> str:
-    """Hash every weight's name, shape and about `numbers` of its numbers."""
-    total = hashlib.sha256()
-    for name, weight in weights.items():
-        some = weight.detach().flatten()[:: max(1, weight.numel() // numbers)]
-        total.update(f"{name}{tuple(weight.shape)}".encode() + some.float().cpu().contiguous().numpy().tobytes())
-    return total.hexdigest()[:16]
-
-
 def compare(manifest: dict, facts: dict, directory: Path) -> None:
     """Raise ValueError where stored hidden states are not those that this run needs. There may be more layers of them, and
     other numbers of rows in a file."""
-    left_out = {"target", "shard_rows"}
-    if not facts["target_hash"]:  # not known of ends alone
-        left_out.add("target_hash")
+    left_out = {"shard_rows"}
     if set(facts["layers"]) <= set(manifest.get("layers", [])):
         left_out.add("layers")
     different = differences(manifest, facts, left_out)
@@ -157,11 +133,12 @@ def compare(manifest: dict, facts: dict, directory: Path) -> None:
 
 def differences(stored: dict, facts: dict, left_out: set[str]) -> dict[str, str]:
     """Return the names of what is stored with other facts than these, each with a description."""
-    return {
-        name: f"{name} is {stored.get(name)} there, {facts[name]} here"
-        for name in facts
-        if name not in left_out and stored.get(name) != facts[name]
-    }
+    names = [name for name in facts if name not in left_out | {"target"} and stored.get(name) != facts[name]]
+    different = {name: f"{name} is {stored.get(name)} there, {facts[name]} here" for name in names}
+    theirs, ours = stored.get("target", {}), facts["target"]
+    if not same_weights(theirs, ours):
+        different["target"] = f"target {theirs['name']} there has other weights than {ours['name']} here"
+    return different
 
 
 def names(facts: dict) -> list[str]:
@@ -221,9 +198,9 @@ def open_shard(file: Path, facts: dict) -> Any:
         owner = json.loads((opened.metadata() or {}).get("foredraft", "{}"))
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file} is damaged ({error}); {AGAIN}") from error
-    if wrong := differences(owner, facts, {"target"}):
+    if wrong := differences(owner, facts, set()):
         raise ValueError(
-            f"{file} was written for {owner.get('target')} ({'; '.join(wrong.values())}) and does not belong here: {AGAIN}"
+            f"{file} was written for another run ({'; '.join(wrong.values())}) and does not belong here: {AGAIN}"
         )
     return opened
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.float8_e4m3fn}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.uint8}  # bytes of float8, to be pickled
 LARGEST = 448.0  # of float8_e4m3fn
 
 
@@ -13,7 +13,7 @@ def store(name: str, tensor: Tensor, dtype: str, layers: int) -> dict[str, Tenso
         return {name: tensor.to(DTYPES[dtype])}
     parts = tensor.float().unflatten(-1, (layers, -1))
     scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
-    return {name: (parts / scale).flatten(-2).to(torch.float8_e4m3fn), f"{name}_scale": scale[..., 0]}
+    return {name: (parts / scale).flatten(-2).to(torch.float8_e4m3fn).view(torch.uint8), f"{name}_scale": scale[..., 0]}
 
 
 def restore(stored: dict[str, Tensor], name: str) -> Tensor:
@@ -21,7 +21,7 @@ def restore(stored: dict[str, Tensor], name: str) -> Tensor:
     if f"{name}_scale" not in stored:
         return tensor
     scale = stored[f"{name}_scale"][..., None]
-    return (tensor.float().unflatten(-1, (scale.shape[-2], -1)) * scale).flatten(-2)
+    return (tensor.view(torch.float8_e4m3fn).float().unflatten(-1, (scale.shape[-2], -1)) * scale).flatten(-2)
 
 
 def unpack(stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
