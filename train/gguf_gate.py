@@ -51,7 +51,8 @@ def check(trained: str | Path, target: Target, file: Path, prompts: list[list[in
     figures = f"{lengths[1]:.2f} tokens per forward over {file.name} in llama.cpp, {lengths[0]:.2f} here"
     if difference and (exact or abs(lengths[1] / lengths[0] - 1) > TOLERANCE):
         raise ValueError(f"parity gate: {difference}; {figures}")
-    return f"llama.cpp accepts as we do: {figures}{f' ({difference})' if difference else ', every text and number of accepted drafts equal'}"
+    equal = f" ({difference})" if difference else ", every text and number of accepted drafts equal"
+    return f"llama.cpp accepts as we do: {figures}{equal}"
 
 
 def first_difference(ours: list[Text], theirs: list[Text]) -> str:
