@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from hydra.utils import get_method
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from foredraft.cli import check_at_least
 from foredraft.heads.base import BlockHead, DraftHead
@@ -26,7 +26,6 @@ from foredraft.train.data import long_prompts, prompt_sets
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts
 from foredraft.train.data.documents import Document
 from foredraft.train.runtime import distributed
-from foredraft.train.runtime.run_state import CHECKPOINTS
 
 ONLINE = "foredraft.train.hidden_states.online.online"
 # Smallest values of a head's whole numbers, if it is not 1; those without a largest one; and the largest of the others.
@@ -44,12 +43,6 @@ def check_config(cfg: DictConfig) -> None:
         )
     if cfg.trainer.max_steps < 0 and cfg.trainer.num_train_epochs <= 0:
         raise ValueError(f"trainer.num_train_epochs={cfg.trainer.num_train_epochs} must be above 0")
-    follows = OmegaConf.is_interpolation(cfg.trainer, "output_dir")  # of output_dir, as in conf/train.yaml
-    if not follows and Path(cfg.trainer.output_dir) != Path(cfg.output_dir) / CHECKPOINTS:
-        raise ValueError(
-            f"trainer.output_dir={cfg.trainer.output_dir} has no effect: checkpoints lie in {CHECKPOINTS} of output_dir, "
-            "which may be a link to another disk"
-        )
     batch = "trainer.per_device_train_batch_size", "trainer.gradient_accumulation_steps"
     measured = "final_num_prompts", "timed_prompts", "prompt_tokens", "max_new_tokens"
     check_at_least(cfg, 1, *batch, *(f"eval.{name}" for name in measured))

@@ -167,7 +167,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     limit_window(head, cfg)
     head.on_train_begin(target)
     distillation = instantiate(cfg.objective, head=head, target=target, loss=losses.build(cfg.loss, cfg.loss_args))
-    args = arguments(cfg.trainer, target, **strategy.arguments_of(cfg.strategy, cfg.strategy_args))
+    args = arguments(cfg, target, **strategy.arguments_of(cfg.strategy, cfg.strategy_args))
     if distributed.rank() == 0 or target.is_collective:
         check_saving(head, target, data.train)
     if cfg.lora_r is not None:

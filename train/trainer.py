@@ -36,6 +36,7 @@ from foredraft.train.runtime import checkpoints, distributed
 from foredraft.train.runtime.callbacks import FitToTime, KeepCheckpoints, Profile
 from foredraft.train.runtime.context_parallel import ContextParallel
 from foredraft.train.runtime.memory import peak_memory
+from foredraft.train.runtime.run_state import CHECKPOINTS
 from foredraft.train.runtime.strategy import shard_on_cpus_too, without_weights
 
 SMALLER_BATCHES = "lower trainer.per_device_train_batch_size or max_length"
@@ -96,8 +97,10 @@ class HeadTrainingArguments(TrainingArguments):
         return min(1, super().n_gpu)
 
 
-def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArguments:
-    """Return the arguments of `trainer` and of a strategy. From here on the processes of a run can communicate."""
+def arguments(cfg: Any, target: Target, **strategy: Any) -> HeadTrainingArguments:
+    """Return the arguments of `trainer` and of a strategy. From here on the processes of a run can communicate. cfg: as in
+    conf/train.yaml."""
+    settings = cfg.trainer
     for name in sorted(strategy.keys() & settings.keys()):
         raise ValueError(
             f"{name}={strategy[name]} of strategy or strategy_args replaces trainer.{name}={settings[name]}: set "
@@ -106,6 +109,7 @@ def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArg
     if not settings.get("dataloader_num_workers"):  # nobody reads ahead then
         strategy["dataloader_prefetch_factor"] = None
     fixed = {
+        "output_dir": str(Path(cfg.output_dir) / CHECKPOINTS / checkpoints.UNFINISHED),
         "use_cpu": target.device.type == "cpu",
         "remove_unused_columns": False,
         "disable_tqdm": True,
@@ -117,8 +121,7 @@ def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArg
             raise ValueError(f"trainer.{name}={settings[name]} has no effect on a head: leave it out")
     if settings.bf16 is None:
         strategy["bf16"] = optimizer.multiplies_faster_in_bfloat16(target.device)
-    output_dir = str(Path(settings.output_dir) / checkpoints.UNFINISHED)
-    return instantiate(settings, output_dir=output_dir, **fixed, **strategy)
+    return instantiate(settings, **fixed, **strategy)
 
 
 class HeadTrainer(Trainer):
