@@ -19,7 +19,7 @@ from foredraft.heads.attention.text_attention import attend_text
 from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.heads.eagle import LayerHead
 from foredraft.train.checks import check_context_parallel
-from foredraft.train.hidden_states.storage import store
+from foredraft.train.hidden_states.offline import store
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import distributed
 from foredraft.train.runtime.context_parallel import ContextParallel, rounded_up

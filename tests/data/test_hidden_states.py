@@ -17,7 +17,7 @@ from foredraft.heads.attention.masks import PackedMask
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.target_model.capabilities import Capabilities
 from foredraft.train.data.packing import Packed
-from foredraft.train.hidden_states import offline, online, storage
+from foredraft.train.hidden_states import offline, online
 from foredraft.train.runtime import distributed
 from tests.support.batches import batch, batch_of, documents
 from tests.support.tiny import tiny_config
@@ -48,8 +48,8 @@ def read(target: Target, path: Path, dtype: str) -> tuple[torch.Tensor, torch.Te
     here = {name: value for name, value in batch.items() if name not in PackedBatch._fields}
     each = offline.bytes_per_position(target, LAYERS, dtype)
     assert sum(value.nbytes for value in here.values()) == each * len(rows()) * 32
-    assert here["features"].dtype == storage.DTYPES[dtype]
-    return storage.unpack(here)
+    assert here["features"].dtype == offline.DTYPES[dtype]
+    return offline.unpack(here)
 
 
 def hidden(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,7 +86,7 @@ def test_a_store_with_more_layers_serves_a_head_that_takes_some(target, tmp_path
     given = {"path": str(tmp_path), "dtype": dtype, "shard_rows": 2}
     first = batch_of(offline.offline(rows(), target, LAYERS, 2, **given, extra_layer_ids=more))
     for wanted in (LAYERS, more[:1], [LAYERS[0], more[0]], [*LAYERS, *more][::-1]):
-        found = storage.unpack(batch_of(offline.offline(rows(), target, wanted, 2, **given)))
+        found = offline.unpack(batch_of(offline.offline(rows(), target, wanted, 2, **given)))
         exact = online.forward_target(target, PackedBatch(**batch_of(rows())), wanted)
         for ours, theirs in zip(found, exact, strict=True):
             torch.testing.assert_close(ours.float(), theirs, atol=1e-5 if dtype == "float32" else 0.15, rtol=0.07)

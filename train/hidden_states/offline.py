@@ -35,7 +35,6 @@ from foredraft.heads.target_model.ends import drop_layers, refuse
 from foredraft.inference.evaluation.progress import Progress
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states.online import batch_of, forward_target
-from foredraft.train.hidden_states.storage import DTYPES, store
 from foredraft.train.runtime import distributed
 from foredraft.train.runtime.locks import hold, write_atomically
 
@@ -43,6 +42,8 @@ MANIFEST, PROBE = "manifest.json", "probe.safetensors"
 UNFINISHED_S = 3600  # age of a half-written shard of which no writer is left
 SHARD_BYTES = 1 << 30  # of a shard, which a process holds in memory while it writes it; a row may be larger
 OPEN = 64  # shards at a time: a system has a limit of files, often 1,024
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.uint8}  # bytes of float8, to be pickled
+LARGEST = 448.0  # of float8_e4m3fn
 AGAIN = "delete it and the manifest, and both are written again"
 
 
@@ -285,3 +286,28 @@ class StoredRows(Dataset):
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"opened": {}}  # a loader's worker opens the files itself
+
+
+# How states lie on disk in few bytes, and how they are read back
+
+
+def store(name: str, tensor: Tensor, dtype: str, layers: int) -> dict[str, Tensor]:
+    """Return the tensors to write. float8 has one scale per position and layer, whose sizes differ by orders of magnitude."""
+    if dtype != "float8":
+        return {name: tensor.to(DTYPES[dtype])}
+    parts = tensor.float().unflatten(-1, (layers, -1))
+    scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
+    return {name: (parts / scale).flatten(-2).to(torch.float8_e4m3fn).view(torch.uint8), f"{name}_scale": scale[..., 0]}
+
+
+def restore(stored: dict[str, Tensor], name: str) -> Tensor:
+    tensor = stored[name]
+    if f"{name}_scale" not in stored:
+        return tensor
+    scale = stored[f"{name}_scale"][..., None]
+    return (tensor.view(torch.float8_e4m3fn).float().unflatten(-1, (scale.shape[-2], -1)) * scale).flatten(-2)
+
+
+def unpack(stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return a stored batch, on the head's device, as online.forward_target does."""
+    return restore(stored, "features"), restore(stored, "last")
