@@ -88,7 +88,7 @@ class BlockDistillation(DistillationModel):
         rows = length * torch.arange(batch, device=last.device)[:, None, None]
         places = (positions.clamp(min=0, max=length - 1) + rows).flatten(0, 1)
         real = ((begins >= 0)[..., None] & (positions < length)).flatten(0, 1)
-        counted = self.loss_masks(text, head.depth)[depths - 1, places] & real  # (blocks, depth)
+        counted = self.loss_masks(text)[depths - 1, places] & real  # (blocks, depth)
         blocks = self.active_positions(counted.T)
         places, counted = places[blocks], counted[blocks]
         teachers = last.roll(-1, dims=1).flatten(0, 1)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.heads.base import draft_loss_mask
 from foredraft.inference.evaluation.progress import track
 from foredraft.inference.generation import Generation
 from foredraft.train.data.corpus import Corpus, Held, HeldOut, tokenize
@@ -85,8 +84,7 @@ def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]
     """Measure agreement row by row, as one step of training would."""
     head, target = distillation.head, distillation.target
     texts = [batch_of([row], target) for row in rows]
-    depths = range(1, head.depth + 1)
-    counted = [torch.stack([draft_loss_mask(text, depth)[0] for depth in depths]) for text in texts]
+    counted = [distillation.loss_masks(text) for text in texts]
     distillation.num_items = torch.stack([mask.sum(1) for mask in counted]).sum(0)
     loss, hits = 0.0, torch.zeros(head.depth)
     gained: list[int] = []

@@ -24,7 +24,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
 from foredraft.heads import lora
-from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
+from foredraft.heads.base import DraftHead, PackedBatch
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.hub.client import HEAD
 from foredraft.heads.target_model import Target
@@ -195,14 +195,13 @@ class HeadTrainer(Trainer):
             self.since += time.perf_counter() - self.saving_since
             self.saving_since = None
         batches, _ = super().get_batch_samples(*args)
-        depths = range(1, self.distillation.head.depth + 1)
-        counts = torch.zeros(len(depths), dtype=torch.int64)
+        counts = torch.zeros(self.distillation.head.depth, dtype=torch.int64)
         for number, batch in enumerate(batches):
             text = PackedBatch.of(batch)
             self.tokens = self.tokens + (text.documents >= 0).sum()
             prepared = self.distillation.prepare(text, self.state.global_step)
             text = text._replace(anchors=prepared.get("anchors"))
-            counts += torch.stack([draft_loss_mask(text, depth).sum() for depth in depths])
+            counts += self.distillation.loss_masks(text).sum(1)
             batches[number] = self.spread(batch | prepared)
         # From host to host: one process may write text meanwhile (`fresh_text`), for longer than NCCL waits.
         return batches, distributed.all_reduce(counts).to(self.args.device, non_blocking=True)
