@@ -283,7 +283,9 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
             "acceptance_error": held_out.standard_error(decoded),
         }
         held = held_out.for_run(run.held_out, trainer.state.max_steps * rows * cfg.max_length)
-        return found | held_out.agreement(trainer.criterion.with_head(head), held).figures
+        figures = held_out.agreement(trainer.criterion.with_head(head), held)
+        shares = enumerate(figures.pop("held_out_agreement"), start=1)
+        return found | figures | {f"held_out_acc_{depth}": share for depth, share in shares}
 
     stop = StopOnSignal()
     trainer = HeadTrainer(
