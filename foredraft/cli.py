@@ -28,7 +28,7 @@ from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
 
 from foredraft.config import checked_jobs, first_line, opened, without_hydra
 from foredraft.config_help import describe, docstring
-from foredraft.words import CONF, WORDS, overrides_of
+from foredraft.words import WORDS, overrides_of
 
 Main = Callable[[DictConfig], None]
 WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
@@ -53,9 +53,7 @@ def entry(config_name: str) -> Callable[[Main], Callable[[], None]]:
             program = args.config_name or config_name
             with sentences(), opened(args.config_dir):
                 if args.help:
-                    about = docstring(Path(inspect.getfile(main)))
-                    print(describe(about, program, args.words, args.config_dir))
-                    return
+                    return show_help(program, Path(inspect.getfile(main)))
                 jobs = checked_jobs(program, overrides_of(program, args.words), args.multirun)
                 if args.cfg:
                     print("\n".join(OmegaConf.to_yaml(without_hydra(cfg)) for cfg in jobs), end="")
@@ -104,10 +102,10 @@ def sentences() -> Iterator[None]:
 
 
 def show_help(command: str, file: Path) -> None:
-    """Print the help of a command of `foredraft` without importing its program, which would import torch."""
+    """Print the help of a command, or of the program in `file`, which is not imported: that would import torch."""
     args, about = parse(), docstring(file)
     program = args.config_name or {"demo": "train"}.get(command, command)
-    if not (CONF / f"{program}.yaml").is_file() and not args.config_dir:
+    if program == "env":  # it has no config
         print(f"usage: foredraft {command}\n\n{about}")
         return
     with sentences():

@@ -14,29 +14,19 @@ from omegaconf import DictConfig, OmegaConf
 from foredraft.cli import check_at_least, entry
 from foredraft.heads.target_model import loading
 from foredraft.heads.target_model.loading import resolve_dtype
-from foredraft.heads.target_model.resolve_path import check_path, gguf_of, resolve_path
+from foredraft.heads.target_model.resolve_path import resolve_path
 from foredraft.heads.target_model.sharding import COLLECTIVE
 from foredraft.train.checks import check_context_parallel, check_head_settings, check_loss
 from foredraft.train.runtime.memory_plan import memory_per_gpu, stored_quantization, strategy_of, study
 
 
 def read_config(target: str, gguf_file: str | None = None, revision: str | None = None) -> Any:
-    """Read the target's config. Raises ValueError that says what to give instead. A GGUF file is converted first, as the run
-    would do it."""
-    if gguf_of(target, gguf_file, revision) is not None:
+    """Read the target's config: a file config.json, or what the run would load. A GGUF file is converted first, as there."""
+    if not target.endswith(".json"):
         target = resolve_path(target, gguf_file=gguf_file, revision=revision)
-    path = Path(target)
-    if not path.exists() and (path.suffix == ".json" or target.count("/") > 1 or target.startswith((".", "/", "~"))):
+    elif not Path(target).is_file():
         raise ValueError(f"target={target} does not exist: give a config.json, a directory that holds one, or a Hub id")
-    if path.is_dir():
-        check_path(path)
-    try:
-        return loading.read_config(target, revision)
-    except OSError as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"target={target}: {reason}; a saved config.json, or one of scripts/targets, will do"
-        ) from error
+    return loading.read_config(target, revision)
 
 
 def plan(cfg: DictConfig) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def finalize(
     samples: list[Sample] = []
     if not target.embeddings_only:
         rows = held_out.for_run(rows, trainer.state.max_steps * rows_per_step(cfg) * cfg.max_length)
-        metrics = held_out.agreement(trainer.criterion.with_head(head.eval()), rows).final_figures
+        metrics = held_out.agreement(trainer.criterion.with_head(head.eval()), rows)
     with tempfile.TemporaryDirectory() as scratch:
         saved = (directory if distributed.rank() == 0 else Path(scratch)) / "head"
         save_final(distillation, saved, data, cfg.max_length)

@@ -1,14 +1,12 @@
 """Check that llama.cpp's server accepts a head's drafts where we do. Both decode the same prompts over one GGUF file.
 
-The server reports the text, and the number of accepted drafts at each position of a chain: these are compared, greedily, text
-by text. In float32 they must be equal. Otherwise tokens per forward must agree to 10 % (of some hundred steps; to 3 % over
-thousands, tests/serving/test_llamacpp.py): llama.cpp also rounds the inputs of products over a file in another number format,
-so texts part at near-ties. And it decodes the accepted drafts of a recurrent target again after a rejection, which changes
-its counts.
+The server reports the text and the number of accepted drafts: these are compared, greedily, text by text. In float32 they
+must be equal. Otherwise tokens per forward must agree to 10 % (of some hundred steps; to 3 % over thousands,
+tests/serving/test_llamacpp.py): llama.cpp also rounds the inputs of products over a file in another number format, so texts
+part at near-ties. And it decodes the accepted drafts of a recurrent target again after a rejection, which changes its counts.
 """
 
 import json
-import re
 import socket
 import subprocess
 import tempfile
@@ -34,12 +32,11 @@ DEPTH = 3  # of a chain; a block drafter drafts all of its block
 TOLERANCE = 0.1  # relative difference in tokens per forward, if they need not be equal
 TIMEOUT = 300  # seconds for the server to load
 EXACT = ["-fa", "off", "-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32"]
-COUNTS = re.compile(r'^llamacpp:spec_decode_num_accepted_tokens_per_pos_total\{position="\d+"\} (\d+)', re.MULTILINE)
 
 
 class Text(NamedTuple):
     tokens: list[int]
-    accepted: list[int]  # number of steps that accepted at least d drafts, d = 1 .. depth
+    accepted: int  # drafts
 
 
 def check(trained: str | Path, target: Target, file: Path, prompts: list[list[int]], new_tokens: int) -> str:
@@ -54,7 +51,8 @@ def check(trained: str | Path, target: Target, file: Path, prompts: list[list[in
     figures = f"{lengths[1]:.2f} tokens per forward over {file.name} in llama.cpp, {lengths[0]:.2f} here"
     if difference and (exact or abs(lengths[1] / lengths[0] - 1) > TOLERANCE):
         raise ValueError(f"parity gate: {difference}; {figures}")
-    return f"llama.cpp accepts as we do: {figures}{f' ({difference})' if difference else ', every text and position equal'}"
+    equal = f" ({difference})" if difference else ", every text and number of accepted drafts equal"
+    return f"llama.cpp accepts as we do: {figures}{equal}"
 
 
 def first_difference(ours: list[Text], theirs: list[Text]) -> str:
@@ -63,23 +61,22 @@ def first_difference(ours: list[Text], theirs: list[Text]) -> str:
         for place, (our, their) in enumerate(zip_longest(a.tokens, b.tokens)):
             if our != their:
                 return f"at token {place} of text {number} llama.cpp chooses {their}, and we {our}"
-        for depth, (our, their) in enumerate(zip_longest(a.accepted, b.accepted), start=1):
-            if our != their:
-                return f"at depth {depth} of text {number} llama.cpp accepts {their} drafts, and we {our}"
+        if a.accepted != b.accepted:
+            return f"in text {number} llama.cpp accepts {b.accepted} drafts, and we {a.accepted}"
     return ""
 
 
 def acceptance_length(decoded: list[Text]) -> float:
     """Return tokens per forward; a text's first token is from its prompt's forward."""
     tokens = sum(len(text.tokens) - 1 for text in decoded)
-    return tokens / (tokens - sum(sum(text.accepted) for text in decoded))
+    return tokens / (tokens - sum(text.accepted for text in decoded))
 
 
 def decode_here(head: DraftHead, target: Target, row: list[int], depth: int, new_tokens: int) -> Text:
     drafter = drafter_for(head, target, width=1, depth=depth, nodes=depth + 1, min_probability=0)
     out = run(target, drafter, [row], max_new_tokens=new_tokens, eos_token_id=-1)
-    steps = [count - 1 for generation in out for step in generation.steps for count in step.emitted]
-    return Text(texts(out)[0], [sum(count >= d for count in steps) for d in range(1, depth + 1)])
+    accepted = [count - 1 for generation in out for step in generation.steps for count in step.emitted]
+    return Text(texts(out)[0], sum(accepted))
 
 
 def decode_llamacpp(
@@ -87,14 +84,9 @@ def decode_llamacpp(
 ) -> list[Text]:
     settings: dict[str, Any] = {"n_predict": new_tokens, "temperature": 0, "top_k": 1, "ignore_eos": True}
     settings |= {"return_tokens": True, "cache_prompt": False}
-    decoded, before = [], [0] * depth
     with serving(trained, target, file, depth) as address:
-        for row in prompts:
-            tokens = json.loads(ask(f"{address}/completion", settings | {"prompt": row}))["tokens"]
-            counts = [int(count) for count in COUNTS.findall(ask(f"{address}/metrics"))] or [0] * depth
-            decoded.append(Text(tokens, [new - old for new, old in zip(counts, before, strict=True)]))
-            before = counts
-    return decoded
+        answers = [json.loads(ask(f"{address}/completion", settings | {"prompt": row})) for row in prompts]
+    return [Text(answer["tokens"], answer["timings"].get("draft_n_accepted", 0)) for answer in answers]
 
 
 @contextmanager
@@ -107,7 +99,7 @@ def serving(trained: str | Path, target: Target, file: Path, depth: int) -> Iter
     if "--spec-draft-n-max" in command:
         command[command.index("--spec-draft-n-max") + 1] = str(depth)
     threads = ["-t", str(torch.get_num_threads()), "--poll", "0"]  # polling threads take cores from others
-    program = [*find_llamacpp(), *command, *EXACT, *threads, "--metrics"]
+    program = [*find_llamacpp(), *command, *EXACT, *threads]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(program, stdout=log, stderr=subprocess.STDOUT)
         try:

@@ -6,14 +6,13 @@ documents, written by the target where the run's own text is.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.heads.base import draft_loss_mask
 from foredraft.inference.evaluation.progress import track
 from foredraft.inference.generation import Generation
 from foredraft.train.data.corpus import Corpus, Held, tokenize
@@ -24,28 +23,6 @@ from foredraft.train.module import DistillationModel
 
 TOKENS, WRITTEN = 1 << 14, 1 << 13  # that are read; that the target writes, fewer in a short run
 DOCUMENTS = 64  # that they come from, at most
-
-
-class Agreement(NamedTuple):
-    loss: float
-    shares: list[float]  # per depth: how often the head's first guess is the target's
-    acceptance_length: float  # of chains as deep as the head was trained, along this text
-
-    @property
-    def final_figures(self) -> dict[str, Any]:
-        """Return the figures as metrics.json has them."""
-        return {
-            "held_out_agreement": [round(share, 4) for share in self.shares],
-            "held_out_loss": round(self.loss, 4),
-            "predicted_acceptance_length": round(self.acceptance_length, 4),
-        }
-
-    @property
-    def figures(self) -> dict[str, float]:
-        """Return the figures that are logged next to `loss` and `acc_<depth>` of the training text."""
-        final = self.final_figures
-        shares = enumerate(final.pop("held_out_agreement"), start=1)
-        return final | {f"held_out_acc_{depth}": share for depth, share in shares}
 
 
 def documents(tokenizer: PreTrainedTokenizerBase, data: Corpus) -> Documents:
@@ -81,12 +58,13 @@ def for_run(rows: list[dict[str, Tensor]], trained: int) -> list[dict[str, Tenso
 
 
 @torch.no_grad()
-def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]) -> Agreement:
-    """Measure agreement row by row, as one step of training would."""
+def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
+    """Return the figures of metrics.json, measured row by row: how often the first guess of each depth is the target's, the
+    loss of one step of training on all rows, and the acceptance length of chains as deep as the head was trained, along this
+    text."""
     head, target = distillation.head, distillation.target
     texts = [batch_of([row], target) for row in rows]
-    depths = range(1, head.depth + 1)
-    counted = [torch.stack([draft_loss_mask(text, depth)[0] for depth in depths]) for text in texts]
+    counted = [distillation.loss_masks(text) for text in texts]
     distillation.num_items = torch.stack([mask.sum(1) for mask in counted]).sum(0)
     loss, hits = 0.0, torch.zeros(head.depth)
     gained: list[int] = []
@@ -99,7 +77,11 @@ def agreement(distillation: DistillationModel, rows: Sequence[dict[str, Tensor]]
         hits += grid.sum(1).cpu()
         gained += steps(grid.cpu(), mask.cpu())
     shares = (hits / distillation.num_items.cpu().clamp(min=1)).tolist()
-    return Agreement(loss, shares, sum(gained) / max(1, len(gained)))
+    return {
+        "held_out_agreement": [round(share, 4) for share in shares],
+        "held_out_loss": round(loss, 4),
+        "predicted_acceptance_length": round(sum(gained) / max(1, len(gained)), 4),
+    }
 
 
 def steps(hits: Tensor, counted: Tensor) -> list[int]:

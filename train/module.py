@@ -17,8 +17,8 @@ from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.logits import check_logits
 from foredraft.train.gradients import PartialGradients
+from foredraft.train.hidden_states.offline import unpack
 from foredraft.train.hidden_states.online import batch_of, forward_target, several_documents
-from foredraft.train.hidden_states.storage import unpack
 from foredraft.train.losses import Prediction
 
 Loss = Callable[[Prediction, Prediction], Tensor]
@@ -106,11 +106,11 @@ class DistillationModel(nn.Module):
 
     def label_positions_of(self, text: PackedBatch) -> Tensor:
         """Return (n,) the label positions at which a draft of some depth is in the loss."""
-        return self.active_positions(self.loss_masks(text, self.head.depth))
+        return self.active_positions(self.loss_masks(text))
 
-    def loss_masks(self, text: PackedBatch, depth: int) -> Tensor:
+    def loss_masks(self, text: PackedBatch) -> Tensor:
         """Return (depth, label positions) bool: which drafts are in the loss."""
-        return torch.stack([draft_loss_mask(text, d).flatten() for d in range(1, depth + 1)])
+        return torch.stack([draft_loss_mask(text, d).flatten() for d in range(1, self.head.depth + 1)])
 
     def choose_anchors(self, text: PackedBatch, step: int) -> Tensor | None:
         """Return (batch, n): the positions at which the drafts of this step start; None for all positions."""
@@ -120,7 +120,7 @@ class DistillationModel(nn.Module):
         """Return the head's loss on what `forward_target` returned."""
         with record_function("head"):
             outs = self.drafts(aux_hidden_states, self.target.embed(text.tokens), text)
-        counted = self.loss_masks(text, len(outs))
+        counted = self.loss_masks(text)
         rows = self.active_positions(counted) if self.label_positions is None else self.label_positions
         counted = counted[:, rows]
         last = last.roll(-1, dims=1).flatten(0, 1)[rows]  # the teacher of label position p is the target at p + 1

@@ -42,7 +42,8 @@ from foredraft.train.data.loading import load_corpus
 from foredraft.train.data.packing import Packed
 from foredraft.train.data.row_order import EpochStream
 from foredraft.train.finalize import finalize
-from foredraft.train.hidden_states.ends import load_target
+from foredraft.train.hidden_states import offline, server
+from foredraft.train.hidden_states.engine import Client
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import checkpoints, distributed, loggers, strategy
 from foredraft.train.runtime.callbacks import Measure, Progress, StopOnSignal, time_limit_record
@@ -131,6 +132,28 @@ def load(cfg: DictConfig) -> tuple[Target, Corpus]:
     return target, data
 
 
+def load_target(cfg: DictConfig) -> Target:
+    """Return all of the target, or only its embedding and lm_head: with hidden_states=server, and with hidden_states=offline
+    once all is stored, unless `hidden_states.load_full_target` is true."""
+    settings, stored = cfg.hidden_states, "path" in cfg.hidden_states
+    made = str(cfg.target.path).endswith(".json")  # random weights, which lie nowhere
+    all_of_it = settings.get("load_full_target", True) or made
+    if all_of_it or (stored and not (Path(settings.path) / offline.MANIFEST).exists()):
+        return instantiate(cfg.target)
+    if cfg.target.get("sharding") is not None:
+        raise ValueError(
+            f"target.sharding={cfg.target.sharding} is for a target's layers, and hidden_states.load_full_target=false loads "
+            "none: set target.sharding=null"
+        )
+    target = instantiate(cfg.target, embeddings_only=True)
+    if stored:
+        target.remote_hidden_states = offline.stored_probe(target, Path(settings.path))
+    else:
+        client = Client(settings.url, settings.run, settings.timeout, settings.patience)
+        target.remote_hidden_states = server.engine_states(target, client)
+    return target
+
+
 def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     """Prepare head, rows and directory. What would fail only when the head is saved fails here."""
     counts = count_tokens(data.train, target.vocab_size)
@@ -144,7 +167,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     limit_window(head, cfg)
     head.on_train_begin(target)
     distillation = instantiate(cfg.objective, head=head, target=target, loss=losses.build(cfg.loss, cfg.loss_args))
-    args = arguments(cfg.trainer, target, **strategy.arguments_of(cfg.strategy, cfg.strategy_args))
+    args = arguments(cfg, target, **strategy.arguments_of(cfg.strategy, cfg.strategy_args))
     if distributed.rank() == 0 or target.is_collective:
         check_saving(head, target, data.train)
     if cfg.lora_r is not None:
@@ -231,8 +254,7 @@ def set_steps(args: HeadTrainingArguments, checkpoint: str | None, epoch: float)
     if args.max_minutes and checkpoint is not None:
         state = TrainerState.load_from_json(str(Path(checkpoint) / checkpoints.STATE))
         before = time_limit_record(state)
-        given = {"all_steps": args.max_steps, "minutes": args.max_minutes}
-        if before and given | before == before | given:  # earlier versions did not record the minutes
+        if before and (before["all_steps"], before["minutes"]) == (args.max_steps, args.max_minutes):
             args.max_steps, args.max_minutes = before["fitted_steps"], 0.0
 
 
@@ -261,7 +283,9 @@ def train(cfg: DictConfig, run: Prepared) -> HeadTrainer:
             "acceptance_error": held_out.standard_error(decoded),
         }
         held = held_out.for_run(run.held_out, trainer.state.max_steps * rows * cfg.max_length)
-        return found | held_out.agreement(trainer.criterion.with_head(head), held).figures
+        figures = held_out.agreement(trainer.criterion.with_head(head), held)
+        shares = enumerate(figures.pop("held_out_agreement"), start=1)
+        return found | figures | {f"held_out_acc_{depth}": share for depth, share in shares}
 
     stop = StopOnSignal()
     trainer = HeadTrainer(

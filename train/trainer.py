@@ -24,7 +24,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
 from foredraft.heads import lora
-from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
+from foredraft.heads.base import DraftHead, PackedBatch
 from foredraft.heads.checkpoint import published_dtype, save_head
 from foredraft.heads.hub.client import HEAD
 from foredraft.heads.target_model import Target
@@ -36,6 +36,7 @@ from foredraft.train.runtime import checkpoints, distributed
 from foredraft.train.runtime.callbacks import FitToTime, KeepCheckpoints, Profile
 from foredraft.train.runtime.context_parallel import ContextParallel
 from foredraft.train.runtime.memory import peak_memory
+from foredraft.train.runtime.run_state import CHECKPOINTS
 from foredraft.train.runtime.strategy import shard_on_cpus_too, without_weights
 
 SMALLER_BATCHES = "lower trainer.per_device_train_batch_size or max_length"
@@ -80,8 +81,6 @@ class HeadTrainingArguments(TrainingArguments):
         for name in (name for name in NOT_HERE if name in defaults):  # versions of transformers have not all of them
             if (value := getattr(self, name)) != defaults[name]:
                 raise ValueError(f"trainer.{name}={value} has no effect on a head: {NOT_HERE[name]}")
-        if self.max_minutes < 0:
-            raise ValueError(f"trainer.max_minutes={self.max_minutes} must not be negative; 0 sets no limit")
         if self.optim not in OPTIMIZERS:
             raise ValueError(f"trainer.optim={self.optim} is not one of {', '.join(OPTIMIZERS)}")
         self.optimizer, self.optim = self.optim, OptimizerNames.ADAMW_TORCH  # Trainer would build its own
@@ -98,8 +97,10 @@ class HeadTrainingArguments(TrainingArguments):
         return min(1, super().n_gpu)
 
 
-def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArguments:
-    """Return the arguments of `trainer` and of a strategy. From here on the processes of a run can communicate."""
+def arguments(cfg: Any, target: Target, **strategy: Any) -> HeadTrainingArguments:
+    """Return the arguments of `trainer` and of a strategy. From here on the processes of a run can communicate. cfg: as in
+    conf/train.yaml."""
+    settings = cfg.trainer
     for name in sorted(strategy.keys() & settings.keys()):
         raise ValueError(
             f"{name}={strategy[name]} of strategy or strategy_args replaces trainer.{name}={settings[name]}: set "
@@ -108,6 +109,7 @@ def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArg
     if not settings.get("dataloader_num_workers"):  # nobody reads ahead then
         strategy["dataloader_prefetch_factor"] = None
     fixed = {
+        "output_dir": str(Path(cfg.output_dir) / CHECKPOINTS / checkpoints.UNFINISHED),
         "use_cpu": target.device.type == "cpu",
         "remove_unused_columns": False,
         "disable_tqdm": True,
@@ -119,8 +121,7 @@ def arguments(settings: Any, target: Target, **strategy: Any) -> HeadTrainingArg
             raise ValueError(f"trainer.{name}={settings[name]} has no effect on a head: leave it out")
     if settings.bf16 is None:
         strategy["bf16"] = optimizer.multiplies_faster_in_bfloat16(target.device)
-    output_dir = str(Path(settings.output_dir) / checkpoints.UNFINISHED)
-    return instantiate(settings, output_dir=output_dir, **fixed, **strategy)
+    return instantiate(settings, **fixed, **strategy)
 
 
 class HeadTrainer(Trainer):
@@ -194,14 +195,13 @@ class HeadTrainer(Trainer):
             self.since += time.perf_counter() - self.saving_since
             self.saving_since = None
         batches, _ = super().get_batch_samples(*args)
-        depths = range(1, self.distillation.head.depth + 1)
-        counts = torch.zeros(len(depths), dtype=torch.int64)
+        counts = torch.zeros(self.distillation.head.depth, dtype=torch.int64)
         for number, batch in enumerate(batches):
             text = PackedBatch.of(batch)
             self.tokens = self.tokens + (text.documents >= 0).sum()
             prepared = self.distillation.prepare(text, self.state.global_step)
             text = text._replace(anchors=prepared.get("anchors"))
-            counts += torch.stack([draft_loss_mask(text, depth).sum() for depth in depths])
+            counts += self.distillation.loss_masks(text).sum(1)
             batches[number] = self.spread(batch | prepared)
         # From host to host: one process may write text meanwhile (`fresh_text`), for longer than NCCL waits.
         return batches, distributed.all_reduce(counts).to(self.args.device, non_blocking=True)

@@ -102,13 +102,11 @@ def run_wheel(arguments: list[str]) -> None:
     """Run the server of the wheel until this process is stopped."""
     import xllamacpp
 
-    words = [word for word in arguments if word != "--metrics"]
-    given: dict[str, Any] = dict(zip(words[::2], words[1::2], strict=True))
+    given: dict[str, Any] = dict(zip(arguments[::2], arguments[1::2], strict=True))
     params, kinds = xllamacpp.CommonParams(), xllamacpp.ggml_type
     draft = params.speculative.draft
     params.model.path, params.model_alias, params.n_parallel = given["-m"], {given["--alias"]}, int(given["-np"])
     params.hostnames, params.port = [given["--host"]], int(given["--port"])
-    params.endpoint_metrics = "--metrics" in arguments
     if API_KEYS["llamacpp"] in os.environ:
         params.api_keys = [os.environ[API_KEYS["llamacpp"]]]
     if "-md" in given:

@@ -66,7 +66,7 @@ def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, fl
     more = {"counts": torch.bincount(tokens.flatten(), minlength=target.vocab_size)}
     head = instantiate(cfg.head, target=target, **(more if "draft_vocab_size" in cfg.head else {}))
     distillation = instantiate(cfg.objective, head=head, target=target, loss=losses.build(cfg.loss, cfg.loss_args))
-    args = arguments(cfg.trainer, target)
+    args = arguments(cfg, target)
     args.max_steps = cfg.steps * (EPOCHS if cfg.baseline else 1)  # as long as the baseline is timed
     packed, batch = Packed(documents, cfg.max_length, cfg.seed), cfg.trainer.per_device_train_batch_size
     dataset = instantiate(cfg.hidden_states)(packed, target, head.layers, batch)

@@ -71,12 +71,12 @@ def counted_by_hand(model: DistillationModel, documents: list[Document]) -> floa
 def test_agreement_and_acceptance_are_those_of_an_independent_count(target: Target, learned: DistillationModel):
     documents = [*written(target, 16, seed=1)[:4], *written(target, 2, seed=2)]  # some that it knows
     found = held_out.agreement(learned.with_head(learned.head), row_each(documents))
-    assert 0.1 < found.shares[0] < 0.9  # else it would show nothing
-    assert abs(found.shares[0] - counted_by_hand(learned, documents)) < 0.02
+    assert 0.1 < found["held_out_agreement"][0] < 0.9  # else it would show nothing
+    assert abs(found["held_out_agreement"][0] - counted_by_hand(learned, documents)) < 0.02
     chain = drafter_for(learned.head, target, width=1, depth=DEPTH, nodes=DEPTH + 1, min_probability=0.0)
     prompts = torch.tensor([document.tokens[:8] for document in documents])
     decoded = [generate(target, chain, prompts, max_new_tokens=NEW, eos_token_id=-1)]
-    assert found.acceptance_length == pytest.approx(tokens_per_forward(decoded), rel=0.05)
+    assert found["predicted_acceptance_length"] == pytest.approx(tokens_per_forward(decoded), rel=0.05)
 
 
 def test_it_does_not_depend_on_how_the_text_lies_in_rows(target: Target, learned: DistillationModel):
@@ -84,15 +84,17 @@ def test_it_does_not_depend_on_how_the_text_lies_in_rows(target: Target, learned
     alone = held_out.agreement(learned.with_head(learned.head), row_each(documents))
     packed = Packed(documents, 2 * (8 + NEW), seed=0, long="truncate")
     together = held_out.agreement(learned.with_head(learned.head), [packed[row] for row in range(len(packed))])
-    assert together.shares == alone.shares and together.acceptance_length == alone.acceptance_length
-    assert together.loss == pytest.approx(alone.loss, rel=1e-5)
+    losses = together.pop("held_out_loss"), alone.pop("held_out_loss")
+    assert together == alone and losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def test_documents_that_are_longer_than_a_row_are_read_whole(target: Target, learned: DistillationModel):
     documents = written(target, 6, seed=3)
     alone = held_out.agreement(learned.with_head(learned.head), row_each(documents))
     rows = held_out.rows(Documents.of(documents), length=20, seed=0, context=target.context)
-    assert held_out.agreement(learned.with_head(learned.head), rows).shares == alone.shares
+    assert (
+        held_out.agreement(learned.with_head(learned.head), rows)["held_out_agreement"] == alone["held_out_agreement"]
+    )
     assert {len(row["tokens"]) for row in held_out.rows(Documents.of(documents), length=9, seed=0)} == {18}
     assert {len(row["tokens"]) for row in held_out.rows(Documents.of(documents), length=20, seed=0, context=24)} == {24}
 

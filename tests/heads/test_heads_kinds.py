@@ -186,7 +186,7 @@ def test_a_head_may_choose_loss_and_objective_and_the_command_line_overrules_it(
     losses = {line: cfg.loss for line, cfg in chosen.items()}
     assert losses["head=medusa"] == "kl_div" and losses["head=eagle"] == "regression"
     assert losses["head=eagle loss=ce"] == "ce"
-    assert chosen["head=xpress"].objective["_target_"] == "foredraft.train.block_losses.SelfFedDistillation"
+    assert chosen["head=xpress"].objective["_target_"] == "foredraft.train.blocks.SelfFedDistillation"
     assert chosen["head=eagle3_1"].head.fc_norm and chosen["head=eagle3_1"].head.norm_output
 
 

@@ -536,8 +536,8 @@ def test_a_command_that_is_not_told_its_target_says_how(monkeypatch, capsys, com
         ("plan target=test_model gpus=0", "gpus=0 must be at least 1"),
         ("plan target=test_model gpu_gib=-1", "gpu_gib=-1 must be above 0"),
         (
-            "plan target=/no/such",
-            "target=/no/such does not exist: give a config.json, a directory that holds one, or a Hub id",
+            "plan target=no/such.json",
+            "target=no/such.json does not exist: give a config.json, a directory that holds one, or a Hub id",
         ),
         ("preview target=none/", "target none/ is not a directory, and the Hub does not provide it: "),
         (

@@ -32,7 +32,7 @@ ON_LINUX = [name for name in STRATEGIES if name.startswith("zero")]  # DeepSpeed
 def test_a_strategy(name: str, target, tmp_path: Path):
     cfg = composed("train", f"strategy={name}", f"output_dir={tmp_path}", "trainer.bf16=false")
     assert cfg.strategy == name
-    args = arguments(cfg.trainer, target, **arguments_of(name, cfg.strategy_args))
+    args = arguments(cfg, target, **arguments_of(name, cfg.strategy_args))
     assert bool(args.deepspeed) == name.startswith("zero") and bool(args.fsdp) == (name == "fsdp")
 
 
@@ -53,7 +53,7 @@ def test_null_is_taken_where_it_means_something(typed: str, refused: bool, here)
 
 def test_stored_features_can_be_read_without_a_worker(target, tmp_path: Path):
     cfg = composed("train", "hidden_states=offline", f"output_dir={tmp_path}", "trainer.dataloader_num_workers=0")
-    assert arguments(cfg.trainer, target).dataloader_prefetch_factor is None
+    assert arguments(cfg, target).dataloader_prefetch_factor is None
 
 
 @pytest.mark.parametrize("name", [*names("data"), "mix"])

@@ -233,7 +233,7 @@ def test_parity_compares_with_the_server(heads, exact, tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "every text and position equal" in done.stdout
+    assert "every text and number of accepted drafts equal" in done.stdout
 
 
 @pytest.mark.parametrize("weights", ["f32", "Q4_1"])

@@ -112,9 +112,9 @@ def write_export(name: str, head: DraftHead, target: Target, directory: Path) ->
 def make_trainer(target: Target, directory: Path, optim: str = "adamw", n_gpu: int = 0, **settings: Any) -> HeadTrainer:
     """Make a trainer of a small head as a run makes it. n_gpu: what transformers finds on a machine with this many."""
     settings = {"bf16": False, "optim": optim, "per_device_train_batch_size": 2, "max_steps": 1} | settings
-    trainer = composed("train", f"output_dir={directory}").trainer
-    OmegaConf.set_struct(trainer, False)  # as +trainer.<name>= does
-    args = arguments(OmegaConf.merge(trainer, settings), target)
+    cfg = composed("train", f"output_dir={directory}")
+    OmegaConf.set_struct(cfg, False)  # as +trainer.<name>= does
+    args = arguments(OmegaConf.merge(cfg, {"trainer": settings}), target)
     args._n_gpu = n_gpu
     packed = Packed([Document(list(range(1, 200)), [True] * 199)], 16, seed=0)
     head = Eagle3Head.for_target(target, ttt_steps=2)

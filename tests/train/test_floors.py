@@ -55,7 +55,7 @@ def test_a_head_drafts_after_few_steps(kind: str, embedded: Target, texts: list[
     head.on_train_begin(embedded)
     objective = instantiate(config.objective, head=head, target=embedded, loss=build(config.loss, config.loss_args))
     stream = EpochStream(packed, STEPS * ROWS, 0)
-    trainer = HeadTrainer(objective, arguments(config.trainer, embedded), lambda head: {}, train_dataset=stream)
+    trainer = HeadTrainer(objective, arguments(config, embedded), lambda head: {}, train_dataset=stream)
     trainer.train()
     head.on_train_end()
     rows = [{"prompt_ids": text[:GIVEN], "ids": [0] * NEW, "temperature": 0} for text in texts[TRAINED:]]

@@ -108,9 +108,7 @@ def test_a_batch_is_learned_without_asking_its_device(fresh: Target, kind: str, 
     head, text = make_head(kind, fresh).train(), batch(40, 25)
     made = criterion(kind, head, fresh)
     known = made.prepare(text, 0)
-    assert (
-        known["multiple_documents"] and len(known["label_positions"]) == made.loss_masks(text, head.depth).any(0).sum()
-    )
+    assert known["multiple_documents"] and len(known["label_positions"]) == made.loss_masks(text).any(0).sum()
     elsewhere = Target(copy.deepcopy(fresh.model).to("meta"), fresh.tokenizer, "meta")
     head = head.to("meta")
     head.attach(elsewhere)

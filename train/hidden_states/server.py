@@ -47,7 +47,7 @@ def server(
     documents.
 
     run: the directory of the run. timeout: seconds for one answer. patience: seconds that all engines may be gone.
-    load_full_target: used where the target is loaded (train/hidden_states/ends.py). Raises EngineError, a ValueError, for one
+    load_full_target: used where the target is loaded (train/run.py). Raises EngineError, a ValueError, for one
     that does not answer, gives other layers, or serves another model.
     """
     if packed.store.reader is not None:

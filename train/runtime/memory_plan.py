@@ -8,7 +8,9 @@ The sum is within 2 % of the bytes that the tensors of a step have at their peak
 counts (EAGLE-3, DFlash, Medusa; float32, a target of 63M parameters). tests/train/test_plan.py admits 15 and 6 %.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from hydra.utils import instantiate
@@ -18,7 +20,7 @@ from transformers import PretrainedConfig
 
 from foredraft.heads.base import BlockHead, DraftHead, RecurrentHead
 from foredraft.heads.llama_config import shape_of
-from foredraft.heads.target_model import Target, TargetOutput
+from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.config_names import settings_of
 from foredraft.heads.target_model.loading import model_class
 from foredraft.train.module import rows_at_a_time
@@ -41,18 +43,6 @@ EXPERTS = (
     ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk"),
     ("num_local_experts", "num_experts", "n_routed_experts"),
 )
-
-
-class ShapedTarget(Target):
-    """Represent a target that is only a config: its outputs have shapes and no numbers."""
-
-    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> TargetOutput:
-        (rows, length), layers = tokens.shape, kwargs.get("layers", ())
-        made: dict[str, Any] = {"dtype": self.dtype, "device": tokens.device}
-        return TargetOutput(
-            torch.empty(rows, length, self.vocab_size, **made),
-            torch.empty(rows, length, len(layers) * self.hidden_size, **made),
-        )
 
 
 class Head(NamedTuple):
@@ -94,11 +84,17 @@ def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tupl
     with torch.device("meta"):
         model = model_class(config).from_config(config, dtype=dtype)
         model.tie_weights()
-        target = ShapedTarget(model, name=cfg.target.path)
+        target = Target(model, name=cfg.target.path)
+        target.embeddings_only, target.remote_hidden_states = True, partial(shaped_states, target)
         counts = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)} if "draft_vocab_size" in cfg.head else {}
         head = instantiate(cfg.head, target=target, **counts)
         head.on_train_begin(target)
     return head_needs(cfg, head, target), target_needs(cfg, target), target
+
+
+def shaped_states(target: Target, tokens: Tensor, layers: Sequence[int]) -> Tensor:
+    """Return hidden states that have a shape and no numbers."""
+    return torch.empty(*tokens.shape, len(layers) * target.hidden_size, dtype=target.dtype, device="meta")
 
 
 def head_needs(cfg: DictConfig, head: DraftHead, target: Target) -> Head:

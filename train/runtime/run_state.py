@@ -19,8 +19,7 @@ REPLICATED = {"single", "ddp"}  # strategies whose checkpoints are the same
 SPREAD = {"strategy", "processes", "context_parallel"}
 SPREAD |= {f"trainer.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps")}
 SPREAD |= {"written_tokens"}  # a resumed run reads the text that it has
-OF_EARLIER_VERSIONS = {"push_to_hub", "push_private", "hidden_states.verify"}  # in configs of runs that they started
-SAME_RUN = SPREAD | OF_EARLIER_VERSIONS | {"output_dir"}
+SAME_RUN = SPREAD | {"output_dir"}
 # What may change when a stopped run is resumed: what is logged, measured and kept, and for how long it trains.
 FREE = {"eval", "keep_checkpoints", "data.num_proc"}
 FREE |= {f"trainer.{name}" for name in ("report_to", "logging_steps", "save_steps", "save_total_limit")}
