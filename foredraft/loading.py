@@ -29,9 +29,23 @@ def shaped_target(path: str, dtype: str = "bfloat16", device: str | None = None,
 
 
 def open_drafter(
-    path: str, target: Target, revision: str | None = None, tree: str | None = None, **options: Any
+    path: str,
+    target: Target,
+    *,
+    revision: str | None = None,
+    tree: str | None = None,
+    nodes: int | None = None,
+    depth: int | None = None,
+    width: int | None = None,
+    min_probability: float | None = None,
+    min_confidence: float | None = None,
+    longest: int | None = None,
+    per_match: float | None = None,
+    past: int | None = None,
+    window: int | None = None,
+    ngram: int | None = None,
+    guesses: int | None = None,
 ) -> Drafter:
-    """Load a drafter with the options that are not null. Each drafter has some of them, checks these, and raises ValueError
-    for others."""
-    given = {"revision": revision, "tree": tree, **options}
-    return load_drafter(path, target, **{name: value for name, value in given.items() if value is not None})
+    """Load a drafter with the options that are not null. Each drafter has some of them, and raises ValueError for others."""
+    options = {name: value for name, value in locals().items() if value is not None}
+    return load_drafter(**options)

@@ -35,7 +35,7 @@ DRAFTER_NAMES = "none, ngram, suffix, lookahead, draft:<path or id of a smaller 
 
 
 def load_drafter(path: str | Path, target: Target, revision: str | None = None, **options: Any) -> Drafter:
-    """Load the drafter that `path` names. `options` are passed to its constructor.
+    """Load the drafter that `path` names. `options` are passed to its constructor (foredraft/loading.py).
 
     path: "none" (autoregressive decoding), "ngram", "suffix", "lookahead", "draft:<path or id of a smaller model>", a head's
     directory or Hub id, or several of these joined by "+" (`load_joined`). revision: branch, tag or commit of all heads and
