@@ -184,6 +184,15 @@ def test_another_targets_shard_and_other_data_are_named(target, whole: Path, tmp
         stored(target, path)
 
 
+def test_states_of_a_quantized_target_are_named(target, whole: Path, monkeypatch):
+    """Its weights are the same on disk. A target without its layers, which reads what is stored, cannot know."""
+    monkeypatch.setattr(target, "quantization", "8bit")
+    with pytest.raises(ValueError, match=r"\(target_quantization is None there, 8bit here\): delete them"):
+        stored(target, whole)
+    monkeypatch.setattr(target, "embeddings_only", True)
+    assert len(stored(target, whole)) == len(rows())
+
+
 def test_states_of_a_target_in_another_dtype_are_named(tiny_path: Path, tmp_path: Path):
     """Its weights are the same where they lie on disk in the smaller one."""
     half = Target.from_pretrained(tiny_path, dtype="bfloat16", device="cpu")

@@ -103,7 +103,8 @@ def offline(
 def describe(packed: Packed, target: Target, layers: list[int], dtype: str, shard_rows: int) -> dict[str, Any]:
     """Return the manifest."""
     row = bytes_per_position(target, layers, dtype) * packed.length
-    return {
+    loaded = {} if target.embeddings_only else {"target_quantization": target.quantization}  # else it is not known
+    return loaded | {
         "target": fingerprint(target),
         "target_dtype": str(target.dtype).removeprefix("torch."),
         "layers": list(layers),
