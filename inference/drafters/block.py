@@ -2,24 +2,19 @@
 
 If all drafts of a depth share their logits, a path's score is the sum of its tokens' scores. The tree is the exact set of
 the `nodes` best paths (DDTree, arXiv:2604.12989), found level by level: the parent of one of the N best paths is one of them,
-and has at most N - 1 better ones on its level, so N per level suffice. On a level, (i + 1) (j + 1) - 1 pairs are at least as
-good as parent i with token j (counted from 0, best first), so about N log N of all pairs suffice.
+and has at most N - 1 better ones on its level, so N per level suffice.
 
 If a correction makes logits depend on the path, a level is drafted from the `width` best nodes of the previous one, with
 separate logits for each. The noise of a position is added after every correction.
 """
 
-import itertools
-
 import torch
 from torch import Tensor
 
 from foredraft.heads.base import BlockHead
-from foredraft.heads.caches.kv_cache import KVCache, to_device
+from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.target_model import Target
-from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.cached_tree import MIN_PROBABILITY, WIDTH, CachedTree, check_width
-from foredraft.inference.tree import TokenTree
 
 
 class BlockTree(CachedTree):
@@ -53,24 +48,6 @@ class BlockTree(CachedTree):
         )
         self.head, self.min_confidence = head, min_confidence
         self.entries = head.block_entries
-        self.cached_pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        parents = 1
-        for _ in range(self.levels):  # all pairs, before a graph is captured, because they are copied from the host
-            parents = min(self.width, self.nodes - 1, len(self.pairs(parents)[0]))
-        return super().propose(accepted, gumbel)
-
-    def pairs(self, parents: int) -> tuple[Tensor, Tensor]:
-        """Return the (parent, guess) pairs that can be among the best nodes of a level, (n,) each, on the device."""
-        key = self.nodes, parents
-        if key not in self.cached_pairs:
-            every = itertools.product(range(parents), range(self.width))
-            most = parents * self.width if self.head.correction else self.nodes - 1
-            kept = [(i, j) for i, j in every if (i + 1) * (j + 1) <= most]
-            above, guess = to_device(kept, self.target.device).unbind(1)
-            self.cached_pairs[key] = above, guess
-        return self.cached_pairs[key]
 
     def expand(
         self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, temperature: Tensor | None
@@ -87,11 +64,10 @@ class BlockTree(CachedTree):
             if going is None:
                 break
             values, ids = scorer.best(depth, tokens)  # (batch, parents or 1, guesses)
-            above, guess = self.pairs(tokens.shape[1])
-            row = above if values.shape[1] > 1 else torch.zeros_like(above)
-            scores, chosen = (going[:, above] + values[:, row, guess]).topk(min(most, len(above)))
-            parent = above[chosen]
-            tokens = ids[:, row, guess].gather(1, chosen)
+            scored = (going[:, :, None] + values).flatten(1)
+            scores, chosen = scored.topk(min(most, scored.shape[1]))
+            parent = chosen // values.shape[2]
+            tokens = ids.expand(-1, tokens.shape[1], -1).flatten(1).gather(1, chosen)
             candidates.append(tokens)
             parents.append(frontier.gather(1, parent))
             ranked.append(scores)
