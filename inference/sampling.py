@@ -6,12 +6,12 @@ adds the same noise to its logits tends to draft this token. For any draft, the 
 with the same seed, token by token. Temperature 0 is the same rule with G = 0.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -84,11 +84,6 @@ class SamplingParams:
                 raise ValueError(
                     f"logit_bias={{{token}: {value}}} must be a finite number, or -inf, which bans the token"
                 )
-
-    @property
-    def filters(self) -> bool:
-        """Return whether most tokens have probability 0."""
-        return bool(self.top_k or self.top_p or self.min_p or self.grammar)
 
 
 class Sampling(NamedTuple):
@@ -286,27 +281,11 @@ class Noise:
     def at(self, positions: Tensor) -> Tensor:
         """Return the noise, float32 (batch, n, vocab), of absolute positions (batch, n)."""
         noise = torch.zeros(*positions.shape, len(self.tokens), device=positions.device)
-        for index, key in self.parts(positions):
-            noise[index] = gumbel(key, self.tokens)
-        return noise
-
-    def add(self, logits: Tensor, positions: Tensor, filtered: Sequence[bool]) -> None:
-        """Add the noise of positions (batch, n) to logits (batch, n, vocab) float32, in place on a CPU. filtered: whether
-        most logits of a sequence are -inf: noise is computed only for the remaining tokens."""
-        for (row, place), key in self.parts(positions):
-            scores = logits[row, place]
-            if filtered[row]:
-                left = (scores > float("-inf")).nonzero()[:, 0]
-                scores[left] += gumbel(key, self.tokens[left])
-            else:
-                scores += gumbel(key, self.tokens)
-
-    def parts(self, positions: Tensor) -> Iterator[tuple[Any, Tensor]]:
-        """Yield indices and keys of the noise: one position at a time on a CPU, and otherwise all at once."""
         keys = mix(mix((positions[self.rows] + 1) * wrap(GOLDEN) ^ self.keys))
         if not self.by_position:
-            yield self.rows, keys[..., None]
-            return
+            noise[self.rows] = gumbel(keys[..., None], self.tokens)
+            return noise
         for number, row in enumerate(self.rows):
             for place in range(keys.shape[1]):
-                yield (row, place), keys[number, place]
+                noise[row, place] = gumbel(keys[number, place], self.tokens)
+        return noise

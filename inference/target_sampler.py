@@ -1,6 +1,6 @@
 """The target's choice after each node of a tree, and which nodes are accepted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -80,14 +80,7 @@ class TargetSampler:
     ) -> tuple[Verification, Outcome]:
         """Verify a tree of at most `depth` levels, and copy the outcome to the host. gumbel: the noise that `gumbel` returns
         for these starts, or None if no drafter uses it."""
-        add_noise = None
-        if gumbel is None and self.noise is not None:
-            if graphs.active or logits.device.type != "cpu" or depth > 0:
-                gumbel = self.gumbel(starts, depth + 1)
-            else:
-                params = [sequence.request.params for sequence in self.sequences]
-                filtered = [settings.filters for settings in params]
-                add_noise = partial(self.noise.add, positions=starts, filtered=filtered)
+        gumbel = self.gumbel(starts, depth + 1) if gumbel is None else gumbel
         allowed, failed = self.allowed(tree)
         if not self.below_min_tokens():
             self.ends = None
@@ -96,7 +89,7 @@ class TargetSampler:
         on_host = logits.device.type == "cpu" and not graphs.active
         for candidates in (None,) if on_host else (TOP_P_CANDIDATES, self.vocab):
             how = self.sampling.largest_k, candidates, depth
-            choose = partial(choose_and_verify, add_noise, *how)
+            choose = partial(choose_and_verify, *how)
             verification, valid = graphs(("verify", *how), choose, logits, *state, *tree, *self.sampling[:-1])
             outcome = to_host(verification, valid if failed is None else valid.masked_fill(failed, Validity.INVALID))
             if Validity.TOO_FEW not in outcome.valid:
@@ -124,15 +117,13 @@ def host_copy(tree: TokenTree) -> HostCopy:
 
 
 def choose_and_verify(
-    add_noise: Callable[[Tensor], None] | None,
     largest_k: int,
     candidates: int | None,
     depth: int,
     logits: Tensor,
     *state: Tensor | None,
 ) -> Any:
-    """Verify as a function of tensors, which CUDA graphs can capture. add_noise: adds noise to processed logits in place,
-    for single nodes and without `gumbel`. candidates: as in `Sampling.warp`."""
+    """Verify as a function of tensors, which CUDA graphs can capture. candidates: as in `Sampling.warp`."""
     gumbel, seen, counts, allowed, starts, first, ends, *parts = state
     tree: Any = TokenTree(*parts[:4])  # type: ignore[arg-type]
     sampling = Sampling(*parts[4:], largest_k)  # type: ignore[call-arg,arg-type]
@@ -144,8 +135,6 @@ def choose_and_verify(
     if gumbel is not None:
         rows = torch.arange(len(gumbel), device=logits.device)[:, None]
         logits = logits + gumbel[rows, tree.depths]
-    elif add_noise is not None:
-        add_noise(logits)
     verification = verify(tree, logits, depth)
     best = logits.gather(-1, verification.choices[..., None])  # argmax treats NaN as the maximum
     return verification, validity(verification, best[..., 0].isnan(), too_few)

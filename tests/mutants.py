@@ -117,11 +117,6 @@ EQUIVALENT = {
     "inference/sampling.py gumbel: wrap(MULTIPLIERS_32[1], 32) -> wrap(MULTIPLIERS_32[1], 33)": "the same modulo 2^32",
     "inference/sampling.py gumbel: (shift(mix(keys), 40).float() + 0.5) * 2.0 ** (-24) -> "
     "(shift(mix(keys), 40).float() - 0.5) * 2.0 ** (-24)": "matters for one number in 2^55",
-    "inference/sampling.py SamplingParams.filters: return bool(self.top_k or self.top_p or self.min_p or self.grammar) -> "
-    "return None": FASTER,
-    "inference/sampling.py SamplingParams.filters: self.top_k or self.top_p or self.min_p or self.grammar -> "
-    "self.top_k and self.top_p and self.min_p and self.grammar": FASTER,
-    "inference/sampling.py Noise.add: (scores > float('-inf')).nonzero -> (scores >= float('-inf')).nonzero": FASTER,
     "inference/sampling.py gumbel: wrap(MULTIPLIERS_32[0], 32) -> wrap(MULTIPLIERS_32[0], 33)": "the same modulo 2^32",
     "inference/sampling.py nucleus: break -> pass": FASTER,
     "inference/sampling.py top_p: (total[..., -1:] < wanted) & (p < 1) -> (total[..., -1:] <= wanted) & (p < 1)": FASTER,

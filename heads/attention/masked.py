@@ -5,8 +5,7 @@ layer and step. Folding the group into the query rows gives the same numbers wit
 
     query (batch, groups * kv_heads, rows, dim) -> (batch, kv_heads, groups * rows, dim)
 
-On a CPU the rows of a single text are then split so that its threads get equal work. The function is registered under its own
-name in transformers' interface for attention, so no modeling file changes.
+The function is registered under its own name in transformers' interface for attention, so no modeling file changes.
 """
 
 import math
@@ -43,32 +42,24 @@ def attend(
     kv_heads, keys, dim). mask: (batch, 1 or heads, rows, keys), or grouped by `group_heads`; None for causal attention with
     as many keys as rows. softcap: see `capped_attention`; requires a mask."""
     batch, heads, rows, dim = query.shape
-    kv_heads, keys = key.shape[1:3]
+    kv_heads = key.shape[1]
     groups = heads // kv_heads
     if mask is None:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=groups > 1)
     if groups > 1:
         query = query.reshape(batch, kv_heads, groups * rows, dim)
         mask = group_heads(mask, groups) if mask.shape[2] == rows else mask
-    grouped, learns = query.shape[2], query.requires_grad
-    parts = equal_parts(query) if batch == 1 else 1
-    parts = 1 if learns and grouped % parts else parts
-    missing = 0  # in training, autograd would keep the padded masks
-    if not learns:  # the kernel of a CPU computes blocks of 32 or more rows: in no block may there be fewer than four
-        multiple = FEWEST_ROWS * parts if query.device.type == "cpu" else 1
+    grouped, missing = query.shape[2], 0
+    if not query.requires_grad:  # in training, autograd would keep the padded masks
+        # The kernel of a CPU computes blocks of 32 or more rows: in no block may there be fewer than four.
+        multiple = FEWEST_ROWS if query.device.type == "cpu" else 1
         missing = max(-grouped % multiple, FEWEST_ROWS - grouped)
     if missing:
         query, mask = F.pad(query, (0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
-    if parts > 1:  # the parts become a batch over the same keys
-        query = query.reshape(kv_heads, parts, -1, dim).transpose(0, 1)
-        mask = mask.reshape(mask.shape[1], parts, -1, keys).transpose(0, 1)
-        key, value = key.expand(parts, -1, -1, -1), value.expand(parts, -1, -1, -1)
     if softcap is None:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     else:
         out = capped_attention(query, key, value, mask, scale, softcap)
-    if parts > 1:
-        out = out.transpose(0, 1).reshape(1, kv_heads, grouped + missing, -1)
     return out[:, :, :grouped].reshape(batch, heads, rows, -1)
 
 
@@ -87,17 +78,6 @@ def group_heads(mask: Tensor, groups: int) -> Tensor:
     """Reshape a mask (batch, 1 or heads, rows, keys) to (batch, 1 or kv_heads, groups * rows, keys)."""
     mask = mask.expand(-1, groups, -1, -1) if mask.shape[1] == 1 else mask
     return mask.unflatten(1, (-1, groups)).flatten(2, 3)
-
-
-def equal_parts(query: Tensor) -> int:
-    """Return the number of parts of a grouped query (1, kv_heads, rows, dim) that gives the threads of a CPU equal work:
-    its kernel schedules blocks of 32 rows, and two threads take as long for three blocks as for four."""
-    if query.device.type != "cpu":
-        return 1
-    kv_heads, rows = query.shape[1:3]
-    threads = torch.get_num_threads()
-    parts = threads // math.gcd(kv_heads, threads)
-    return parts if rows // parts >= 8 else 1
 
 
 def grouped_sdpa(

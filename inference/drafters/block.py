@@ -2,24 +2,20 @@
 
 If all drafts of a depth share their logits, a path's score is the sum of its tokens' scores. The tree is the exact set of
 the `nodes` best paths (DDTree, arXiv:2604.12989), found level by level: the parent of one of the N best paths is one of them,
-and has at most N - 1 better ones on its level, so N per level suffice. On a level, (i + 1) (j + 1) - 1 pairs are at least as
-good as parent i with token j (counted from 0, best first), so about N log N of all pairs suffice.
+and has at most N - 1 better ones on its level, so N per level suffice.
 
 If a correction makes logits depend on the path, a level is drafted from the `width` best nodes of the previous one, with
-separate logits for each. The noise of a position is added after every correction.
+separate logits for each and the state of the correction along its path. The noise of a position is added after every
+correction.
 """
-
-import itertools
 
 import torch
 from torch import Tensor
 
 from foredraft.heads.base import BlockHead
-from foredraft.heads.caches.kv_cache import KVCache, to_device
+from foredraft.heads.caches.kv_cache import KVCache
 from foredraft.heads.target_model import Target
-from foredraft.inference.drafters.base import Accepted
 from foredraft.inference.drafters.cached_tree import MIN_PROBABILITY, WIDTH, CachedTree, check_width
-from foredraft.inference.tree import TokenTree
 
 
 class BlockTree(CachedTree):
@@ -53,89 +49,32 @@ class BlockTree(CachedTree):
         )
         self.head, self.min_confidence = head, min_confidence
         self.entries = head.block_entries
-        self.cached_pairs: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-    def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        parents = 1
-        for _ in range(self.levels):  # all pairs, before a graph is captured, because they are copied from the host
-            parents = min(self.width, self.nodes - 1, len(self.pairs(parents)[0]))
-        return super().propose(accepted, gumbel)
-
-    def pairs(self, parents: int) -> tuple[Tensor, Tensor]:
-        """Return the (parent, guess) pairs that can be among the best nodes of a level, (n,) each, on the device."""
-        key = self.nodes, parents
-        if key not in self.cached_pairs:
-            every = itertools.product(range(parents), range(self.width))
-            most = parents * self.width if self.head.correction else self.nodes - 1
-            kept = [(i, j) for i, j in every if (i + 1) * (j + 1) <= most]
-            above, guess = to_device(kept, self.target.device).unbind(1)
-            self.cached_pairs[key] = above, guess
-        return self.cached_pairs[key]
 
     def expand(
         self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, temperature: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        block = self.head.draft_block(hidden, cache)[:, : self.levels]
-        return self.best_paths(BlockScorer(self, block, gumbel, temperature), bonus)
-
-    def best_paths(self, scorer: "BlockScorer", bonus: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        most, candidates, parents = self.nodes - 1, [bonus], [torch.zeros_like(bonus)]
-        ranked: list[Tensor] = []
-        tokens, scores, frontier, size = bonus, bonus.new_zeros(bonus.shape, dtype=torch.float32), parents[0], 1
-        for depth in range(1, self.levels + 1):
-            going = self.stop_improbable(scores) if depth > 1 else scores
-            if going is None:
-                break
-            values, ids = scorer.best(depth, tokens)  # (batch, parents or 1, guesses)
-            above, guess = self.pairs(tokens.shape[1])
-            row = above if values.shape[1] > 1 else torch.zeros_like(above)
-            scores, chosen = (going[:, above] + values[:, row, guess]).topk(min(most, len(above)))
-            parent = above[chosen]
-            tokens = ids[:, row, guess].gather(1, chosen)
-            candidates.append(tokens)
-            parents.append(frontier.gather(1, parent))
-            ranked.append(scores)
-            kept = min(self.width, tokens.shape[1])
-            frontier = torch.arange(size, size + kept, device=bonus.device).expand(len(bonus), -1)
-            size += tokens.shape[1]
-            tokens, scores = tokens[:, :kept], scores[:, :kept]
-            scorer.select(parent[:, :kept])
-        return torch.cat(candidates, 1), torch.cat(parents, 1), torch.cat(ranked, 1)
-
-
-class BlockScorer:
-    """Score the tokens of a block, with the state of the head's correction along the paths of the frontier."""
-
-    def __init__(self, tree: BlockTree, hidden: Tensor, gumbel: Tensor | None, temperature: Tensor | None):
-        self.tree, self.hidden, self.gumbel, self.temperature = tree, hidden, gumbel, temperature
-        self.base = tree.head.base_logits(hidden)
-        self.memory = hidden.new_zeros(len(hidden), 1, tree.head.memory)
-        if not tree.head.correction:  # all depths at once
-            logits = tree.head.correct(self.base, hidden, hidden[..., :0], 1)
+        head, block = self.head, self.head.draft_block(hidden, cache)[:, : self.levels]
+        base = head.base_logits(block)
+        if not head.correction:
+            logits = head.correct(base, block, block[..., :0], 1)
             noise = None if gumbel is None else gumbel[:, : logits.shape[1]]
-            self.table = tree.log_probs(logits, noise, temperature).topk(tree.width)
+            values, ids = self.log_probs(logits, noise, temperature).topk(self.width)  # of all depths at once
+            ids = self.to_target_ids(ids)
+            return self.grow(lambda depth, _: (values[:, depth - 1 : depth], ids[:, depth - 1 : depth], ()), bonus)
 
-    def best(self, depth: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores and target ids (batch, n, guesses) after tokens (batch, nodes): for each, or for all (n = 1)."""
-        tree, level = self.tree, slice(depth - 1, depth)
-        if not tree.head.correction:
-            values, ids = (part[:, level] for part in self.table)
-            return values, tree.to_target_ids(ids)
-        hidden, base = self.hidden[:, level].expand(-1, tokens.shape[1], -1), self.base[:, level]
-        noise = None if self.gumbel is None else self.gumbel[:, level]
-        if tree.head.candidates and noise is not None:
-            # The target's token is likely one of those with a high sum of logit and noise.
-            kept = tree.log_probs(base, noise, self.temperature).topk(tree.head.candidates).indices
-            base = torch.full_like(base, -torch.inf).scatter(-1, kept, base.gather(-1, kept))
-        correction, self.memory = tree.head.condition(depth, hidden, tokens, self.memory)
-        logits = tree.head.correct(base, hidden, correction, depth)
-        values, ids = tree.log_probs(logits, noise, self.temperature).topk(tree.width)
-        if tree.min_confidence:
-            unsure = correction[..., -1:].sigmoid() < tree.min_confidence
-            values = values.masked_fill(unsure, -torch.inf)
-        return values, tree.to_target_ids(ids)
+        def best(depth: int, tokens: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor]]:
+            at, logits = block[:, depth - 1 : depth].expand(-1, tokens.shape[1], -1), base[:, depth - 1 : depth]
+            noise = None if gumbel is None else gumbel[:, depth - 1 : depth]
+            if head.candidates and noise is not None:
+                # The target's token is likely one of those with a high sum of logit and noise.
+                kept = self.log_probs(logits, noise, temperature).topk(head.candidates).indices
+                logits = torch.full_like(logits, -torch.inf).scatter(-1, kept, logits.gather(-1, kept))
+            correction, memory = head.condition(depth, at, tokens, memory)
+            logits = head.correct(logits, at, correction, depth)
+            values, ids = self.log_probs(logits, noise, temperature).topk(self.width)
+            if self.min_confidence:
+                unsure = correction[..., -1:].sigmoid() < self.min_confidence
+                values = values.masked_fill(unsure, -torch.inf)
+            return values, self.to_target_ids(ids), (memory,)
 
-    def select(self, parents: Tensor) -> None:
-        """Replace the frontier by children of its nodes `parents` (batch, n)."""
-        if self.memory.shape[-1]:
-            self.memory = self.memory.gather(1, parents[:, :, None].expand(-1, -1, self.memory.shape[-1]))
+        return self.grow(best, bonus, block.new_zeros(len(block), 1, head.memory))

@@ -1,7 +1,14 @@
-"""The common part of trees that a head with a KV cache drafts level by level (dynamic.py, block.py)."""
+"""The common part of trees that a head with a KV cache drafts level by level (dynamic.py, block.py).
+
+*Expand*: the `width` best nodes of a level are its frontier, and the next level consists of their best continuations, by the
+product of the draft's probabilities along the path. *Rerank*: the best `nodes` of all candidates form the tree. A child never
+scores higher than its parent, so the best candidates are always connected.
+"""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,7 +45,7 @@ def check_width(width: int | None, usual: int, target: Target) -> int:
 
 
 class CachedTree(Drafter):
-    """Draft a tree of the `nodes` best candidates, which `expand` generates level by level."""
+    """Draft a tree of the `nodes` best candidates."""
 
     entries: int  # cache entries that drafting a tree with all levels adds to the head's cache
     cache_lag: int = 1  # number of entries that its cache is behind the text, because each needs the next token
@@ -168,9 +175,40 @@ class CachedTree(Drafter):
     def expand(
         self, cache: KVCache, hidden: Tensor, bonus: Tensor, gumbel: Tensor | None, temperature: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, parents and scores (batch, n) of the candidates. bonus: (batch, 1), the first candidate, which has
-        no score. Candidates with a score of -inf are not drafted. hidden: (batch, 1, width), the output of `draft_extend` at
-        the end of each sequence."""
+        """Return the result of `grow` below the bonus tokens (batch, 1). hidden: (batch, 1, width), the output of
+        `draft_extend` at the end of each sequence."""
+
+    def grow(self, best: Callable[..., Any], bonus: Tensor, *states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, parents and scores (batch, n) of the candidates, of which the bonus token is the first and has no
+        score. Candidates with a score of -inf are not drafted.
+
+        best: gets a depth, tokens (batch, nodes) of the frontier above it, and states (batch, nodes, ...) of these nodes,
+        which start as `states`. It returns scores and target ids (batch, n, guesses) of the best guesses after each node, or
+        after all (n = 1), and the new states."""
+        # N per level suffice for the best N. Where probabilities decide whether to go on, the whole frontier counts.
+        most = max(self.nodes - 1, self.width) if self.min_probability else self.nodes - 1
+        candidates, parents, ranked = [bonus], [torch.zeros_like(bonus)], list[Tensor]()
+        tokens, scores, frontier, size = bonus, bonus.new_zeros(bonus.shape, dtype=torch.float32), parents[0], 1
+        for depth in range(1, self.levels + 1):
+            going = self.stop_improbable(scores) if depth > 1 else scores
+            if going is None:
+                break
+            values, ids, states = best(depth, tokens, *states)
+            scored = (going[:, :, None] + values).flatten(1)
+            scores, chosen = scored.topk(min(most, scored.shape[1]))
+            parent = chosen // values.shape[2]
+            tokens = ids.expand(-1, tokens.shape[1], -1).flatten(1).gather(1, chosen)
+            candidates.append(tokens)
+            parents.append(frontier.gather(1, parent))
+            ranked.append(scores)
+            if depth == self.levels:
+                break
+            kept = min(self.width, tokens.shape[1])
+            frontier = torch.arange(size, size + kept, device=bonus.device).expand(len(bonus), -1)
+            size += tokens.shape[1]
+            tokens, scores, parent = tokens[:, :kept], scores[:, :kept], parent[:, :kept, None]
+            states = tuple(state.gather(1, parent.expand(-1, -1, state.shape[-1])) for state in states)
+        return torch.cat(candidates, 1), torch.cat(parents, 1), torch.cat(ranked, 1)
 
     def rerank(self, tokens: Tensor, parents: Tensor, scores: Tensor) -> tuple[TokenTree, Tensor]:
         """Return the tree of the best `nodes` candidates (batch, n), and the ranks of its nodes. Candidates keep their order,

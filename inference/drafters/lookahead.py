@@ -16,12 +16,11 @@ The window's branch may be accepted like any other. Noise depends only on positi
 converges to the same text as sampling token by token.
 """
 
-import torch
 from torch import Tensor
 
-from foredraft.inference.drafters.base import Accepted, Drafter, bonus_tokens
+from foredraft.inference.drafters.base import Accepted, Drafter, trees
 from foredraft.inference.sampling import Sampling
-from foredraft.inference.tree import TokenTree, from_parents
+from foredraft.inference.tree import TokenTree
 
 
 class Lookahead(Drafter):
@@ -38,58 +37,40 @@ class Lookahead(Drafter):
     def begin(self, batch: int, capacity: int, sampling: Sampling) -> None:
         # Per sequence: first token -> remaining tokens of the n-grams, the latest last (a dict keeps its order).
         self.pool: list[dict[int, dict[tuple[int, ...], None]]] = [{} for _ in range(batch)]
-        self.window_tokens: Tensor | None = None  # (batch, rounds, window): tokens of the rounds, the oldest first
-        self.fresh = [True] * batch  # whether each sequence still needs a window
+        self.windows: list[list[list[int]]] = [[] for _ in range(batch)]  # the tokens of each round, the oldest first
 
     def select_sequences(self, slots: list[int | None], capacity: int, sampling: Sampling) -> None:
         self.pool = [{} if slot is None else self.pool[slot] for slot in slots]
-        self.fresh = [slot is None or self.fresh[slot] for slot in slots]
-        if self.window_tokens is not None:
-            self.window_tokens = self.window_tokens[[slot or 0 for slot in slots]]
+        self.windows = [[] if slot is None else self.windows[slot] for slot in slots]
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
-        bonus = bonus_tokens(accepted)
-        if any(self.fresh):
-            lines, fresh = self.init_window(accepted), torch.tensor(self.fresh, device=bonus.device)[:, None, None]
-            self.window_tokens = lines if self.window_tokens is None else torch.where(fresh, lines, self.window_tokens)
-            self.fresh = [False] * len(self.fresh)
-        assert self.window_tokens is not None
-        found = [list(pool.get(text[-1], ())) for pool, text in zip(self.pool, accepted.text, strict=True)]
-        most = max(map(len, found))
-        blank = (-1,) * self.rounds
-        guessed = bonus.new_tensor([grams + [blank] * (most - len(grams)) for grams in found])
-        tokens = torch.cat([bonus, self.window_tokens.flatten(1), guessed.view(len(bonus), -1)], dim=1)
-        return from_parents(tokens, self.parents(most, tokens.device).expand(len(bonus), -1), self.depth)
+        return trees(accepted, [self.draft(slot, text) for slot, text in enumerate(accepted.text)], self.depth)
 
-    def init_window(self, accepted: Accepted) -> Tensor:
-        """Return initial tokens for the window, from the end of the text: any tokens would work."""
-        count = self.rounds * self.window
-        rows = [(text * (count // len(text) + 1))[-count:] for text in accepted.text]
-        return torch.tensor(rows, device=accepted.tokens.device).view(len(rows), self.rounds, self.window)
-
-    def parents(self, grams: int, device: torch.device) -> Tensor:
-        """Return the parents (1, nodes): the window round by round, then `grams` n-grams one by one."""
-        window = torch.arange(self.rounds * self.window, device=device)
-        window = torch.where(window < self.window, window, window - self.window + 1)
-        first = 1 + self.rounds * self.window
-        guesses = torch.arange(first - 1, first - 1 + grams * self.rounds, device=device).view(grams, self.rounds)
-        guesses[:, 0] = 0
-        return torch.cat([window.new_zeros(1), window, guesses.flatten()])[None]
+    def draft(self, slot: int, text: list[int]) -> list[tuple[int, int]]:
+        """Return (token, parent) pairs: the window round by round, then n-grams one by one."""
+        size, count = self.window, self.rounds * self.window
+        if not self.windows[slot]:  # any tokens would work: use the end of the text
+            start = (text * (count // len(text) + 1))[-count:]
+            self.windows[slot] = [start[at : at + size] for at in range(0, count, size)]
+        tokens = [token for line in self.windows[slot] for token in line]
+        drafts = [(token, at if at < size else at - size + 1) for at, token in enumerate(tokens)]
+        for gram in self.pool[slot].get(text[-1], ()):
+            drafts += [(token, len(drafts) + place if place else 0) for place, token in enumerate(gram)]
+        return drafts
 
     def observe(self, paths: list[list[int]], choices: Tensor) -> None:
-        assert self.window_tokens is not None
         last = 1 + (self.rounds - 1) * self.window
-        written = choices[:, last : last + self.window]
-        written = torch.where(written < 0, self.window_tokens[:, -1], written)  # a chain leaves nodes unverified
-        columns = torch.cat([self.window_tokens, written[:, None]], dim=1)  # (batch, ngram, window)
-        for pool, row in zip(self.pool, columns.transpose(1, 2).tolist(), strict=True):
-            for first, *rest in row:
+        for slot, (path, row) in enumerate(zip(paths, choices.tolist(), strict=True)):
+            lines, pool = self.windows[slot], self.pool[slot]
+            written = zip(row[last : last + self.window], lines[-1], strict=True)
+            # A chain leaves nodes unverified.
+            lines = [*lines, [new if new >= 0 else old for new, old in written]]
+            for first, *rest in zip(*lines, strict=True):
                 grams = pool.setdefault(first, {})
                 grams.pop(tuple(rest), None)
                 grams[tuple(rest)] = None
                 if len(grams) > self.guesses:
                     del grams[next(iter(grams))]
-        # The bonus token and the window advance by the number of accepted tokens. Tokens that wrap around are harmless.
-        steps = choices.new_tensor([max(0, len(path) - 1) for path in paths])[:, None, None]
-        shifted = (torch.arange(self.window, device=choices.device) + steps) % self.window
-        self.window_tokens = columns[:, 1:].gather(2, shifted.expand(-1, self.rounds, -1))
+            # The bonus token and the window advance by the number of accepted tokens. Tokens that wrap around are harmless.
+            steps = max(0, len(path) - 1) % self.window
+            self.windows[slot] = [line[steps:] + line[:steps] for line in lines[1:]]

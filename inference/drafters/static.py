@@ -5,8 +5,6 @@ built greedily from measured accuracies: how often the guess of rank r at depth 
 """
 
 import heapq
-from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,65 +61,36 @@ class StaticTree(Drafter):
         accuracies = [row[:ranks] for row in (accuracies or TYPICAL)[: head.depth]]
         self.paths = select_paths(accuracies, nodes)
         self.depth, self.nodes = max(map(len, self.paths)), len(self.paths) + 1
-        self.shapes: dict[tuple[int, int], Shape] = {}
+        index = {(): 0} | {path: number for number, path in enumerate(self.paths, start=1)}
+        parents = torch.tensor([[0] + [index[path[:-1]] for path in self.paths]])
+        tree = from_parents(torch.zeros_like(parents), parents, self.depth)
+        self.tree = TokenTree(*(part.to(target.device) for part in tree))  # without its tokens
+        self.num_ranks = 1 + max(max(path) for path in self.paths)
+        places = [(len(path) - 1) * self.num_ranks + path[-1] for path in self.paths]
+        self.places = torch.tensor(places, device=target.device)  # of the nodes among the guesses of all depths
         self.graphs = CudaGraphs(target.device, target.capabilities.cuda_graphs)
         self.resize(self.nodes, self.depth)
 
     def resize(self, nodes: int, levels: int) -> None:
-        """Draft the best `nodes` nodes, at most `levels` deep, from now on."""
-        if (nodes, levels) not in self.shapes:
-            self.shapes[nodes, levels] = self.shape(nodes, levels)
-        self.size, self.levels = (nodes, levels), self.shapes[nodes, levels].levels
-
-    def shape(self, nodes: int, levels: int) -> "Shape":
-        best = [path for path in self.paths if len(path) <= levels][: nodes - 1]
-        order = sorted(range(len(best)), key=lambda number: (len(best[number]), best[number]))
-        paths = [best[number] for number in order]
-        num_ranks = 1 + max(max(path) for path in paths)
-        index = {(): 0} | {path: number for number, path in enumerate(paths, start=1)}
-        parents = torch.tensor([[0] + [index[path[:-1]] for path in paths]])
-        tree = from_parents(torch.zeros_like(parents), parents, self.depth)
-        flat = [(len(path) - 1) * num_ranks + path[-1] for path in paths]
-        device = self.target.device
-        return Shape(
-            max(map(len, best)),
-            torch.tensor([order]),
-            num_ranks,
-            torch.tensor(flat, device=device),
-            TokenTree(*(tensor.to(device) for tensor in tree)),
-        )
+        """Draft the best `nodes` nodes from now on. levels: at least their depth."""
+        self.size, self.levels = nodes, max(map(len, self.paths[: nodes - 1]))
 
     def propose(self, accepted: Accepted, gumbel: Tensor | None) -> TokenTree:
         tokens, aux_hidden_states = bonus_tokens(accepted), accepted.aux_hidden_states[:, 0]
         if accepted.tokens.shape[1] > 1:
             aux_hidden_states = newest(accepted.aux_hidden_states, accepted.device_counts)[:, 0]
-        self.ranks = self.shapes[self.size].order.expand(len(tokens), -1)
-        draft = partial(self.draft, self.shapes[self.size])
-        return self.graphs(self.size, draft, tokens, aux_hidden_states, gumbel, self.sampling.temperature)
+        self.ranks = torch.arange(self.size - 1).expand(len(tokens), -1)  # on the host
+        return self.graphs(self.size, self.draft, tokens, aux_hidden_states, gumbel, self.sampling.temperature)
 
     def draft(
-        self,
-        shape: "Shape",
-        bonus: Tensor,
-        aux_hidden_states: Tensor,
-        gumbel: Tensor | None,
-        temperature: Tensor | None,
+        self, bonus: Tensor, aux_hidden_states: Tensor, gumbel: Tensor | None, temperature: Tensor | None
     ) -> TokenTree:
         """Draft the tree below the bonus tokens (batch, 1), from aux hidden states (batch, width)."""
-        logits = self.head.draft_all(aux_hidden_states)[:, : shape.levels].float()
+        logits, size = self.head.draft_all(aux_hidden_states)[:, : self.levels].float(), self.size
         if gumbel is not None and temperature is not None:
             noise = gumbel if self.head.draft_ids is None else gumbel[..., self.head.draft_ids]
-            logits = temper(logits, temperature) + noise[:, : shape.levels]
-        guesses = self.head.to_target_ids(logits.topk(shape.num_ranks).indices).flatten(1)
-        tokens = torch.cat([bonus, guesses[:, shape.guesses]], dim=1)
-        return TokenTree(tokens, *(part.expand(len(tokens), *part.shape[1:]) for part in shape.tree[1:]))
-
-
-class Shape(NamedTuple):
-    """Describe a tree of some of the best paths, without its tokens."""
-
-    levels: int
-    order: Tensor  # (1, nodes - 1): index of each node among all paths, on the host
-    num_ranks: int  # number of guesses that it uses of each depth
-    guesses: Tensor  # (nodes - 1,): index of each node in the flattened (depth, rank) guesses
-    tree: TokenTree
+            logits = temper(logits, temperature) + noise[:, : self.levels]
+        guesses = self.head.to_target_ids(logits.topk(self.num_ranks).indices).flatten(1)
+        tokens = torch.cat([bonus, guesses[:, self.places[: size - 1]]], dim=1)
+        tree = self.tree.parents[:, :size], self.tree.ancestors[:, :size, :size], self.tree.depths[:, :size]
+        return TokenTree(tokens, *(part.expand(len(tokens), *part.shape[1:]) for part in tree))

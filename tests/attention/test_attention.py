@@ -1,6 +1,5 @@
-"""Masked attention without copies, folded and cut, against its definition."""
+"""Masked attention without copies, folded, against its definition."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -10,18 +9,10 @@ from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from foredraft.heads.attention import masked as attention
 from foredraft.heads.attention import masks, paths
-from foredraft.heads.attention.masked import attend, equal_parts
+from foredraft.heads.attention.masked import attend
 from foredraft.inference import generate
 from tests.support.batches import prompt
 from tests.support.decoding import Random
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
@@ -35,7 +26,7 @@ def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("batch", "heads", "kv_heads", "rows"), [(1, 3, 1, 16), (1, 6, 2, 24), (1, 3, 3, 17), (2, 4, 1, 12), (1, 4, 4, 36)]
 )
-def test_any_grouping_and_cut_equals_the_definition(threads, batch, heads, kv_heads, rows, per_head):
+def test_any_grouping_equals_the_definition(batch, heads, kv_heads, rows, per_head):
     torch.manual_seed(0)
     keys, dim = rows + 20, 8
     query = torch.randn(batch, rows, heads, dim, dtype=torch.float64).transpose(1, 2)  # as projections lay it out
@@ -62,16 +53,6 @@ def test_sinks_are_as_transformers_eager_attention_has_them(how, batch, heads, k
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     gradients = [torch.autograd.grad(out.square().sum(), query)[0] for out in (ours, theirs)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
-
-
-def test_it_cuts_where_the_threads_would_get_unequal_work(threads):
-    def query(kv_heads: int, rows: int) -> Tensor:
-        return torch.zeros(1, kv_heads, rows, 8)
-
-    assert equal_parts(query(1, 96)) == threads
-    assert equal_parts(query(threads, 96)) == 1  # each thread has its own head
-    assert equal_parts(query(1, 97)) == threads  # padded
-    assert threads == 1 or equal_parts(query(1, 6)) == 1  # too small to share
 
 
 def test_a_mask_is_folded_once_for_all_layers(fresh, monkeypatch):

@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
+from torch import Tensor
 
 from foredraft.heads.attention import block_attention
 from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.heads.dflash import DFlashHead, mask_token, spread_layers
 from foredraft.heads.dspark import DSparkHead
 from foredraft.inference.drafters import BlockTree
-from foredraft.inference.drafters.block import BlockScorer
 from foredraft.inference.sampling import Sampling, SamplingParams
 from foredraft.train import blocks, parity_gate
 from foredraft.train.blocks import BlockDistillation
@@ -194,17 +194,23 @@ def begun(drafter, batch: int = 1):
     return drafter
 
 
+def candidates(tree: BlockTree, block: Tensor, bonus: Tensor, noise: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return the candidates of a tree whose head gives these hidden states."""
+    tree.head.draft_block = lambda hidden, cache: block
+    return tree.expand(None, None, bonus, noise, tree.sampling.temperature)
+
+
 def test_candidates_are_chosen_with_the_noise(target):
     head = make_head("dflash2", target)
     head.candidates = 2
     tree = begun(BlockTree(head, target, nodes=4, width=2))
     tree.sampling = Sampling.of([SamplingParams(temperature=1.0)], target.vocab_size)
     hidden, noise = torch.randn(1, head.depth, 32), torch.zeros(1, head.depth, target.vocab_size)
-    # What nobody would draft without noise.
-    last = BlockScorer(tree, hidden, None, tree.sampling.temperature).base[0, 0].argsort()[:2]
+    last = head.base_logits(hidden)[0, 0].argsort()[:2]  # what nobody would draft without noise
     noise[0, 0, head.to_target_ids(last)] = 50.0
-    _, ids = BlockScorer(tree, hidden, noise, tree.sampling.temperature).best(1, torch.tensor([[1]]))
-    assert set(ids.flatten().tolist()) == set(head.to_target_ids(last).tolist())
+    tree.levels = 1
+    tokens, _, _ = candidates(tree, hidden, torch.tensor([[1]]), noise)
+    assert set(tokens[0, 1:].tolist()) == set(head.to_target_ids(last).tolist())
 
 
 @pytest.mark.parametrize("nodes", [2, 7, 24])
@@ -212,8 +218,7 @@ def test_the_tree_is_the_exact_set_of_the_best_paths(target, nodes):
     """Compare with a heap over prefixes, as DDTree's paper writes it."""
     tree = begun(BlockTree(make_head("jetspec", target), target, nodes=nodes), 2)
     hidden = torch.randn(2, 4, 32)
-    scorer = BlockScorer(tree, hidden, None, tree.sampling.temperature)
-    proposed, _ = tree.rerank(*tree.best_paths(scorer, torch.tensor([[1], [2]])))
+    proposed, _ = tree.rerank(*candidates(tree, hidden, torch.tensor([[1], [2]])))
     table = tree.log_probs(target.logits(hidden), None, tree.sampling.temperature)
     for row in range(2):
         best = [level.sort(descending=True) for level in table[row]]
@@ -247,8 +252,7 @@ def test_nodes_that_rate_low_are_left_out(target):
     for bias, kept in ((-9.0, 0), (9.0, 7)):
         head.confidence_head.proj.bias.data.fill_(bias)
         tree = begun(BlockTree(head, target, nodes=8, min_probability=0, min_confidence=0.3))
-        scorer = BlockScorer(tree, torch.randn(1, 3, 32), None, tree.sampling.temperature)
-        _, _, scores = tree.best_paths(scorer, torch.tensor([[1]]))
+        _, _, scores = candidates(tree, torch.randn(1, 3, 32), torch.tensor([[1]]))
         assert scores.topk(7).values.isfinite().sum() == kept
     with pytest.raises(ValueError, match=r"min_confidence=0.3 .* the head must predict acceptance"):
         BlockTree(make_head("dflash", target), target, min_confidence=0.3)

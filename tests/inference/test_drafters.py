@@ -181,7 +181,7 @@ def test_lookahead_learns_ngrams_that_the_target_wrote_and_drafts_them(small):
     assert tree.tokens[0, 7:].tolist() == [16, 22] and (16, 22) in branches(tree)
     # two tokens accepted: the window moves one column
     drafter.observe([[0, 1]], torch.tensor([[0, 0, 0, 0, 31, 32, 33, 0, 0]]))
-    assert drafter.window_tokens[0, :, :2].tolist() == [[22, 23], [32, 33]]
+    assert [line[:2] for line in drafter.windows[0]] == [[22, 23], [32, 33]]
 
 
 @pytest.mark.parametrize(

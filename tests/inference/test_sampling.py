@@ -47,16 +47,6 @@ def test_the_fraction_below_the_bits_of_noise_is_uniform(monkeypatch: pytest.Mon
     assert found[0] > 0 and found[-1] < 1
 
 
-def test_noise_of_tokens_that_filters_left_is_the_same():
-    params = [SamplingParams(1.0, top_k=7), SamplingParams(), SamplingParams(0.8), SamplingParams(1.2, min_p=0.1)]
-    sampling, noise = Sampling.of(params, 3000), Noise([4, None, 5, 6], 3000, "cpu")
-    positions = torch.tensor([[3, 4], [5, 6], [0, 1], [2**40, 9]])
-    logits, _ = sampling.warp(4 * torch.randn(4, 2, 3000))
-    whole = logits + noise.at(positions)
-    noise.add(logits, positions, [one.filters for one in params])
-    assert torch.equal(logits, whole) and not noise.at(positions)[1].any()
-
-
 def test_a_sequence_without_top_k_does_not_sort_the_vocabulary_for_the_others():
     params = [SamplingParams(1.0, top_k=5), SamplingParams(1.0)]
     together = Sampling.of(params, 1000)
