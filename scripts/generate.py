@@ -31,9 +31,7 @@ from foredraft.inference.text import Detokenizer, answer_context, continuation, 
 from foredraft.train.data.layouts import SkippedRow, unicode
 from foredraft.train.data.sources import Row, Source
 from foredraft.train.runtime.locks import hold, write_atomically
-from foredraft.train.writing.written_rows import check_writer
 
-DECISIVE = ("chat", "max_new_tokens", "temperature", "top_p", "seed")  # settings that all answers of a file share
 Answer = dict[str, Any]  # a line of the output: `prompt`, and `text` or `error`
 
 
@@ -173,9 +171,7 @@ def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
         return
     output = Path(cfg.output)
     lock = hold(output, "output")
-    check_writer(
-        output, {"target": fingerprint(writer.target), "settings": {name: cfg[name] for name in DECISIVE}}, "output"
-    )
+    check_same_settings(output, writer)
     done = answered(output, rows)
     if failed := [number for number, line in done.items() if "error" in line]:
         for some, answers in batches(failed):
@@ -188,6 +184,21 @@ def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
             opened.write(lines(answers))
             opened.flush()
     lock.close()
+
+
+def check_same_settings(output: Path, writer: Writer) -> None:
+    """Note what decides the answers, next to them. Raises ValueError if those in the file had other settings."""
+    note = output.with_name(f"{output.name.removesuffix('.jsonl')}.about.json")
+    facts = fingerprint(writer.target)
+    target, digests = facts["name"], {name: value for name, value in facts.items() if name.endswith("_digest")}
+    now = {"target": str(Path(target).resolve()) if Path(target).exists() else target} | digests
+    now |= {name: writer.cfg[name] for name in ("chat", "max_new_tokens", "temperature", "top_p", "seed")}
+    before = now | (json.loads(note.read_text()) if note.is_file() and output.stat().st_size else {})
+    if different := [f"{name} {before[name]}" for name in now if before[name] != now[name]]:
+        raise ValueError(
+            f"output={output} was written with other settings ({', '.join(different)}): give the same, or another output"
+        )
+    write_atomically(note, json.dumps(now, indent=1) + "\n")
 
 
 def answered(output: Path, rows: Sequence[Row]) -> dict[int, Answer]:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +18,10 @@ from foredraft.inference import generate
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.scripts import generate as program_of_files
 from foredraft.train.data.sources import Row
-from foredraft.train.writing.written_rows import check_writer
 from tests.support import ROOT
 from tests.support.processes import Ended, end, start, succeeded
 
+SETTINGS = ("chat", "max_new_tokens", "temperature", "top_p", "seed")
 PROMPTS = ["def add(self", "class Pair:\n", "return", "other.value + é", "self"]
 
 
@@ -29,7 +30,7 @@ def program(name: str, *arguments: str, cwd: Path, typed: str = "") -> Ended:
     return end(start(*command, *arguments, cwd=cwd), typed)
 
 
-def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: Path):
+def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: Path, monkeypatch):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
     given = [f"target={tiny_path}", "prompts=in.jsonl", "temperature=1.0", "max_new_tokens=9", "seed=3"]
     expected = []
@@ -50,12 +51,19 @@ def test_a_stopped_run_is_continued(target: Target, tiny_path: Path, tmp_path: P
     assert longer.code == 2 and "was written with other settings (max_new_tokens 9): give the same" in longer.err
     for name in ("t.5", "t.10"):  # which differ in what Path takes for their endings
         (tmp_path / name).touch()
-        check_writer(tmp_path / name, about := {"target": fingerprint(target), "settings": {"seed": name}}, "output")
+        program_of_files.check_same_settings(
+            tmp_path / name, SimpleNamespace(target=target, cfg=dict.fromkeys(SETTINGS, name))
+        )
         (tmp_path / name).write_text(lines[0])
-    check_writer(tmp_path / name, about, "output")
+    program_of_files.check_same_settings(
+        tmp_path / "t.5", SimpleNamespace(target=target, cfg=dict.fromkeys(SETTINGS, "t.5"))
+    )
     tuned = fingerprint(target) | {"weights_digest": "of a fine-tune in the same place, with the same embedding"}
-    with pytest.raises(ValueError, match=r"t.10 was written by .*, not by these weights of"):
-        check_writer(tmp_path / name, about | {"target": tuned}, "output")
+    monkeypatch.setattr(program_of_files, "fingerprint", lambda target: tuned)
+    with pytest.raises(ValueError, match=r"written with other settings \(weights_digest "):
+        program_of_files.check_same_settings(
+            tmp_path / "t.5", SimpleNamespace(target=target, cfg=dict.fromkeys(SETTINGS, "t.5"))
+        )
     output.write_text(lines[1])
     other = program("generate", *given, "output=out.jsonl", cwd=tmp_path)
     assert other.code == 2 and "output=out.jsonl, line 1 is not an answer to prompt 1" in other.err

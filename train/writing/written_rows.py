@@ -21,27 +21,6 @@ from foredraft.train.runtime.locks import hold
 Row = dict[str, Any]
 
 
-def check_writer(path: Path, about: dict[str, Any], key: str) -> None:
-    """Raise ValueError if the rows in the file have another writer: other weights as `target`, or other `settings`. Note the
-    writer of the first ones. key: the setting that named the file."""
-    note = path.with_name(f"{path.name.removesuffix('.jsonl')}.about.json")
-    if not path.stat().st_size or not note.is_file():
-        note.write_text(json.dumps(about, indent=1) + "\n")
-        return
-    before = json.loads(note.read_text())
-    ours, theirs = about.get("target"), before.get("target")
-    if ours and theirs and not same_weights(ours, theirs):
-        raise ValueError(
-            f"{path} was written by {theirs['name']}, not by these weights of {ours['name']}: give another file"
-        )
-    settings, found = about.get("settings", {}), before.get("settings", {})
-    different = [f"{name} {found.get(name)}" for name, value in settings.items() if found.get(name) != value]
-    if different:
-        raise ValueError(
-            f"{key}={path} was written with other settings ({', '.join(different)}): give the same, or another {key}"
-        )
-
-
 class RowFile:
     """Read a file of rows, or append to it. done: the digest of each row, or None, by its number. lines: for each line,
     the tokens in the loss up to its end. errors: the number of rows that lack an answer, and say why."""
@@ -56,13 +35,19 @@ class RowFile:
         if about is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.writer = hold(path, key, wait)
-            check_writer(path, about, key)
+            self.check_about(about)
         end = 0
         for line, row in self.read():
             self.take(row)
             end += len(line)
         if self.writer is not None:
             self.writer.truncate(end)
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Return what FILE.about.json says."""
+        note = self.path.with_suffix(".about.json")
+        return json.loads(note.read_text()) if note.is_file() else {}
 
     @property
     def tokens(self) -> int:
@@ -72,6 +57,24 @@ class RowFile:
     @property
     def kept(self) -> int:
         return len(self.done) - self.dropped.total()
+
+    def check_about(self, about: dict[str, Any]) -> None:
+        """Raise ValueError if the rows in the file have another writer. Note the writer of the first ones."""
+        if not self.path.stat().st_size:
+            self.path.with_suffix(".about.json").write_text(json.dumps(about, indent=1) + "\n")
+            return
+        ours, theirs = about.get("target"), self.about.get("target")
+        if ours and theirs and not same_weights(ours, theirs):
+            raise ValueError(
+                f"{self.path} was written by {theirs['name']}, not by these weights of {ours['name']}: give another file"
+            )
+        settings, found = about.get("settings", {}), self.about.get("settings", {})
+        different = [f"{name} {found.get(name)}" for name, value in settings.items() if found.get(name) != value]
+        if different:
+            raise ValueError(
+                f"{self.key}={self.path} was written with other settings ({', '.join(different)}): give the same, or another "
+                f"{self.key}"
+            )
 
     def read(self) -> Iterator[tuple[bytes, Row]]:
         """Yield each line and its row, without a last line that a kill left unfinished."""
