@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, cast
+from typing import Any, cast, get_args, get_origin
 
 import torch
 from hydra.utils import get_method
@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from foredraft.cli import check_at_least
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.checkpoint import published_dtype, save_head
+from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.eagle import HiddenStateHead
 from foredraft.heads.formats.native import subclasses
 from foredraft.heads.hub import client
@@ -80,15 +81,31 @@ def head_class(cfg: DictConfig) -> type:
 
 
 def check_head_settings(cfg: DictConfig) -> None:
-    """Raise ValueError for a number of the section `head` that is too small or too large. foredraft/config.py checks types. A
-    head of another module may count from any number."""
-    if "_target_" not in cfg.get("head", {}) or not get_method(cfg.head._target_).__module__.startswith("foredraft."):
+    """Raise ValueError for a value of the section `head` that is not of the type or size that its constructor takes."""
+    if "_target_" not in cfg.get("head", {}):  # head=auto
         return
-    for name, value in cfg.head.items():
+    make, kind = get_method(cfg.head._target_), head_class(cfg)
+    annotations = {name: parameter.annotation for name, parameter in inspect.signature(make).parameters.items()}
+    if issubclass(kind, DFlashHead):
+        annotations |= {name: type(value) for name, value in kind.own_defaults.items()}
+    ours = make.__module__.startswith("foredraft.")  # a head of another module may count from any number
+    given: Any = OmegaConf.to_container(cfg.head, resolve=True)
+    for name, value in given.items():
+        types = get_args(annotations.get(name)) or (annotations.get(name),)
+        kinds = {get_origin(each) or each for each in types}
         least, most = LEAST.get(name, 1), math.inf if name in UNLIMITED else MOST
-        if type(value) is int and not least <= value <= most:
+        setting = f"head.{name}={value}"
+        if (value is None and NoneType in kinds) or (not ours and type(value) in kinds):
+            continue
+        if int in kinds and not (type(value) is int and least <= value <= most):
             limit = f"of at least {least}" if name in UNLIMITED else f"from {least} to {most:,}"
-            raise ValueError(f"head.{name}={value} must be a whole number {limit}")
+            raise ValueError(f"{setting} must be a whole number {limit}")
+        if float in kinds and type(value) not in (int, float):
+            raise ValueError(f"{setting} is not a number")
+        if list in kinds and not (isinstance(value, list) and all(type(number) is int for number in value)):
+            raise ValueError(f"{setting} is not a list of whole numbers, such as [2,16,29]")
+        if dict in kinds and not isinstance(value, dict):
+            raise ValueError(f"{setting} is not a group of settings, such as {{rope_type: default}}")
 
 
 def check_loss(cfg: DictConfig) -> None:

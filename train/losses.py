@@ -86,8 +86,11 @@ def l1(draft: Prediction, teacher: Prediction) -> Tensor:
 
 def label(draft: Prediction, teacher: Prediction) -> Tensor:
     """Compute the cross-entropy with the token of the text, which the target wrote itself, greedily or not (DFlash,
-    arXiv:2602.06036)."""
-    assert teacher.tokens is not None  # train/checks.py allows this loss only for heads that draft in blocks
+    arXiv:2602.06036). Raise ValueError if the tokens are not known."""
+    if teacher.tokens is None:
+        raise ValueError(
+            "loss=label learns from the tokens of the text, and only heads that draft in blocks are given them: set loss=ce"
+        )
     return F.cross_entropy(to_float32(draft.logits), teacher.tokens, reduction="none", ignore_index=-1)
 
 

@@ -81,6 +81,8 @@ class HeadTrainingArguments(TrainingArguments):
         for name in (name for name in NOT_HERE if name in defaults):  # versions of transformers have not all of them
             if (value := getattr(self, name)) != defaults[name]:
                 raise ValueError(f"trainer.{name}={value} has no effect on a head: {NOT_HERE[name]}")
+        if self.max_minutes < 0:
+            raise ValueError(f"trainer.max_minutes={self.max_minutes} must not be negative; 0 sets no limit")
         if self.optim not in OPTIMIZERS:
             raise ValueError(f"trainer.optim={self.optim} is not one of {', '.join(OPTIMIZERS)}")
         self.optimizer, self.optim = self.optim, OptimizerNames.ADAMW_TORCH  # Trainer would build its own

@@ -102,6 +102,8 @@ def test_a_sum_names_what_it_does_not_know():
         ValueError, match=r"loss_args=\{'eta': 1\} of loss=top_k: got an unexpected keyword argument 'eta'"
     ):
         losses.build("top_k", {"eta": 1})
+    with pytest.raises(ValueError, match=r"loss=label learns from the tokens of the text"):
+        losses.label(*(replace(prediction, tokens=None) for prediction in pair()))
 
 
 def test_a_sum_takes_each_loss_as_its_name_alone_does():

@@ -41,24 +41,30 @@ def test_a_small_draft_vocabulary_has_fewer_ranks(target):
     assert [len(row) for row in found] == [5, 5]
 
 
-def wrong_numbers() -> list[tuple[str, str, int]]:
-    """Return numbers that are too small or too large for every key of conf/head that takes one."""
-    found: list[tuple[str, str, int]] = []
+def wrong_settings() -> list[tuple[str, str, object]]:
+    """Return values of another type or size for every number, list and group of conf/head."""
+    found: list[tuple[str, str, object]] = []
     for kind in names("head"):
         for key, value in dict(settings(kind).get("head", {})).items():
-            if type(value) is int or key in ("draft_vocab_size", "mask_token_id", "window", "lora_r"):
-                found += [(kind, key, -1)]
+            if key == "target_layer_ids":
+                found += [(kind, key, wrong) for wrong in (3, "x", [1.5], ["a"])]
+            elif key == "rope":
+                found += [(kind, key, wrong) for wrong in (5, "x", [1])]
+            elif type(value) is float:
+                found += [(kind, key, wrong) for wrong in ("x", True)]
+            elif type(value) is int or key in ("draft_vocab_size", "mask_token_id", "window", "lora_r"):
+                found += [(kind, key, wrong) for wrong in (-1, 1.5, "x", True)]
                 found += [] if key in checks.LEAST else [(kind, key, 0)]
                 found += [] if key in checks.UNLIMITED else [(kind, key, 10**9)]
     return found
 
 
 def test_settings_of_a_head_that_cannot_be_are_named_before_it_is_built():
-    wrong = wrong_numbers()
+    wrong = wrong_settings()
     assert {kind for kind, *_ in wrong} == {*names("head")} - {"auto"}
     for kind, key, value in wrong:
         chosen = OmegaConf.create({"head": {**settings(kind).head, key: value}})
-        with pytest.raises(ValueError, match=rf"^head\.{key}={value} must be a whole number "):
+        with pytest.raises(ValueError, match=rf"^head\.{key}="):
             checks.check_head_settings(chosen)
 
 
@@ -67,13 +73,15 @@ def test_a_setting_of_a_head_may_refer_to_another():
     checks.check_head_settings(chosen)
 
 
-def a_head_from(start: int = 0) -> None:
+def a_head_from(start: int = 0, names: list[str] | None = None, size: int | str = "auto") -> None:
     """Stand for the constructor of somebody's head."""
 
 
 def test_a_head_of_another_module_may_count_from_any_number():
-    head = {"_target_": f"{__name__}.a_head_from", "start": -3}
+    head = {"_target_": f"{__name__}.a_head_from", "start": -3, "names": ["a"], "size": "auto"}
     checks.check_head_settings(OmegaConf.create({"head": head}))
+    with pytest.raises(ValueError, match=r"head\.start=1\.5 must be a whole number"):
+        checks.check_head_settings(OmegaConf.create({"head": head | {"start": 1.5}}))
 
 
 class Theirs:
