@@ -52,6 +52,7 @@ class DFlashHead(BlockHead):
     kind, depth_key = "dflash", "block_size"
     architecture: ClassVar[str] = "DFlashDraftModel"
     own_defaults: ClassVar[dict[str, Any]] = {}  # settings of a kind in addition to DFlash's, saved in `dflash_config`
+    own_least: ClassVar[dict[str, int]] = {}  # the least values of those that may be below 1
     config: LlamaConfig
     target: Target
 
@@ -60,6 +61,10 @@ class DFlashHead(BlockHead):
         super().__init__()
         block, self.config = config["dflash_config"], llama_config.from_json(config)
         self.own = {name: block[name] for name in self.own_defaults}
+        for name, value in self.own.items():
+            least = self.own_least.get(name, 1)
+            if type(self.own_defaults[name]) is int and not (type(value) is int and value >= least):
+                raise ValueError(f"head.{name}={value!r} must be a whole number of at least {least}")
         self.layers = [layer + 1 for layer in block["target_layer_ids"]]
         self.block_size = self.block_entries = config["block_size"]
         self.mask_token_id, self.sample_from_anchor = block["mask_token_id"], block["sample_from_anchor"]
@@ -101,6 +106,10 @@ class DFlashHead(BlockHead):
         lm_head, rope: as in EAGLE-3. own: as in `own_defaults`."""
         usual = spread_layers(target.num_layers, num_hidden_layers)
         layers = check_layers(target_layer_ids, usual, target.num_layers - 1)  # below its last norm
+        if block_size < 2 or num_hidden_layers < 1:
+            raise ValueError(
+                f"head.block_size={block_size} must be at least 2, head.num_hidden_layers={num_hidden_layers} at least 1"
+            )
         mask = check_mask_token(target, mask_token_id)
         if unknown := sorted(own.keys() - cls.own_defaults.keys()):
             raise TypeError(f"head={cls.kind} has no setting {unknown[0]}")

@@ -18,6 +18,7 @@ class DominoHead(DFlashHead):
 
     kind, vocabulary_names = "domino", ("embed_proj.2.",)
     own_defaults = {"emb_dim": 256, "gru_hidden_dim": 1024, "pure_draft_prefix_len": 1}  # noqa: RUF012
+    own_least = {"pure_draft_prefix_len": 0}  # noqa: RUF012
 
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)

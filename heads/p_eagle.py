@@ -74,6 +74,10 @@ class PEagleHead(BlockHead):
         num_depths: tokens drafted. num_hidden_layers: decoder layers of the head. target_layer_ids, draft_vocab_size,
         counts, lm_head: as in EAGLE-3. mask_token_id: None chooses a token that hardly occurs in text."""
         layers = check_layers(target_layer_ids, default_aux_layer_ids(target.num_layers), target.num_layers)
+        if num_depths < 2 or num_hidden_layers < 1:
+            raise ValueError(
+                f"head.num_depths={num_depths} must be at least 2, head.num_hidden_layers={num_hidden_layers} at least 1"
+            )
         mask = check_mask_token(target, mask_token_id)
         settings = llama_config.settings_like(target) | {
             "num_hidden_layers": num_hidden_layers,

@@ -30,7 +30,7 @@ from foredraft.train.runtime import distributed
 
 ONLINE = "foredraft.train.hidden_states.online.online"
 # Smallest values of a head's whole numbers, if it is not 1; those without a largest one; and the largest of the others.
-LEAST = {"blocks": 0, "mask_token_id": 0, "pure_draft_prefix_len": 0, "block_size": 2, "num_depths": 2}
+LEAST = {"blocks": 0, "mask_token_id": 0, "pure_draft_prefix_len": 0}
 UNLIMITED = ("draft_vocab_size", "mask_token_id", "window")
 MOST = 2**16
 GATE_TOKENS = 48  # of the text that the parity gate drafts from

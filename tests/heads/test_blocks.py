@@ -32,6 +32,7 @@ def test_layers_are_the_published_ones():
 
 def test_settings_that_make_no_block_are_named(target):
     for changes, message in (
+        ({"block_size": 1}, "head.block_size=1"),
         ({"target_layer_ids": [2, 1]}, r"head.target_layer_ids=\[2, 1\] must ascend"),
         ({"target_layer_ids": [6]}, r"head.target_layer_ids=\[6\] must ascend within 0..5"),
         ({"mask_token_id": 320}, "head.mask_token_id=320 must lie between 0 and 319"),

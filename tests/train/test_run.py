@@ -425,8 +425,6 @@ def bad(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("loss=top_k loss_args={k:0}", r"^loss_args=\{'k': 0\} of loss=top_k: give numbers, k a whole one above 0"),
         ("loss=xpress loss_args={weights:3}", r"^loss_args=\{'weights': 3\} of loss=xpress: give numbers"),
         ("loss_args=3", r"^loss_args=3 of loss=kl_div: give numbers"),
-        ("head=dflash head.block_size=1", r"^head\.block_size=1 must be a whole number from 2 to 65,536"),
-        ("head=p_eagle head.num_depths=1", r"^head\.num_depths=1 must be a whole number from 2 to 65,536"),
         ("head=medusa head.num_heads=0", r"^head\.num_heads=0 must be a whole number from 1 to 65,536"),
         ("loss=label", r"^loss=label learns from the tokens of the text, and only heads that draft in blocks"),
         ("loss=dspark", r"^loss=dspark learns from the tokens of the text"),
