@@ -327,17 +327,6 @@ def test_tools_that_are_not_allowed_are_left_out(mode):
             "tool_choice names 'a', but tools contains none",
             None,
         ),
-        (
-            {
-                "tool_choice": {
-                    "type": "allowed_tools",
-                    "mode": "auto",
-                    "tools": [{"type": "allowed_tools", "tools": []}],
-                }
-            },
-            "tool_choice",
-            ...,
-        ),
         ({"text": {"verbosity": "low"}}, "verbosity is not supported", None),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
         ({"extra_body": {"min_tokens": 4}, "max_output_tokens": 3}, "more than max_tokens=3", None),

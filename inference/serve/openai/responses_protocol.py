@@ -64,19 +64,14 @@ def as_message(item: dict[str, Any]) -> dict[str, Any]:
     return {"role": item["role"], "content": item.get("content")}
 
 
-def as_named(tool: Any) -> Any:
-    """Convert the choice of a tool to that of a chat, where other choices are refused."""
-    match tool:
+def as_chosen(choice: Any) -> Any:
+    """Convert the choice of a tool, or of the allowed tools, to that of a chat, where other choices are refused."""
+    match choice:
         case {"type": "function" | "custom", "name": name}:
             return {"type": "function", "function": {"name": name}}
-    return tool
-
-
-def as_chosen(choice: Any) -> Any:
-    match choice:
         case {"type": "allowed_tools", "tools": list(tools)}:
-            return {"type": "allowed_tools", "allowed_tools": {**choice, "tools": list(map(as_named, tools))}}
-    return as_named(choice)
+            return {"type": "allowed_tools", "allowed_tools": {**choice, "tools": [as_chosen(tool) for tool in tools]}}
+    return choice
 
 
 class TextConfig(BaseModel):
