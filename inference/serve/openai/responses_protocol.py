@@ -1,9 +1,9 @@
 """Requests of OpenAI's Responses API, without state: clients send the whole conversation each time, and no answer is stored
 (platform.openai.com/docs/api-reference/responses). They are answered like chat completions."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from foredraft.inference.serve.openai.protocol import (
     UNSUPPORTED,
@@ -64,23 +64,37 @@ def as_message(item: dict[str, Any]) -> dict[str, Any]:
     return {"role": item["role"], "content": item.get("content")}
 
 
-def as_chosen(choice: Any) -> Any:
-    """Convert the choice of a tool, or of the allowed tools, to that of a chat, where other choices are refused."""
-    match choice:
-        case {"type": "function" | "custom", "name": name}:
-            return {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "tools": list(tools)}:
-            return {"type": "allowed_tools", "allowed_tools": {**choice, "tools": [as_chosen(tool) for tool in tools]}}
-    return choice
+class NamedTool(BaseModel):
+    type: Literal["function", "custom"]
+    name: str
+
+
+class AllowedTools(BaseModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class TextFormat(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    definition: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class TextConfig(BaseModel):
-    format: dict[str, Any] | None = {"type": "text"}
+    format: TextFormat | None = TextFormat.model_validate({})
     verbosity: str | None = None
 
 
 class Reasoning(BaseModel):
     effort: str | None = None
+
+
+def as_chosen(tool: NamedTool) -> dict[str, Any]:
+    """Convert the choice of a tool to that of a chat."""
+    return {"type": "function", "function": {"name": tool.name}}
 
 
 class ResponsesRequest(CommonRequest):
@@ -90,7 +104,7 @@ class ResponsesRequest(CommonRequest):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     tools: list[ResponsesTool] = Field([], max_length=1024)
-    tool_choice: str | dict[str, Any] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
@@ -126,14 +140,22 @@ class ResponsesRequest(CommonRequest):
 
     def chat(self) -> ChatRequest:
         """Convert to a request for /v1/chat/completions. Raises ValidationError or ApiError if it would be refused there."""
-        logprobs = LOGPROBS in self.include
+        choice, logprobs = self.tool_choice, LOGPROBS in self.include
+        wanted = self.text.format or TextFormat.model_validate({})
         shared = {*type(self).model_fields} & {*ChatRequest.model_fields} - {"tools", "tool_choice", "top_logprobs"}
         facts = self.model_dump(include=shared, exclude_unset=True)
         facts |= {"messages": self.messages(), "max_completion_tokens": self.max_output_tokens, "logprobs": logprobs}
         facts |= {"top_logprobs": self.top_logprobs if logprobs else None, "reasoning_effort": self.reasoning.effort}
-        facts |= {"response_format": self.text.format or {"type": "text"}, "verbosity": self.text.verbosity}
+        facts |= {"response_format": {"type": wanted.type}, "verbosity": self.text.verbosity}
+        if wanted.definition is not None:
+            facts["response_format"]["json_schema"] = {"name": wanted.name or "", "schema": wanted.definition}
         facts["tools"] = [{"type": "function", "function": tool.as_function()} for tool in self.tools]
-        return ChatRequest(**facts, tool_choice=as_chosen(self.tool_choice))
+        if isinstance(choice, AllowedTools):
+            allowed = {"mode": choice.mode, "tools": [as_chosen(tool) for tool in choice.tools]}
+            facts["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
+        else:
+            facts["tool_choice"] = as_chosen(choice) if isinstance(choice, NamedTool) else choice
+        return ChatRequest(**facts)
 
     def messages(self) -> list[dict[str, Any]]:
         """Convert the items to messages. Items of one answer become one message of the assistant."""
@@ -155,9 +177,9 @@ class ResponsesRequest(CommonRequest):
         return {
             "instructions": self.instructions,
             "tools": [tool.model_dump(exclude_unset=True) for tool in self.tools],
-            "tool_choice": self.tool_choice,
+            "tool_choice": self.model_dump(include={"tool_choice"})["tool_choice"],
             "parallel_tool_calls": self.parallel_tool_calls,
-            "text": self.text.model_dump(exclude_none=True),
+            "text": self.text.model_dump(by_alias=True, exclude_none=True),
             "reasoning": {"effort": self.reasoning.effort, "summary": None},
             "max_output_tokens": self.max_output_tokens,
             "temperature": 1.0 if self.temperature is None else self.temperature,
