@@ -14,7 +14,6 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
@@ -117,11 +116,9 @@ def add_status_routes(app: FastAPI, service: Service) -> None:
 
 def add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
-    @app.exception_handler(ValidationError)  # of the chat that a request for /v1/responses is converted to
-    async def invalid(raw_request: Request, error: RequestValidationError | ValidationError) -> Response:
+    async def invalid(raw_request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        place = first["loc"][1:] if isinstance(error, RequestValidationError) else first["loc"]  # without "body"
-        param = ".".join(map(str, place)) or None
+        param = ".".join(str(part) for part in first["loc"][1:]) or None
         if first["type"] == "extra_forbidden":
             message, code = f"Unknown parameter: {param!r}: remove it", "unknown_parameter"
             return ApiError(400, message, param, code).response()

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from foredraft.heads.target_model.messages import normalize_messages, normalize_tools, rendered, template_needs
-from foredraft.inference.serve.errors import ApiError
 from foredraft.inference.serve.openai.protocol import content_text
 from foredraft.inference.serve.openai.tools import new_call
 from tests.support import ROOT
@@ -189,5 +188,5 @@ def test_a_content_is_the_text_of_its_parts(role, content, text):
     [("user", {"a": 1}), ("user", [None]), ("user", [{"type": "image_url"}]), ("tool", [{"type": ["text"]}])],
 )
 def test_parts_that_are_not_text_are_refused(role, content):
-    with pytest.raises(ApiError, match="only text is supported"):
+    with pytest.raises(ValueError, match="only text is supported"):
         content_text(role, content)

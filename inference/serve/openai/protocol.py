@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from foredraft.inference.grammar import Grammar
 from foredraft.inference.sampling import SamplingParams
-from foredraft.inference.serve.errors import ApiError
 from foredraft.inference.serve.openai.response_format import ResponseFormat, converted
 
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -158,7 +157,7 @@ MEDIA = {"image_url", "input_image", "image", "input_file", "file", "input_audio
 
 
 def content_text(role: str, content: Any) -> str | None:
-    """Join the text parts of a message; a tool's result may be any JSON. Raises ApiError for other parts, except the media
+    """Join the text parts of a message; a tool's result may be any JSON. Raises ValueError for other parts, except the media
     that a tool returned: a note replaces them, because an agent sends them again with each later request."""
     if content is None or isinstance(content, str):
         return content
@@ -171,7 +170,7 @@ def content_text(role: str, content: Any) -> str | None:
     if is_result and not kinds:
         return json.dumps(content, ensure_ascii=False)
     of_type = f" of type {', '.join(map(str, kinds))}" if kinds else ""
-    raise ApiError(400, f"messages contain parts{of_type} that are not text: only text is supported here")
+    raise ValueError(f"messages contain parts{of_type} that are not text: only text is supported here")
 
 
 def part_text(part: Any, is_result: bool) -> Any:

@@ -3,7 +3,7 @@
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from foredraft.inference.serve.openai.protocol import (
     UNSUPPORTED,
@@ -138,8 +138,18 @@ class ResponsesRequest(CommonRequest):
                 raise ValueError(f"item {number} has namespace {item['namespace']!r}: send a text")
         return items
 
+    @model_validator(mode="after")
+    def check_chat(self) -> "ResponsesRequest":
+        try:
+            self.chat()
+        except ValidationError as error:
+            first = error.errors()[0]
+            where, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+            raise ValueError(f"{where}: {message}" if where else message) from None
+        return self
+
     def chat(self) -> ChatRequest:
-        """Convert to a request for /v1/chat/completions. Raises ValidationError or ApiError if it would be refused there."""
+        """Convert to a request for /v1/chat/completions."""
         choice, logprobs = self.tool_choice, LOGPROBS in self.include
         wanted = self.text.format or TextFormat.model_validate({})
         shared = {*type(self).model_fields} & {*ChatRequest.model_fields} - {"tools", "tool_choice", "top_logprobs"}
