@@ -205,16 +205,37 @@ def test_a_template_that_takes_no_system_prompt_takes_first_words_alone():
         openings.opening("birds")
 
 
+def test_a_target_whose_questions_are_all_dropped_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(magpie, "MAX_REJECTED", 12)
+    target = Target.from_pretrained(save_bigram_chat(tmp_path / "digits", text="user\n1234 5678 1234<|im_end|>\n" * 3))
+    with pytest.raises(ValueError, match=r"none of \d+ questions .* is kept .*: is it one that was trained to chat"):
+        written(target, tmp_path / "rows.jsonl", 100)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (MagpieSettings(max_question=8000), r"data.max_question=8000 does not fit behind .* to \d+ at most"),
+        (MagpieSettings(max_answer=1024), r"data.max_answer=1024 does not fit behind .* to \d+ at most"),
+        (MagpieSettings(max_question=900, seeds=("bees", "birds " * 90)), r"data.max_question=900 does not fit behind"),
+    ],
+)
+def test_a_context_without_room_for_what_is_asked_is_refused_before_anything_is_written(
+    chat, tmp_path, settings, sentence
+):
+    assert chat.context == 1024
+    with pytest.raises(ValueError, match=sentence):
+        written(chat, tmp_path / "rows.jsonl", 100, settings=settings)
+    assert not (tmp_path / "rows.jsonl").read_text()
+
+
 def test_rows_that_end_before_the_target_writes_do_not_run_on(chat, tmp_path, monkeypatch):
     """Let only few questions pass the filter, so that the file cannot grow."""
     monkeypatch.setattr(magpie, "EXHAUSTED", 30)
     monkeypatch.setattr(magpie, "MAX_REJECTED", 30)
-    longer = "conversation longer than the context: lower data.max_question or data.max_answer"
-    advice = "is it one that was trained to chat"
-    for settings in (MagpieSettings(max_question=8000), MagpieSettings(max_question=120, max_answer=1024)):
-        for _ in range(2):  # the rows of an earlier run say nothing about this one
-            with pytest.raises(ValueError, match=rf"none of the last 3. questions .* is kept .*{longer}.*: {advice}"):
-                written(chat, tmp_path / "none.jsonl", 100, settings=settings)
+    monkeypatch.setattr(magpie, "check_context", lambda *_: None)
+    with pytest.raises(ValueError, match=r"none of 3. questions .*conversation longer than the context"):
+        written(chat, tmp_path / "none.jsonl", 100, settings=MagpieSettings(max_question=8000))
     written(chat, tmp_path / "rows.jsonl", 100)
     with pytest.raises(
         ValueError, match=r"none of the last 3. questions .* Set data.tokens=0 to use the [\d,]+ tokens"
@@ -315,9 +336,8 @@ def test_a_server_writes_what_this_process_would(chat_path, chat, own, tmp_path)
     with served(tmp_path, *facts) as server:
         for tokens in (200, 700):
             magpie.write(chat, form, SETTINGS, file, tokens, 4, endpoint=f"{server.url}/v1")
-    assert json.loads((tmp_path / "rows.about.json").read_text())["endpoint"] == f"{server.url}/v1"
     with RowFile(file, {"target": fingerprint(chat)}) as rows:
-        assert rows.tokens >= 700
+        assert rows.tokens >= 700 and rows.about["endpoint"] == f"{server.url}/v1"
         found = {number: row for _, row in rows.read() if (number := row["number"]) in here}
     likes = {number for both in (here, found) for number, row in both.items() if "earlier" in row.get("dropped", "")}
     assert len(found) > 4 and all(here[number] == row for number, row in found.items() if number not in likes)

@@ -42,9 +42,23 @@ MAX_REJECTED = 100  # rows of which none is kept, after which no other is tried
 EXHAUSTED = 1000  # the same, where earlier rows were kept
 
 
+def check_context(target: Target, prefixes: TurnPrefixes, settings: MagpieSettings) -> None:
+    """Raise ValueError where the target's context has no room for a question, or for an answer to the shortest one."""
+    topics = {None if seed.endswith("...") else seed for seed in settings.seeds}
+    opening = max(len(prefixes.opening(topic)) for topic in topics or {None})
+    around = len(prefixes.tokens(prefixes.before + prefixes.after)) + 1
+    for name, before in (("max_question", opening), ("max_answer", around)):
+        most, context = getattr(settings, name), target.context
+        if context is not None and before + most > context:
+            raise ValueError(
+                f"data.{name}={most} does not fit behind the {before} tokens before it: {target.name} reads {context} "
+                f"tokens. Set data.{name} to {context - before} at most"
+            )
+
+
 def missing(target: Target, rows: RowFile, tokens: int) -> Iterator[int]:
     """Yield the numbers of rows to write until the file has `tokens` in the loss. Raise ValueError if none is kept."""
-    kept, tried = rows.kept, len(rows.done)  # when a row was last kept, or the file was opened
+    kept, tried = rows.kept, len(rows.done) if rows.kept else 0  # when a row was last kept
     for number in itertools.count():
         if rows.tokens >= tokens:
             return
@@ -54,14 +68,13 @@ def missing(target: Target, rows: RowFile, tokens: int) -> Iterator[int]:
             kept, tried = rows.kept, len(rows.done)
         dropped = len(rows.done) - tried
         if dropped >= (EXHAUSTED if kept else MAX_REJECTED):
+            some = f"the last {dropped}" if kept else str(dropped)
             reasons = "; ".join(f"{count} x {reason}" for reason, count in rows.dropped.most_common(3))
-            advice = (
-                f"Set data.tokens=0 to use the {rows.tokens:,} tokens of {rows.path}, or data.seeds for other questions"
-            )
-            if not kept:
-                advice = "is it one that was trained to chat? Else give data=text or data=conversations"
-            questions = f"none of the last {dropped} questions that {target.name} wrote"
-            raise ValueError(f"{questions} is kept (in all, {reasons}): {advice}")
+            advice = "is it one that was trained to chat? Else give data=text or data=conversations"
+            if kept:
+                use = f"Set data.tokens=0 to use the {rows.tokens:,} tokens of {rows.path}"
+                advice = f"{use}, or data.seeds for other questions"
+            raise ValueError(f"none of {some} questions that {target.name} wrote is kept (in all, {reasons}): {advice}")
         yield number
 
 
@@ -121,6 +134,7 @@ def write(
         for _, row in rows.read():
             for start, end in row.get("asked", []):
                 rules.add(prefixes.tokenizer.decode(row["tokens"][start:end]))
+        check_context(target, prefixes, settings)
         chats = (SelfChat(n, target, prefixes, settings, rules).row for n in missing(target, rows, tokens))
         with Progress("self-written text", tokens, "answer tokens", done=rows.tokens) as progress:
 

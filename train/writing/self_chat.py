@@ -203,7 +203,7 @@ class SelfChat:
         seed, context = self.draw.getrandbits(40), self.target.context
         self.last = prompt
         if context is not None and len(prompt) + most > context:
-            raise SkippedRow("conversation longer than the context: lower data.max_question or data.max_answer")
+            raise SkippedRow("conversation longer than the context")
         reply = await self.ask(Request(prompt, params, most, seed, self.ends, stops))
         if not reply.tokens:
             raise ValueError("data.endpoint: the server returns no token ids, as vLLM and SGLang do. Use one of them")
