@@ -195,9 +195,7 @@ def init_like(head: Any, target: Target) -> None:
     sizes = probe(target, [target.num_layers]).pow(2).mean(0).sqrt()
     directions = torch.randn(8, target.hidden_size, generator=torch.Generator().manual_seed(0), device="cpu")
     spread = target.logits((directions.to(sizes.device) * sizes).to(target.dtype)).float().std(-1).mean()
-    if (
-        head.projections
-    ):  # copies of the lm_head's rows: nothing multiplies their logits as the target's (Granite, Cohere)
+    if head.projections:  # copies of the lm_head's rows: logits are not multiplied as the target's (Granite, Cohere)
         spread = spread / target.scaled.multiplier
     head.norm.weight.copy_(sizes * (SPREAD / spread).clamp(max=1.0))
 

@@ -40,14 +40,10 @@ def main(cfg: DictConfig) -> None:
         return conclude(wrong)
     drafter, dtype = in_every_step(instantiate(cfg.drafter, target=half), half), str(half.dtype).removeprefix("torch.")
     if keeps_bits(half, drafter):
-        wrong += audit_level(f"L2  {dtype}", half, drafter, rows, cfg)
+        wrong += check_texts(f"L2  {dtype}", half, drafter, None, rows, cfg)
         return conclude(wrong + check_bits(f"L2  {dtype}", half, drafter, rows, cfg))
     padded = PaddedDrafter(drafter)
-    baseline = PaddedDrafter(NoDrafter(), padded.nodes)
-    for name, settings in SETTINGS.items():
-        found = divergences(half, padded, rows, cfg.max_new_tokens, baseline, **settings)
-        note = f"to the baseline with {padded.nodes} tokens per forward"
-        print(f"L2  {dtype}, {name}: {1 - len(found) / len(rows):.1%} identical {note}")
+    check_texts(f"L2  {dtype}", half, padded, PaddedDrafter(NoDrafter(), padded.nodes), rows, cfg)
     conclude(wrong + audit_level(f"L3  {dtype}", half, drafter, rows, cfg))
 
 
@@ -83,6 +79,18 @@ def audit_level(label: str, target: Target, drafter: Drafter, rows: list[list[in
                 f"{place.difference:.2g}: {kind}"
             )
             wrong += not place.is_arithmetic
+    return wrong
+
+
+def check_texts(
+    label: str, target: Target, drafter: Drafter, baseline: Drafter | None, rows: list[list[int]], cfg: DictConfig
+) -> int:
+    """Print the share of texts of each setting that equal the baseline's; return the number of those that do not."""
+    note, wrong = "" if baseline is None else f" to the baseline with {baseline.nodes} tokens per forward", 0
+    for name, settings in SETTINGS.items():
+        found = divergences(target, drafter, rows, cfg.max_new_tokens, baseline, **settings)
+        print(f"{label}, {name}: {1 - len(found) / len(rows):.1%} identical{note}")
+        wrong += len(found)
     return wrong
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast, get_args, get_origin
 
 import torch
 from hydra.utils import get_method
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from foredraft.cli import check_at_least
 from foredraft.heads.base import BlockHead, DraftHead

@@ -17,8 +17,8 @@ from foredraft.heads.base import DraftHead, PackedBatch, draft_loss_mask
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.logits import check_logits
 from foredraft.train.gradients import PartialGradients
-from foredraft.train.hidden_states.offline import unpack
 from foredraft.train.hidden_states.online import batch_of, forward_target, several_documents
+from foredraft.train.hidden_states.storage import unpack
 from foredraft.train.losses import Prediction
 
 Loss = Callable[[Prediction, Prediction], Tensor]

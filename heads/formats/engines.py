@@ -309,6 +309,7 @@ def export_for(
         if read:
             raise ValueError(f"{engine} does not read {head.kind} heads in format={name}: use format={read[0]}")
         others = ": it loads EAGLE-3, DFlash, JetSpec, DFlash-2, DSpark and MTP" if name == "gguf" else ""
+        others = " in format=speculators" if name == "speculators" else others
         raise ValueError(f"{engine} does not support {head.kind} heads{others}")
     for verify in rule.checks:
         verify(engine, head, target)

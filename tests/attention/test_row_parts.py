@@ -19,10 +19,10 @@ from foredraft.heads.attention.text_attention import attend_text
 from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.heads.eagle import LayerHead
 from foredraft.train.checks import check_context_parallel
-from foredraft.train.hidden_states.offline import store
+from foredraft.train.hidden_states.storage import store
 from foredraft.train.module import DistillationModel
 from foredraft.train.runtime import distributed
-from foredraft.train.runtime.context_parallel import ContextParallel, rounded_up
+from foredraft.train.runtime.context_parallel import ContextParallel, received, rounded_up, sendable
 from tests.attention.test_flex import check_tables, dense, plainly
 from tests.support import nightly_but
 from tests.support.architectures import pair
@@ -139,9 +139,9 @@ def test_processes_that_share_rows_learn_what_one_does(processes: int, share: in
 def test_stored_features_of_any_dtype_travel():
     part = {"tokens": torch.arange(4), "anchors": None}
     part |= store("features", torch.randn(1, 4, 8), "float8", 2) | store("last", torch.randn(1, 4, 4), "bfloat16", 1)
-    again = pickle.loads(pickle.dumps(part))
-    assert again.keys() == part.keys() and again["features"].dtype == torch.uint8
-    assert torch.equal(again["features"], part["features"]) and torch.equal(again["last"], part["last"])
+    again = received(pickle.loads(pickle.dumps(sendable(part))))
+    assert again.keys() == part.keys() and again["features"].dtype == torch.float8_e4m3fn
+    assert torch.equal(again["features"].float(), part["features"].float()) and torch.equal(again["last"], part["last"])
 
 
 def test_few_numbers_of_anchors_are_compiled():

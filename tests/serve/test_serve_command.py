@@ -94,6 +94,8 @@ def test_llamacpp_wants_the_target_in_its_own_format(target):
         (["log_text=true"], "needs log_accepted=FILE"),
         (["max_num_seqs=0"], "max_num_seqs=0 must be at least 1"),
         (["max_waiting=-1"], "max_waiting=-1 must be at least 0"),
+        (["max_num_batched_tokens=0"], "max_num_batched_tokens=0 must be at least 1"),
+        (["timeout=0"], "timeout=0 must be at least 1"),
         (["port=99999"], " port=99999: "),
         (["host=0.0.0.0"], "set FOREDRAFT_API_KEY, or set insecure=true"),
         (["log_accepted=no/such/folder/log"], "log_accepted=no/such/folder/log cannot be written"),

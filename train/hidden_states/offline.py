@@ -6,17 +6,17 @@ A shard is a safetensors file of some packed rows:
     last       (rows, length, hidden)            the last hidden state, which gives the teacher logits
     *_scale    (rows, length, layers) float32    with float8 only: what a stored position is multiplied by
 
-manifest.json is written last and names target, layers, data and the rows of a shard, as the metadata of every shard do. A
-shard has its final name only when it is complete, so a killed writer continues where it was. The processes of a run write
-side by side, and another run waits for them.
+manifest.json is written last and names target, layers, data and shards. A shard has its final name only when it is complete,
+so a killed writer continues where it was. The processes of a run write side by side, and another run waits for them.
 """
 
+import hashlib
 import json
 import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from foredraft.heads.checkpoint import fingerprint, same_weights
 from foredraft.heads.hub.card import size
 from foredraft.heads.llama_config import probe_tokens
 from foredraft.heads.target_model import Target
@@ -35,15 +34,15 @@ from foredraft.heads.target_model.ends import drop_layers, refuse
 from foredraft.inference.evaluation.progress import Progress
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states.online import batch_of, forward_target
+from foredraft.train.hidden_states.storage import DTYPES, store
 from foredraft.train.runtime import distributed
 from foredraft.train.runtime.locks import hold, write_atomically
 
 MANIFEST, PROBE = "manifest.json", "probe.safetensors"
 UNFINISHED_S = 3600  # age of a half-written shard of which no writer is left
 SHARD_BYTES = 1 << 30  # of a shard, which a process holds in memory while it writes it; a row may be larger
+OWNER = ("target_hash", "target_dtype", "layers", "dtype", "top_k", "data_hash", "shard_rows", "target")
 OPEN = 64  # shards at a time: a system has a limit of files, often 1,024
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8": torch.uint8}  # bytes of float8, to be pickled
-LARGEST = 448.0  # of float8_e4m3fn
 AGAIN = "delete it and the manifest, and both are written again"
 
 
@@ -91,7 +90,8 @@ def offline(
             if rank == 0:
                 clear_unfinished(directory)
                 write_probe(target, facts["layers"], directory)
-                write_atomically(file, json.dumps(facts, indent=2) + "\n")
+                manifest = facts | {"shards": [{"file": name} for name in names(facts)]}
+                write_atomically(file, json.dumps(manifest, indent=2) + "\n")
             distributed.barrier()
     distributed.appear([file])
     compare(json.loads(file.read_text()), facts | {"layers": layers}, directory)
@@ -101,14 +101,16 @@ def offline(
 
 
 def describe(packed: Packed, target: Target, layers: list[int], dtype: str, shard_rows: int) -> dict[str, Any]:
-    """Return the manifest."""
+    """Return the manifest without the shards."""
     row = bytes_per_position(target, layers, dtype) * packed.length
-    loaded = {} if target.embeddings_only else {"target_quantization": target.quantization}  # else it is not known
-    return loaded | {
-        "target": fingerprint(target),
-        "target_dtype": str(target.dtype).removeprefix("torch."),
+    return {
+        "target": target.name,
+        "target_hash": None if target.embeddings_only else target_hash(target),
+        "ends_hash": ends_hash(target),
+        "target_dtype": str(target.dtype).removeprefix("torch."),  # stores of earlier versions do not say it
         "layers": list(layers),
         "dtype": dtype,
+        "top_k": None,  # stores of earlier versions may have the largest logits in place of `last`
         "rows": len(packed),
         "length": packed.length,
         "tokens": packed.tokens,
@@ -117,30 +119,41 @@ def describe(packed: Packed, target: Target, layers: list[int], dtype: str, shar
     }
 
 
+def target_hash(target: Target) -> str:
+    """Return a hash of every parameter: a fine-tune of the same model has another."""
+    return hash_of(target.model.state_dict(), 64)
+
+
+def ends_hash(target: Target) -> str:
+    """Return a hash of what `embeddings_only` leaves of it, of more numbers, since a fine-tune may change few there."""
+    inputs, outputs = target.model.get_input_embeddings(), target.model.get_output_embeddings()
+    return hash_of({"embedding": inputs.weight, "lm_head": outputs.weight}, 1 << 16)
+
+
+def hash_of(weights: Mapping[str, Tensor], numbers: int) -> str:
+    """Hash every weight's name, shape and about `numbers` of its numbers."""
+    total = hashlib.sha256()
+    for name, weight in weights.items():
+        some = weight.detach().flatten()[:: max(1, weight.numel() // numbers)]
+        total.update(f"{name}{tuple(weight.shape)}".encode() + some.float().cpu().contiguous().numpy().tobytes())
+    return total.hexdigest()[:16]
+
+
 def compare(manifest: dict, facts: dict, directory: Path) -> None:
     """Raise ValueError where stored hidden states are not those that this run needs. There may be more layers of them, and
     other numbers of rows in a file."""
-    left_out = {"shard_rows"}
+    left_out = {"target", "shard_rows"} | {"target_dtype"} - manifest.keys()
+    if not facts["target_hash"]:  # not known of ends alone
+        left_out.add("target_hash")
     if set(facts["layers"]) <= set(manifest.get("layers", [])):
         left_out.add("layers")
-    different = differences(manifest, facts, left_out)
-    if different:
+    names = [name for name in facts if name not in left_out and manifest.get(name) != facts[name]]
+    if names:
+        different = "; ".join(f"{name} is {manifest.get(name)} there, {facts[name]} here" for name in names)
         remedy = "delete them, or give another hidden_states.path"
-        if different.keys() == {"target_dtype"}:
+        if names == ["target_dtype"]:
             remedy = f"set target.dtype={manifest['target_dtype']}"
-        raise ValueError(
-            f"the hidden states in {directory} are of another run ({'; '.join(different.values())}): {remedy}"
-        )
-
-
-def differences(stored: dict, facts: dict, left_out: set[str]) -> dict[str, str]:
-    """Return the names of what is stored with other facts than these, each with a description."""
-    names = [name for name in facts if name not in left_out | {"target"} and stored.get(name) != facts[name]]
-    different = {name: f"{name} is {stored.get(name)} there, {facts[name]} here" for name in names}
-    theirs, ours = stored.get("target", {}), facts["target"]
-    if not same_weights(theirs, ours):
-        different["target"] = f"target {theirs['name']} there has other weights than {ours['name']} here"
-    return different
+        raise ValueError(f"the hidden states in {directory} are of another run ({different}): {remedy}")
 
 
 def names(facts: dict) -> list[str]:
@@ -186,7 +199,7 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
         rows = range(start, min(start + facts["shard_rows"], facts["rows"]))
         tensors = shard(packed, target, facts, rows, batch, progress if rank == 0 else None)
         half = directory / f"{name}.{uuid.uuid4().hex}.part"  # process ids may be the same in all containers
-        save_file(tensors, half, metadata={"foredraft": json.dumps(facts)})
+        save_file(tensors, half, metadata={"foredraft": json.dumps({name: facts[name] for name in OWNER})})
         with half.open("rb") as opened:
             os.fsync(opened.fileno())
         half.rename(directory / name)  # complete or absent
@@ -200,9 +213,13 @@ def open_shard(file: Path, facts: dict) -> Any:
         owner = json.loads((opened.metadata() or {}).get("foredraft", "{}"))
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{file} is damaged ({error}); {AGAIN}") from error
-    if wrong := differences(owner, facts, set()):
+    owner = {"target_dtype": facts.get("target_dtype")} | owner
+    wrong = [
+        f"{name} {owner.get(name)}, not {facts[name]}" for name in OWNER[:-1] if owner.get(name) != facts.get(name)
+    ]
+    if wrong:
         raise ValueError(
-            f"{file} was written for another run ({'; '.join(wrong.values())}) and does not belong here: {AGAIN}"
+            f"{file} was written for {owner.get('target')} ({'; '.join(wrong)}) and does not belong here: {AGAIN}"
         )
     return opened
 
@@ -260,7 +277,7 @@ class StoredRows(Dataset):
         manifest = json.loads((directory / MANIFEST).read_text())
         self.packed, self.manifest = packed, manifest
         self.columns = [manifest["layers"].index(layer) for layer in layers]
-        self.files = [directory / name for name in names(manifest)]
+        self.files = [directory / entry["file"] for entry in manifest["shards"]]
         for file in self.files:
             if not file.exists():
                 raise ValueError(f"{file} is missing: delete {directory / MANIFEST} and it is written again")
@@ -287,28 +304,3 @@ class StoredRows(Dataset):
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"opened": {}}  # a loader's worker opens the files itself
-
-
-# How states lie on disk in few bytes, and how they are read back
-
-
-def store(name: str, tensor: Tensor, dtype: str, layers: int) -> dict[str, Tensor]:
-    """Return the tensors to write. float8 has one scale per position and layer, whose sizes differ by orders of magnitude."""
-    if dtype != "float8":
-        return {name: tensor.to(DTYPES[dtype])}
-    parts = tensor.float().unflatten(-1, (layers, -1))
-    scale = parts.abs().amax(-1, keepdim=True).clamp(min=1e-12) / LARGEST
-    return {name: (parts / scale).flatten(-2).to(torch.float8_e4m3fn).view(torch.uint8), f"{name}_scale": scale[..., 0]}
-
-
-def restore(stored: dict[str, Tensor], name: str) -> Tensor:
-    tensor = stored[name]
-    if f"{name}_scale" not in stored:
-        return tensor
-    scale = stored[f"{name}_scale"][..., None]
-    return (tensor.view(torch.float8_e4m3fn).float().unflatten(-1, (scale.shape[-2], -1)) * scale).flatten(-2)
-
-
-def unpack(stored: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return a stored batch, on the head's device, as online.forward_target does."""
-    return restore(stored, "features"), restore(stored, "last")

@@ -11,6 +11,7 @@ lies where, and how attention sees all of it: heads/attention/row_parts.py.
 import datetime
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -37,14 +38,14 @@ class ContextParallel:
         """Return this process's parts of the batches of all processes of its group, in the order of the processes. batch: on
         the host, with the anchors of its whole rows. depth: of the head."""
         margin, length = depth + REACH, batch["tokens"].shape[1]
-        parts = [cut_rows(batch, columns, margin) for columns in columns_of(length, self.count, margin)]
+        cut = [sendable(cut_rows(batch, columns, margin)) for columns in columns_of(length, self.count, margin)]
         found: list[dict[str, Any]] = []
         for source in self.ranks:
             box: list[Any] = [None]
             mine = source == distributed.rank()
-            dist.scatter_object_list(box, parts if mine else None, src=source, group=self.host_group)
+            dist.scatter_object_list(box, cut if mine else None, src=source, group=self.host_group)
             box[0]["parts"] |= {"margin": margin, "length": length, "group": self.device_group}
-            found.append(box[0])
+            found.append(received(box[0]))
         return found
 
 
@@ -82,3 +83,14 @@ def rounded_up(count: int) -> int:
     """Return one of four numbers of anchors for each power of two: each number has its own compiled kernels."""
     step = max(ANCHORS, 1 << max(0, count.bit_length() - 3))
     return max(1, -(-count // step)) * step
+
+
+def sendable(part: dict[str, Any]) -> dict[str, Any]:
+    """Replace float8 tensors (hidden_states.dtype=float8), which cannot be pickled, by their bytes."""
+    float8 = [name for name, x in part.items() if isinstance(x, Tensor) and x.dtype == torch.float8_e4m3fn]
+    return part | {name: part[name].view(torch.uint8) for name in float8} | {"float8": float8}
+
+
+def received(part: dict[str, Any]) -> dict[str, Any]:
+    """Undo `sendable`."""
+    return part | {name: part[name].view(torch.float8_e4m3fn) for name in part.pop("float8")}
