@@ -118,8 +118,11 @@ def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
     with absurd sizes costs no memory."""
     try:
         config = layout.head_config(files, target)
-        with torch.device("meta"):
-            head = layout.kind.from_config(config)
+        try:
+            with torch.device("meta"):
+                head = layout.kind.from_config(config)
+        except ValueError as error:  # a head does not know its files
+            raise files.error(str(error)) from error
     except KeyError as error:
         raise files.error(
             f"config.json has no {error}, which a head of kind {layout.kind.kind} needs: add the value it was trained with "

@@ -4,8 +4,9 @@ import json
 import re
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
+import numpy as np
+import pyarrow
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +14,7 @@ from transformers import TrainerState
 
 from foredraft.heads import load_head
 from foredraft.train import finalize, search
+from foredraft.train.data.documents import Document, Documents
 from foredraft.train.trainer import HeadTrainer
 from tests.support import typed
 from tests.support.processes import Ended, complaint, end, program, succeeded, until
@@ -153,11 +155,12 @@ def test_heads_are_not_compared_where_nothing_can_be_decoded(
     given: list[str], here, tmp_path: Path, monkeypatch, part: str
 ):
     """Check that a search ends before its first candidate if every held-out sample has an image."""
-    load = search.load
+    load, pictured = search.load, Documents.of([Document([1, 2], [True, True])])
+    pictured.images, pictured.rows = pyarrow.array(['["cat.png"]']), np.zeros(1, np.int64)
 
     def with_images(cfg):
         target, data = load(cfg)
-        return target, data._replace(**{part: [SimpleNamespace(images=[1])]})
+        return target, data._replace(**{part: pictured})
 
     monkeypatch.setattr(search, "load", with_images)
     assert "no held-out sample is without images: add samples without images, or choose a head" in complaint(
