@@ -23,14 +23,23 @@ from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.layers import MLP
 
 
+class Mixer(nn.Module):
+    def __init__(self, rank: int, block_size: int):
+        super().__init__()
+        self.L = nn.Parameter(torch.zeros(rank, block_size, block_size))  # what lies above the diagonal is not used
+
+    def forward(self, position: int, u: Tensor) -> Tensor:
+        """Return x (..., rank) of a position, from u (..., position + 1, rank) of the positions up to it."""
+        return u[..., -1, :] + (self.L[:, position, : position + 1].T * u).sum(-2)
+
+
 class Refiner(nn.Module):
     def __init__(self, hidden: int, block_size: int, vocab: int, draft_vocab: int, rank: int, inner: int):
         super().__init__()
         self.w1, self.w2 = nn.Embedding(vocab, rank), nn.Linear(rank, draft_vocab, bias=False)
         self.down_h, self.down_g = (nn.Linear(hidden, rank, bias=False) for _ in range(2))
         self.in_proj = nn.Linear(3 * rank, rank, bias=False)
-        self.mix = nn.ParameterDict({"L": torch.zeros(rank, block_size, block_size)})  # only used up to the diagonal
-        self.mlp = MLP(rank, inner)
+        self.mix, self.mlp = Mixer(rank, block_size), MLP(rank, inner)
         for name, parameter in self.named_parameters():
             if name.endswith("weight"):
                 nn.init.normal_(parameter, std=0.02)
@@ -45,8 +54,7 @@ class Refiner(nn.Module):
         return self.in_proj(torch.cat([c, self.w1(tokens).to(c.dtype)], dim=-1))
 
     def forward(self, position: int, u: Tensor) -> Tensor:
-        """Return the input (..., rank) of `w2` at a position, from u (..., position + 1, rank) of the positions up to it."""
-        x = u[..., -1, :] + (self.mix["L"][:, position, : position + 1].T * u).sum(-2)
+        x = self.mix(position, u)
         return x + self.mlp(x)
 
 

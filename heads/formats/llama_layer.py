@@ -16,13 +16,18 @@ SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"
 LARGEST_SIZE = 2**30  # of a layer or a window: a config with more is damaged
 
 
-def without_window(files: HeadFiles, settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a layer that does not look back through a window, without one."""
-    window = settings.get("sliding_window")
-    if not window or not (settings.get("layer_types") == [SLIDING] or settings.get("use_sliding_window")):
-        return settings
-    files.notes.append(f"sliding_window={window} is not applied, drafts see the whole text")
-    return settings | {"layer_types": None}
+def checked_window(files: HeadFiles, settings: dict[str, Any], applied: bool, single: bool) -> dict[str, Any]:
+    """Return the settings, without a window that is not applied. applied: does this kind look back through a window? single:
+    does it have one layer?"""
+    sliding, window = settings.get("layer_types") == [SLIDING], settings.get("sliding_window")
+    if sliding and applied:
+        depth = settings.get("foredraft", {}).get("depth", 7)
+        if type(window) is not int or window <= depth:
+            raise files.error(f"config.json has sliding_window={window!r}, and a number above {depth} is needed")
+    elif single and window and (sliding or settings.get("use_sliding_window")):
+        files.notes.append(f"sliding_window={window} is not applied, drafts see the whole text")
+        return settings | {"layer_types": None}
+    return settings
 
 
 def layer_settings(
@@ -53,8 +58,7 @@ def layer_settings(
         raise files.error(f"{heads} attention heads cannot share {settings['num_key_value_heads']} key/value heads")
     if count is None and (stated := settings.get("num_hidden_layers", 1)) != 1:
         files.notes.append(f"config.json has num_hidden_layers={stated}, but the weights are of one layer")
-    if count is None and not (windowed and not shown and settings.get("layer_types") == [SLIDING]):
-        settings = without_window(files, settings)
+    settings = checked_window(files, settings, windowed and not shown, count is None)
     new = settings.get("rope_parameters") or {}
     theta = settings.get("rope_theta")  # null means absent
     if theta is not None and new.get("rope_theta", theta) != theta:
