@@ -136,8 +136,8 @@ def check_at_least(cfg: DictConfig, least: int, *names: str) -> None:
     """Raise ValueError for the first of these keys whose value, or one value of its list, is less than `least`."""
     for name in names:
         value = OmegaConf.select(cfg, name)
-        values = value if isinstance(value, ListConfig) else [value]
-        if any(one is not None and one < least for one in values):
+        numbers = value if isinstance(value, ListConfig) else [value]
+        if any(number is not None and number < least for number in numbers):
             raise ValueError(f"{name}={value} must be at least {least}")
 
 

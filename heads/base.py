@@ -201,8 +201,10 @@ class DraftHead(nn.Module, ABC):
     def vocabulary_parameters(self) -> list[nn.Parameter]:
         """Return the parameters with a row for each token: those of embeddings and of projections to a vocabulary."""
         embeddings = [module for module in self.modules() if isinstance(module, nn.Embedding)]
-        found = [parameter for module in (*embeddings, *self.projections) for parameter in module.parameters()]
-        return found + [weight for name, weight in self.named_parameters() if name.startswith(self.vocabulary_names)]
+        parameters = [parameter for module in (*embeddings, *self.projections) for parameter in module.parameters()]
+        return parameters + [
+            weight for name, weight in self.named_parameters() if name.startswith(self.vocabulary_names)
+        ]
 
     @torch.no_grad()
     def init_projections(self, target: Target, counts: Tensor | None, lm_head: str = "trained") -> None:
