@@ -150,6 +150,22 @@ def test_a_resumed_run_has_only_the_rest_of_its_minutes(monkeypatch):
     assert fitted == [60] == [state.max_steps]
 
 
+@pytest.mark.parametrize(("all_steps", "fitted"), [(1000, [120, 65, 200]), (150, [120, 65, 150]), (62, [])])
+def test_a_machine_that_becomes_busier_or_freer_changes_how_many_steps_fit(monkeypatch, all_steps, fitted):
+    """Let steps take 1 s, from the 11th on 2 s, and from the 21st on half a second, in a run of two minutes."""
+    now, plans = [0.0], list[int]()
+    monkeypatch.setattr(callbacks, "time", Fake(perf_counter=lambda: now[0]))
+    limit = callbacks.FitToTime(2.0, plans.append)
+    state = Fake(global_step=0, max_steps=all_steps, logging_steps=1, log_history=[])
+    limit.on_train_begin(None, state, None)
+    while state.global_step < state.max_steps:
+        state.global_step += 1
+        now[0] += 1 if state.global_step <= 10 else 2 if state.global_step <= 20 else 0.5
+        limit.on_step_end(None, state, None)
+    assert plans == fitted and state.global_step == (fitted or [all_steps])[-1]
+    assert callbacks.time_limit_record(state).get("fitted_steps") == (200 if all_steps == 1000 else None)
+
+
 def test_a_resumed_run_may_change_what_is_measured_and_nothing_that_is_trained():
     trained = typed("""
         head.ttt_steps loss loss_args objective.depth_decay target.path target.dtype data.path data.val_split seed data_seed

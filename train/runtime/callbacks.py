@@ -56,47 +56,53 @@ class StopOnSignal(TrainerCallback):
 
 
 class FitToTime(TrainerCallback):
-    """Reduce `max_steps`, and the steps over which the learning rate falls, to what can be done in `minutes`.
+    """Set `max_steps`, and the steps over which the learning rate falls, to what can be done in `minutes`.
 
-    Steps FIRST to LAST are timed; what is measured and saved later comes on top. The learning rate should still rise then, or
-    stand at its highest, as conf/preset/test_model.yaml has it: so the steps before belong to either schedule."""
+    Steps FIRST to LAST are timed. The learning rate should still rise then, or stand at its highest, as
+    conf/preset/test_model.yaml has it: so the steps before belong to either schedule. A machine may be busier or freer later:
+    as often as the number of steps has doubled, the last half of them is timed with what was measured and saved in it."""
 
     FIRST, LAST = 2, 10  # the first step also allocates and compiles
 
     def __init__(self, minutes: float, reschedule: Callable[[int], None]):
         """Set the limit. reschedule: called with the new number of steps."""
         self.minutes, self.reschedule = minutes, reschedule
-        self.start = self.first = 0.0
+        self.start = self.since = 0.0
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.begun, self.start = state.global_step, time.perf_counter() - seconds_of(state)
+        self.all_steps, self.timed, self.next = state.max_steps, self.FIRST, self.LAST
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         done = state.global_step - self.begun
         if done == self.FIRST:
-            self.first = time.perf_counter()
-        if done != self.LAST:
+            self.since = time.perf_counter()
+        if done != self.next:
             return
         now = time.perf_counter()
-        times = [(now - self.first) / (self.LAST - self.FIRST), 60 * self.minutes - (now - self.start)]
+        times = [(now - self.since) / (done - self.timed), 60 * self.minutes - (now - self.start)]
+        self.since, self.timed, self.next = now, done, 2 * done
         each, left = distributed.broadcast(times)
-        steps = state.global_step + max(1, int(left / each))
-        if steps < state.max_steps:
-            print(
-                f"a step takes {each:.2f} s: trainer.max_minutes={self.minutes:g} allows {steps} of {state.max_steps}; "
-                f"acceptance may be lower than with trainer.max_steps={state.max_steps}",
-                flush=True,
-            )
-            # Where the run is resumed, and in what it reports.
-            record = {"step": state.global_step, "fitted_steps": steps, "all_steps": state.max_steps}
-            state.log_history.append(record | {"minutes": self.minutes})
-            state.max_steps = steps
-            self.reschedule(steps)
+        steps = min(self.all_steps, state.global_step + max(1, int(left / each)))
+        if abs(steps - state.max_steps) <= 0.05 * state.max_steps:
+            return
+        print(
+            f"a step takes {each:.2f} s: trainer.max_minutes={self.minutes:g} allows {steps} of {self.all_steps}; "
+            f"acceptance may be lower than with trainer.max_steps={self.all_steps}",
+            flush=True,
+        )
+        # Where the run is resumed, and in what it reports.
+        record = {"step": state.global_step, "fitted_steps": steps, "all_steps": self.all_steps}
+        state.log_history.append(record | {"minutes": self.minutes})
+        state.max_steps = steps
+        self.reschedule(steps)
 
 
 def time_limit_record(state: TrainerState) -> dict[str, Any]:
-    """Return what FitToTime logged when it set `max_steps`: `fitted_steps`, `all_steps`, `minutes`; empty if it did not."""
-    return next((entry for entry in reversed(state.log_history) if entry.get("fitted_steps") == state.max_steps), {})
+    """Return what FitToTime logged when it set `max_steps`: `fitted_steps`, `all_steps`, `minutes`; empty if all steps are
+    done."""
+    record = next((entry for entry in reversed(state.log_history) if entry.get("fitted_steps") == state.max_steps), {})
+    return record if record and record["fitted_steps"] < record["all_steps"] else {}
 
 
 class Progress(TrainerCallback):
