@@ -362,6 +362,9 @@ MARKS = ["<s>", "<eos>", "<|user|>", "<|assistant|>"]
 TURNS = [{"role": "user", "content": "a"}, answer("b"), {"role": "user", "content": "c"}, answer("d")]
 
 
+TAGGED = CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+
+
 @pytest.mark.parametrize(
     ("template", "marks", "texts"),
     [
@@ -375,7 +378,7 @@ TURNS = [{"role": "user", "content": "a"}, answer("b"), {"role": "user", "conten
             ["b<|end|>", "d<|end|>"],
         ),
         # The end mark is learned where {% generation %} leaves it out, and the header is not where it takes it in.
-        (CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"), SPECIAL, ["b", "d"]),
+        (TAGGED, SPECIAL, ["b", "d"]),
         (
             CHATML.replace("<|im_start|>{{ m.role }}", "{% generation %}<|im_start|>{{ m.role }}").replace(
                 "{{ m.content }}<|im_end|>\n", "{{ m.content }}<|im_end|>\n{% endgeneration %}"
@@ -383,6 +386,8 @@ TURNS = [{"role": "user", "content": "a"}, answer("b"), {"role": "user", "conten
             SPECIAL,
             ["b", "d"],
         ),
+        # The marks also say where an answer starts if its generation prompt does not.
+        (TAGGED.replace("<|im_start|>assistant", "<|im_start|>bot"), SPECIAL, ["b", "d"]),
     ],
 )
 def test_what_the_target_must_write_to_stop_is_learned_once(template: str, marks: list[str], texts: list[str]):
