@@ -94,7 +94,10 @@ def main(cfg: DictConfig) -> None:
         if not target.is_collective:
             distributed.shutdown()
         if trainer.measures:  # what follows is one process's work, unless the target is run by all together
-            finalize(cfg, trainer, run.data, run.held_out, run.directory)
+            try:
+                finalize(cfg, trainer, run.data, run.held_out, run.directory)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt("the head is trained, and the same command goes on to measure it") from None
         distributed.shutdown()
 
 

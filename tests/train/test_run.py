@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, TrainerControl, Traine
 
 from foredraft.heads import Target
 from foredraft.inference import generate, load_drafter
+from foredraft.train import run as train_run
 from foredraft.train.runtime import callbacks, checkpoints, distributed
 from foredraft.train.writing import self_generated
 from foredraft.train.writing.written_rows import RowFile
@@ -287,6 +289,19 @@ def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPa
         stop.restore()
     assert stop.stopped()
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_what_was_trained_before_a_ctrl_c_in_the_measurement_is_not_trained_again(
+    here, eagle: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    typed = [*eagle, f"output_dir={tmp_path}/out", "trainer.max_steps=2", "eval.steps=0", "eval.final_num_prompts=1"]
+    with monkeypatch.context() as patch:
+        patch.setattr(train_run, "finalize", Mock(side_effect=KeyboardInterrupt))
+        first = here(*typed)
+    assert first.code == 130 and "step 2/2 " in first.out
+    assert first.err.endswith("interrupted: the head is trained, and the same command goes on to measure it\n")
+    second = here(*typed)
+    assert second.code == 0 and "/2 " not in second.out and (tmp_path / "out/metrics.json").exists()
 
 
 def test_a_signal_may_come_before_the_other_one_has_its_handler(monkeypatch: pytest.MonkeyPatch):
