@@ -23,7 +23,6 @@ from torch import Tensor
 from foredraft.heads.caches.cuda_graphs import CudaGraphs, power_of_two
 from foredraft.heads.caches.kv_cache import KEY_BLOCK, bucket, to_device
 from foredraft.heads.target_model import Target, TargetCache, TargetOutput
-from foredraft.heads.target_model.packing import fewest_rows
 from foredraft.inference.clock import Clock
 from foredraft.inference.drafters.base import Accepted, Drafter, NoDrafter
 from foredraft.inference.drafters.chain import as_supported
@@ -71,7 +70,7 @@ class Engine:
         self.slot_tokens, self.reuse_prefixes = slot_tokens, reuse_prefixes
         self.slots = Slots(target, self.drafter)
         on_cpu = target.device.type == "cpu" and target.capabilities.trees
-        self.fewest_rows = fewest_rows(target.model) if on_cpu else 1
+        self.fewest_rows = target.capabilities.fastest_rows if on_cpu else 1
         self.clock = Clock(target.device, timings)
 
     def add(self, request: Request) -> None:

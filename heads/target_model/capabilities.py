@@ -19,7 +19,7 @@ from foredraft.heads.caches.stacked_cache import StackedCache, stacks
 from foredraft.heads.target_model.cache_directory import measured_once
 from foredraft.heads.target_model.config_names import keys_kept, uses_sparse_indexer
 from foredraft.heads.target_model.key_widths import short_widths
-from foredraft.heads.target_model.packing import fewest_rows, is_packed
+from foredraft.heads.target_model.packing import fastest_rows, fewest_rows, is_packed
 
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
@@ -139,6 +139,11 @@ class Capabilities:
         """Return whether no bit of a token's logits depends on how its prompt is cut, padded, or continued from the entries
         of another text, nor on other texts, nor on the branches next to it."""
         return self.pads_for_bits and self._is_batch_invariant
+
+    @cached_property
+    def fastest_rows(self) -> int:
+        """Return how many rows a decoding step on a CPU has at least."""
+        return fastest_rows(self.target.model)
 
     @cached_property
     def short_widths(self) -> list[int]:

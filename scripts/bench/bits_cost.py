@@ -21,7 +21,6 @@ from foredraft.cli import entry
 from foredraft.heads.attention import masked
 from foredraft.heads.caches import kv_cache
 from foredraft.heads.target_model.capabilities import Capabilities
-from foredraft.inference import engine
 from foredraft.inference.evaluation.measure import left_pad
 from foredraft.scripts.bench import systems
 from foredraft.scripts.bench.matched import first_turns
@@ -34,7 +33,7 @@ def other_shapes() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for place, name, value in (
             (masked, "FEWEST_ROWS", 1),
-            (engine, "fewest_rows", lambda model: 1),
+            (Capabilities, "fastest_rows", property(lambda able: 1)),
             (kv_cache, "KEY_BLOCK", 16),
             (Capabilities, "short_widths", property(lambda able: [])),
             (Capabilities, "keeps_bits", property(lambda able: False)),

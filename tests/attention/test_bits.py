@@ -12,10 +12,9 @@ from foredraft import Request, SamplingParams, Target
 from foredraft.heads.attention import masked, masks, paths
 from foredraft.heads.caches.device import FEWEST_ROWS
 from foredraft.heads.caches.kv_cache import KEY_BLOCK
-from foredraft.heads.target_model import capabilities
+from foredraft.heads.target_model import capabilities, packing
 from foredraft.heads.target_model.key_widths import CANDIDATES, measured_widths, short_widths
 from foredraft.heads.target_model.packing import fewest_rows, is_faster, pack
-from foredraft.inference import engine
 from foredraft.inference.drafters import Drafter, DraftModel, NgramDrafter, SuffixDrafter, drafter_for, load_drafter
 from foredraft.inference.evaluation.lossless import BitComparison, BitRecorder, compare_bits
 from tests.support import ROOT, nightly_but
@@ -258,11 +257,11 @@ def test_forwards_keep_to_shapes_that_keep_bits(half, monkeypatch):
     decode(half, None, 0.0, 3)
     short = half.capabilities.short_widths
     assert attention and all(rows % 4 == 0 and (width % 512 == 0 or width % 512 in short) for rows, width in attention)
-    assert min(products) == fewest_rows(half.model)
+    assert min(products) == half.capabilities.fastest_rows >= fewest_rows(half.model)
 
 
 def test_steps_of_fewer_rows_keep_every_bit(monkeypatch):
-    """Check it in float32, for the number of rows that this processor uses."""
+    """Check it in float32, for the numbers of rows among which this processor's speed decides."""
     config = configs()["llama"]
     config.hidden_size = config.intermediate_size = config.vocab_size = 256  # each product is large enough to be packed
     config.num_attention_heads = config.num_key_value_heads = 4
@@ -272,10 +271,13 @@ def test_steps_of_fewer_rows_keep_every_bit(monkeypatch):
     pack(target.model)
     if fewest_rows(target.model) == FEWEST_ROWS:
         pytest.skip("the products of this processor have the same number of rows anyway")
-    few = decode(target, None, 0.0, 1, lengths=(9, 30))
-    monkeypatch.setattr(engine, "fewest_rows", lambda model: FEWEST_ROWS)
-    found = BitComparison.of(decode(target, None, 0.0, 1, lengths=(9, 30)), few)
-    assert found.is_equal and found.rows > 40
+    texts = []
+    for rows in range(fewest_rows(target.model), FEWEST_ROWS + 1):
+        monkeypatch.setitem(vars(target.capabilities), "fastest_rows", rows)
+        texts.append(decode(target, None, 0.0, 1, lengths=(9, 30)))
+    for text in texts[:-1]:
+        found = BitComparison.of(text, texts[-1])
+        assert found.is_equal and found.rows > 40
 
 
 @pytest.mark.parametrize(
@@ -295,6 +297,26 @@ def test_fewer_rows_are_computed_where_they_have_the_bits_of_many(monkeypatch, i
     for more in (nn.Linear(8, 8), tied, others):
         assert fewest_rows(nn.Sequential(*packed, more)) == FEWEST_ROWS
     assert fewest_rows(packed.bfloat16()) == half
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "fastest"),
+    [({2: 50, 3: 38, 4: 36}, 4), ({2: 27, 3: 27, 4: 30}, 2), ({2: 37, 3: 36, 4: 36}, 2), ({2: 44, 3: 36, 4: 36}, 3)],
+)
+def test_a_step_has_the_rows_that_are_fastest(monkeypatch, milliseconds, fastest):
+    now, model = 0.0, nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
+    pack(model.requires_grad_(False))
+    if not any(isinstance(layer, packing.PackedLinear) for layer in model):
+        pytest.skip("the products of this processor have the same number of rows anyway")
+
+    def product(layer, x):
+        nonlocal now
+        now += milliseconds[len(x)] / 3
+
+    monkeypatch.setattr(packing.PackedLinear, "product", product)
+    monkeypatch.setattr(packing, "fewest_rows", lambda model: 2)
+    monkeypatch.setattr(packing.time, "perf_counter", lambda: now)
+    assert packing.fastest_rows(model) == fastest
 
 
 def test_fewer_columns_than_a_block_are_measured(half, monkeypatch, tmp_path):
