@@ -58,7 +58,7 @@ def test_a_gguf_file_gives_the_weights_template_and_end_tokens_of_its_model(file
 
 
 def test_a_template_for_tools_is_used_with_tools(file, model, words):
-    """Check a second template, as Hermes has it, for which GGUF has a key of its own."""
+    """Check a second template, as Hermes has it, which has its own key in GGUF."""
     named = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.chat_template.tool_use": "{{ tools }}"}
     write_gguf(file, model, words, metadata=named)
     tokenizer = Target.from_pretrained(file, dtype="float32").text_tokenizer
