@@ -361,7 +361,7 @@ def test_a_head_may_have_its_own_embedding(tmp_path, width):
         write_export(layout, head, target, tmp_path / layout)
         assert same(load(tmp_path / layout, target)[0], head)
     for engine in ("sglang", "eagle", "gguf"):
-        with pytest.raises(ValueError, match="does not support .*embed_requires_grad"):
+        with pytest.raises(ValueError, match=r"does not support .*embed_requires_grad"):
             engines.export_for(engine, head, target)
     learn("eagle3", head.requires_grad_(True), target)
     edit(tmp_path / "vllm", lambda config: config.update(target_hidden_size=2 * HIDDEN))
