@@ -249,6 +249,8 @@ def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict:
     rope of a target with an edited config.json) give one warning, or an error as `read_head` describes."""
     saved, now = files.config.get("foredraft", {}).get("target", {}), fingerprint(target)
     stated = {} if head.config is None else head.config.to_dict()  # in files of others
+    if taken := files.config.get("target_hidden_size"):
+        stated["hidden_size"] = taken
     sizes = {name: saved.get(name, stated.get(name, now[name])) for name in ("vocab_size", "hidden_size", "num_layers")}
     problems = [
         f"{name}: the head has {size}, the target {now[name]}" for name, size in sizes.items() if size != now[name]

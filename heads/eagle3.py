@@ -38,7 +38,8 @@ from foredraft.heads.target_model import Target
 
 SLIDING = "sliding_attention"  # the name of a layer with a window in config.json
 WINDOWED = {"layer_types": [SLIDING], "use_sliding_window": True}  # Qwen3's config forgets a window without the flag
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm")  # settings, here and on disk
+# Settings, here and on disk. The last one is whether it has its own embedding.
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm", "embed_requires_grad")
 
 
 class MidLayer(DecoderLayer):
@@ -70,9 +71,10 @@ class Eagle3Head(LayerHead):
 
     def __init__(self, config: dict[str, Any]):
         """Build the modules of a config.json. qk_norm: norms on queries and keys, as in Qwen3's layers. sliding_window:
-        positions that the layer looks back. Three settings only occur in heads of other programs: norm_before_fc (one norm
-        over all fused hidden states), norm_before_residual, and use_aux_hidden_state=False, with which the layer takes the
-        target's last hidden state (nvidia/gpt-oss-120b-Eagle3-v2)."""
+        positions that the layer looks back. Other settings only occur in heads of other programs: norm_before_fc (one norm
+        over all fused hidden states), norm_before_residual, use_aux_hidden_state=False, with which the layer takes the
+        target's last hidden state (nvidia/gpt-oss-120b-Eagle3-v2), and embed_requires_grad, its own embedding, which a head
+        of another width than its target needs (target_hidden_size; yuhuili/EAGLE3-LLaMA3.3-Instruct-70B)."""
         super().__init__()
         self.config, self.layers = llama_config.from_json(config), list(config["eagle_aux_hidden_state_layer_ids"])
         self.depth = config.get("foredraft", {}).get("depth", 7)
@@ -80,10 +82,13 @@ class Eagle3Head(LayerHead):
         self.window = check_window(window, self.depth)
         flags = self.flags = {name: bool(config.get(name, False)) for name in FLAGS}
         width, eps, count = self.config.hidden_size, self.config.rms_norm_eps, len(self.layers)
+        taken = self.taken = config.get("target_hidden_size") or width  # size of the target's hidden states
+        flags["embed_requires_grad"] |= taken != width
         takes_raw = not (flags["fc_norm"] or flags["norm_before_fc"])
-        self.fc = ScaledLinear(count * width, width, takes_raw) if config.get("use_aux_hidden_state", True) else None
-        self.input_norm = RMSNorm(count * width, eps) if flags["norm_before_fc"] else None
-        self.fc_norm = nn.ModuleList(RMSNorm(width, eps) for _ in range(count if flags["fc_norm"] else 0))
+        self.embed_tokens = nn.Embedding(self.config.vocab_size, width) if flags["embed_requires_grad"] else None
+        self.fc = ScaledLinear(count * taken, width, takes_raw) if config.get("use_aux_hidden_state", True) else None
+        self.input_norm = RMSNorm(count * taken, eps) if flags["norm_before_fc"] else None
+        self.fc_norm = nn.ModuleList(RMSNorm(taken, eps) for _ in range(count if flags["fc_norm"] else 0))
         self.layer = MidLayer(self.config, flags["qk_norm"])
         self.norm = RMSNorm(width, eps)
         drafts_from = self.prune_vocabulary(config.get("draft_vocab_size"), self.config.vocab_size)
@@ -142,12 +147,18 @@ class Eagle3Head(LayerHead):
             **({"model_type": "qwen3"} if qwen3 else {}),
             **({} if self.window is None else WINDOWED | {"sliding_window": self.window}),
             "draft_vocab_size": self.lm_head.out_features,
-            "target_hidden_size": self.config.hidden_size,
+            "target_hidden_size": self.taken,
             **self.flags,
             "use_aux_hidden_state": self.fc is not None,
             "eagle_aux_hidden_state_layer_ids": self.layers,
             "num_aux_hidden_states": len(self.layers),
         }
+
+    def embed(self, tokens: Tensor, target: Target | None = None) -> Tensor:
+        if self.embed_tokens is None:
+            assert target is not None
+            return super().embed(tokens, target)
+        return self.embed_tokens(tokens.clamp(max=self.config.vocab_size - 1))  # the target may read more tokens
 
     def first_hidden(self, aux_hidden_states: Tensor) -> Tensor:
         if self.fc is None:
@@ -174,6 +185,7 @@ class Eagle3Head(LayerHead):
     def forward(self, aux_hidden_states: Tensor, embeddings: Tensor, text: PackedBatch) -> list[Tensor]:
         """Compute the products of attention with the embeddings, which stay in place, once for all steps."""
         hidden = self.first_hidden(aux_hidden_states)
+        embeddings = embeddings if self.embed_tokens is None else self.embed(text.tokens)
         next_embeddings = embeddings.to(hidden.dtype).roll(-1, dims=1)
         cos, sin = self.rotary(text.positions, text.row_length, hidden.dtype)
         layer, attention = self.layer, self.layer.self_attn

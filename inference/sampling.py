@@ -6,6 +6,7 @@ adds the same noise to its logits tends to draft this token. For any draft, the 
 with the same seed, token by token. Temperature 0 is the same rule with G = 0.
 """
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -64,6 +65,9 @@ class SamplingParams:
             check_kind(name, getattr(self, name), Real | None, "a number")
         check_kind("top_k", self.top_k, Integral | None, "a whole number")
         check_kind("grammar", self.grammar, Grammar | None, "a Grammar, which Grammars(target) compiles")
+        for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            if not math.isfinite(getattr(self, name) or 0):
+                raise ValueError(f"{name}={getattr(self, name)} is not a finite number")
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or more")
         if self.top_k is not None and self.top_k < 1:

@@ -95,7 +95,7 @@ class Format(ABC):
         """Return the tensors to write, on the CPU and without shared memory."""
         state = head.state_dict().items()
         weights = {self.disk_name(name): tensor.detach().cpu().clone().contiguous() for name, tensor in state}
-        if self.embeddings:
+        if self.embeddings and EMBEDDINGS not in weights:
             rows = target.embeddings.detach().cpu()
             weights[EMBEDDINGS] = rows.to(head.dtype, copy=True).contiguous()
         return weights
@@ -136,7 +136,7 @@ def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
         ) from error
     expected = {layout.disk_name(name): tensor for name, tensor in head.state_dict().items()}
     weights = complete_vocabulary(files, layout.complete_weights(files, head, target), head, target.vocab_size)
-    weights = complete_projections(files, layout, weights, head, target)
+    weights = complete_projections(files, layout, complete_biases(weights, expected), head, target)
     problems = weight_problems(weights, expected)
     if problems:
         raise files.error("; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""))
@@ -147,6 +147,13 @@ def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
     state = {name: t.to(dtype if t.is_floating_point() else t.dtype, copy=True) for name, t in state.items()}
     head.load_state_dict(state, assign=True)
     return head
+
+
+def complete_biases(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `weights` with zeros for the output of attention if only queries, keys and values have biases (Qwen2)."""
+    outputs = {name: name.replace(".o_proj.", ".q_proj.") for name in expected if name.endswith(".o_proj.bias")}
+    shown = {name: weights[queries] for name, queries in outputs.items() if queries in weights}
+    return {name: bias.new_zeros(expected[name].shape) for name, bias in shown.items()} | weights
 
 
 def weight_problems(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:

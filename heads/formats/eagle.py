@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.eagle import EagleHead
-from foredraft.heads.formats.base import Format, HeadFiles, check_settings, drop_embeddings
+from foredraft.heads.formats.base import Format, HeadFiles, check_settings, drop_copy, drop_embeddings
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.target_model import Target
 
@@ -29,11 +29,11 @@ class EagleFormat(Format):
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
         named = ARCHITECTURES & set(files.config.get("architectures") or [])
-        # SafeAILab's own files have LlamaForCausalLM, with any model_type, and vLLM's first ones no name. No target's weights
-        # have these names, and no EAGLE-1 has an lm_head.
+        # SafeAILab's own files have LlamaForCausalLM, with any model_type. No target's weights have these names, and no
+        # EAGLE-1 has an lm_head but vLLM's first ones, which repeat the target's.
         by_weights = any(name.startswith(("fc.", "layers.0.")) for name in files.weights)
         by_weights = by_weights and "lm_head.weight" not in files.weights
-        return cls() if named or by_weights else None
+        return cls() if named or by_weights or files.config.get("model_type") == "eagle" else None
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         config = files.config.get("model") if files.config.get("model_type") == "eagle" else files.config
@@ -43,6 +43,7 @@ class EagleFormat(Format):
         return layer_settings(files, config, target)
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
+        files = drop_copy(files, "lm_head.weight", target.model.get_output_embeddings(), target)
         return drop_embeddings(files, target).weights
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.eagle3 import FLAGS, Eagle3Head
-from foredraft.heads.formats.base import Format, HeadFiles, check_settings, draft_vocabulary, drop_embeddings
+from foredraft.heads.formats.base import (
+    EMBEDDINGS,
+    Format,
+    HeadFiles,
+    check_settings,
+    draft_vocabulary,
+    drop_embeddings,
+)
 from foredraft.heads.formats.layer_ids import IDS, for_sglang, resolve_layer_ids
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.target_model import Target
@@ -26,9 +33,8 @@ OPTIONS = {
     "use_mtp_layernorm": False,
     "next_layer_regular": True,
     "parallel_draft_step": 1,
-    "parallel_draft_heads_num_layers": 0,
 }
-AUX = "use_aux_hidden_state"
+AUX, PARALLEL = "use_aux_hidden_state", "parallel_draft_heads_num_layers"  # of heads that one step does not have
 ALIASES = {name: name for name in FLAGS} | {"return_hidden_post_norm": "norm_output"}
 
 
@@ -56,9 +62,11 @@ class Eagle3Format(Format):
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         config = files.config
         settings = layer_settings(files, config, target, latent=True, windowed=True)
-        check_settings(files, config, {"bias": False, "target_hidden_size": config["hidden_size"]})
+        check_settings(files, config, {"bias": False})
         flags = {name: config.get(name) for name in FLAGS} | eagle_flags(files)
         fused = (config.get("eagle_config") or {}).get(AUX) is not False
+        if not fused:
+            check_settings(files, config, {"target_hidden_size": config["hidden_size"]})
         shared = self.shared_config(files, flags, target, None if fused else [target.num_layers])
         return settings | shared | {AUX: fused, "foredraft": config.get("foredraft", {})}
 
@@ -77,7 +85,8 @@ class Eagle3Format(Format):
         )
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        weights = drop_embeddings(files, target).weights
+        own = EMBEDDINGS in head.state_dict()
+        weights = dict(files.weights) if own else drop_embeddings(files, target).weights
         if "lm_head.weight" not in weights and not head.pruned and not files.trained_here:
             rows = target.lm_head_rows
             if rows is None:
@@ -102,7 +111,7 @@ def eagle_flags(files: HeadFiles) -> dict[str, bool]:
     if not isinstance(eagle, dict):
         raise files.error(f"config.json has eagle_config={eagle!r}, which contains no settings")
     check_settings(files, eagle, OPTIONS)
-    unknown = sorted(eagle.keys() - OPTIONS.keys() - ALIASES.keys() - {IDS, AUX})
+    unknown = sorted(eagle.keys() - OPTIONS.keys() - ALIASES.keys() - {IDS, AUX, PARALLEL})
     if unknown:
         raise files.error(
             f"eagle_config has {unknown[0]}={eagle[unknown[0]]!r}, which is not supported and may change what the layer "

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foredraft.heads.formats.base import HeadFiles
 from foredraft.heads.formats.gguf.tensors import FILE, read_gguf
+from foredraft.heads.target_model.files import check_no_pointer
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -45,10 +46,11 @@ def read(directory: Path) -> HeadFiles:
     """Read the config and the weights in `directory`. Raises ValueError with the file and what is wrong with it."""
     config = read_config(directory)
     weights = weights_file(directory)
-    if weights.name == INDEX:
-        tensors = read_shards(weights)
-    elif weights.suffix == ".safetensors":
-        tensors = read_safetensors(weights)
+    parts = shards(weights) if weights.name == INDEX else [weights]
+    for part in parts:
+        check_no_pointer(part)
+    if weights.name in SAFE:
+        tensors = {name: tensor for part in parts for name, tensor in read_safetensors(part).items()}
     elif weights.name == FILE:
         tensors = read_gguf(weights)
     else:
@@ -116,14 +118,6 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
-
-
-def read_shards(index: Path) -> dict[str, Tensor]:
-    """Read the tensors of a model that was saved in parts."""
-    tensors: dict[str, Tensor] = {}
-    for part in shards(index):
-        tensors |= read_safetensors(part)
-    return tensors
 
 
 def shards(index: Path) -> list[Path]:

@@ -12,7 +12,10 @@ from foredraft.heads.target_model import Target
 LAYER = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None, "is_neox_style": True}
 LAYER |= {"rope_is_neox_style": True, "use_gemma_norm": False}  # SGLang's names
 LATENT_WEIGHT = "self_attn.kv_a_proj_with_mqa.weight"  # reveals such a layer; config.json may only repeat its target's
-SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    "target_hidden_size",
+)
 LARGEST_SIZE = 2**30  # of a layer or a window: a config with more is damaged
 
 

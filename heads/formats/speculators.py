@@ -50,13 +50,12 @@ class SpeculatorsFormat(Eagle3Format):
         check_settings(
             files, layer, {"attention_bias": False, "model_type": "qwen3" if has_qk_norms(files) else "llama"}
         )
-        check_settings(files, config, {"target_hidden_size": layer["hidden_size"]})
         flags = {name: config.get(name) for name in FLAGS}
         record = {"depth": files.speculative_tokens(usual=7)} | config.get("foredraft", {})
         return (
             layer_settings(files, layer, target, windowed=True)
             | self.shared_config(files, flags, target)
-            | {"foredraft": record}
+            | {"foredraft": record, "target_hidden_size": config.get("target_hidden_size")}
         )
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
@@ -182,7 +181,9 @@ def speculators_settings(algorithm: str, architecture: str, head: DraftHead, tar
     layer = {name: value for name, value in config.items() if name in names}
     layer |= {"architectures": [LAYERS[config["model_type"]]]}
     flags = {name: config[name] for name in FLAGS if name in config}
-    return package_config(algorithm, [architecture], head, layer, target) | {IDS: head.layers} | flags
+    taken = None if config["target_hidden_size"] == config["hidden_size"] else config["target_hidden_size"]
+    shared = package_config(algorithm, [architecture], head, layer, target)
+    return shared | {IDS: head.layers, "target_hidden_size": taken} | flags
 
 
 def package_config(
@@ -200,6 +201,6 @@ def package_config(
         },
         "transformer_layer_config": layer,
         "draft_vocab_size": head.to_config()["draft_vocab_size"],
-        "target_hidden_size": None,  # the head is as wide as the target
+        "target_hidden_size": None,  # it is as wide as the target
         "tie_word_embeddings": False,
     }

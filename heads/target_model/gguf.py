@@ -25,10 +25,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from foredraft.heads.target_model.cache_directory import cache_directory, file_sha256, measured_once
+from foredraft.heads.target_model.files import check_no_pointer
 from foredraft.heads.target_model.gguf_tokenizer import build_tokenizer, end_tokens
 
 MAGIC = b"GGUF"
-VERSION = 2  # of the conversion; a higher number converts again
+VERSION = 3  # of the conversion; a higher number converts again
 RECORD = "gguf.json"  # next to the converted weights: file, digest, quantization
 UNUSED = ("rope_freqs.weight",)  # tensors that are not weights
 
@@ -59,6 +60,7 @@ def converted(file: Path, dtype: torch.dtype) -> Path:
 def check_file(file: Path) -> None:
     if not file.is_file():
         raise ValueError(f"target {file} does not exist: give a GGUF file, a directory, or a Hub id")
+    check_no_pointer(file)
     with file.open("rb") as opened:
         first = opened.read(4)
     if first != MAGIC:
@@ -213,10 +215,12 @@ def check_rope(file: Path, metadata: dict[str, Any], tensors: Any, config: Any) 
     check(width in (None, int(has * partial)), file, f"it rotates {width} of the {has} dimensions of a head")
     long = [tensor.name for tensor in tensors if tensor.name.startswith("rope_factors")]
     check(not long, file, f"its rope factors ({', '.join(long)}) are not supported")
-    kind, scaling = metadata.get(f"{name}.rope.scaling.type"), f"{name}.rope.scaling."
-    if kind not in (None, "none"):
+    scaling = f"{name}.rope.scaling."
+    factor = metadata.get(f"{scaling}factor") or metadata.get(f"{name}.rope.scale_linear") or 1.0  # the older name
+    kind = metadata.get(f"{scaling}type", "none" if factor == 1 else "linear")  # llama.cpp's default
+    if kind != "none":
         check(kind in ("linear", "yarn"), file, f"its rope scaling {kind} is not supported")
-        settings = {"rope_type": kind, "factor": metadata.get(f"{scaling}factor", 1.0)}
+        settings = {"rope_type": kind, "factor": factor}
         if kind == "yarn":
             original = metadata.get(f"{scaling}original_context_length")
             settings["original_max_position_embeddings"] = original or config.max_position_embeddings

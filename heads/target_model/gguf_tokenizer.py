@@ -31,6 +31,7 @@ ENDS = (
 )
 NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's special tokens
 MARKS = (UNKNOWN, CONTROL, USER_DEFINED)
+TEMPLATE = "tokenizer.chat_template"
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
@@ -121,9 +122,15 @@ def build_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTrainedTokeni
         single = " ".join(part for part in (bos and f"{bos}:0", "$A:0", eos and f"{eos}:0") if part)
         special = [(token, tokens.index(token)) for token in dict.fromkeys((bos, eos)) if token]
         backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
-    template = metadata.get("tokenizer.chat_template")
-    settings: dict[str, Any] = {"chat_template": template} if template else {}
+    settings: dict[str, Any] = {"chat_template": template} if (template := chat_template(metadata)) else {}
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **named, **settings)
+
+
+def chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Return the chat template, or all by name if there are several, such as one for tools (Hermes)."""
+    default, prefix = metadata.get(TEMPLATE), f"{TEMPLATE}."
+    named = {name.removeprefix(prefix): text for name, text in metadata.items() if name.startswith(prefix)}
+    return {"default": default, **named} if default and named else default
 
 
 def splitting(metadata: Mapping[str, Any], where: str) -> Splitting:

@@ -224,6 +224,15 @@ def test_a_pickle_with_code_in_it_is_not_executed(deep, tmp_path):
     assert not mark.exists()
 
 
+@pytest.mark.parametrize("name", ["specforge", "safeailab_eagle3"])
+def test_a_pointer_of_git_lfs_is_named(deep, tmp_path, name):
+    config, weights, file = golden.make(name, deep)
+    golden.write(tmp_path, config, weights, file)
+    (tmp_path / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    with pytest.raises(ValueError, match=f"{file} is a pointer of Git LFS.*git lfs pull"):
+        load_head(tmp_path, deep)
+
+
 def test_a_zip_that_is_no_checkpoint_is_not_opened(deep, tmp_path, monkeypatch):
     golden.write(tmp_path, *golden.make("medusa_v1", deep))
     path = tmp_path / "medusa_lm_head.pt"

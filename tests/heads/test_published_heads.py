@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 
 from foredraft.heads import Target, load_head, save_head
+from foredraft.heads.base import PackedBatch
 from foredraft.heads.checkpoint import fingerprint, same_weights, stored_digest
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
@@ -93,6 +94,17 @@ def llama_layer(config: dict[str, Any]) -> dict[str, Tensor]:
     return eagle3({name: value for name, value in config.items() if name not in LATENT}, "midlayer")
 
 
+def with_lm_head(config: dict[str, Any]) -> dict[str, Tensor]:
+    return eagle1(config) | {"lm_head.weight": tiny_target(8).model.lm_head.weight.detach().half()}
+
+
+def with_biases(config: dict[str, Any]) -> dict[str, Tensor]:
+    """Make EAGLE-1 for Qwen2, whose layers have biases of queries, keys and values."""
+    weights = eagle1(config)
+    projections = [name for name in weights if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]
+    return weights | {name.replace("weight", "bias"): random(len(weights[name])) for name in projections}
+
+
 WIDE = {"hidden_size": 2048, "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128}
 OLD = {k: v for k, v in MIXTRAL.items() if k != "max_position_embeddings"} | {"max_sequence_length": 2048}
 LENGTH = "max_position_embeddings: the head has 2048, the target 256"
@@ -126,6 +138,8 @@ TAKEN: dict[str, tuple[dict, Any, str]] = {
     "partial rope": (NAMED | {"rope_parameters": PARTIAL, "partial_rotary_factor": 0.25}, "midlayer", "0.25"),
     "EAGLE-1 of model_type mixtral": (MIXTRAL, eagle1, LENGTH),
     "EAGLE-1 in vLLM's first layout": ({"model_type": "eagle", "model": MIXTRAL}, eagle1, LENGTH),
+    "the same with the target's lm_head": ({"model_type": "eagle", "model": MIXTRAL}, with_lm_head, LENGTH),
+    "EAGLE-1 of Qwen2": (MIXTRAL | {"model_type": "qwen2"}, with_biases, LENGTH),
     "EAGLE-1's max_sequence_length": (OLD, eagle1, LENGTH),
 }
 
@@ -300,6 +314,7 @@ def test_an_export_names_the_layers_that_both_engines_read(tmp_path, layers, kin
 
 def test_flags_in_eagle_config_are_ours(tmp_path):
     flags = {"return_hidden_post_norm": True, "norm_before_fc": True, "next_layer_regular": True}
+    flags |= {"parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1}  # ModelOpt's defaults
     config = shrink_head(NAMED | ids([1, 3, 4], **flags))
     head, _ = load(golden.write(tmp_path, config, eagle3(config, "midlayer")), tiny_target(8))
     assert head.flags["norm_output"] and head.input_norm is not None
@@ -313,6 +328,45 @@ def test_norms_that_only_the_weights_show_are_used(tmp_path):
     weights = eagle3(config | {"fc_norm": True, "norm_before_fc": True}, "midlayer")
     head, _ = load(golden.write(tmp_path, config, weights), tiny_target(8))
     assert len(head.fc_norm) == 3 and head.input_norm is not None
+
+
+def write_own(directory: Path, config: dict[str, Any], changes: dict[str, Any]) -> Tensor:
+    """Write an EAGLE-3 head with its own embedding in SafeAILab's names, and return that. changes: for its own class, which
+    a published config has in another place, or lacks."""
+    torch.manual_seed(1)
+    theirs = Eagle3Head(config.get("transformer_layer_config", config) | changes).state_dict()
+    first = "layers.0." if "transformer_layer_config" in config else "midlayer."
+    golden.write(directory, config, {name.replace("layer.", first, 1): tensor for name, tensor in theirs.items()})
+    return theirs["embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("width", [24, HIDDEN])
+def test_a_head_may_have_its_own_embedding(tmp_path, width):
+    """Load heads of another width than the target (SafeAILab's for Llama-3.3-70B) and what speculators trains with
+    embed_requires_grad."""
+    target, flag = tiny_target(8), {"embed_requires_grad": True, "target_hidden_size": HIDDEN}
+    named = shrink_head(NAMED) | {"hidden_size": width, "target_hidden_size": HIDDEN, "head_dim": 8}
+    config = named if width != HIDDEN else shrink_head(SPECULATORS) | flag
+    rows = write_own(
+        tmp_path / "theirs", config, flag | {IDS: [2, 4, 5], "draft_vocab_size": config["draft_vocab_size"]}
+    )
+    head, _ = load(tmp_path / "theirs", target)
+    tokens = torch.randint(1, VOCAB, (1, 12))
+    assert torch.equal(head.embed(tokens, target), rows[tokens])
+    text = PackedBatch(tokens, tokens > 0, tokens * 0, torch.arange(12)[None])
+    states = torch.randn(1, 12, 3 * HIDDEN)
+    outs = [head(states, embeddings, text)[0] for embeddings in torch.randn(2, 1, 12, HIDDEN)]
+    assert torch.equal(*outs)  # which takes nothing of the target's embedding
+    for layout in ("vllm", "speculators"):
+        write_export(layout, head, target, tmp_path / layout)
+        assert same(load(tmp_path / layout, target)[0], head)
+    for engine in ("sglang", "eagle", "gguf"):
+        with pytest.raises(ValueError, match=r"does not support .*embed_requires_grad"):
+            engines.export_for(engine, head, target)
+    learn("eagle3", head.requires_grad_(True), target)
+    edit(tmp_path / "vllm", lambda config: config.update(target_hidden_size=2 * HIDDEN))
+    with pytest.raises(ValueError, match=r"fc\.weight is"):
+        load_head(tmp_path / "vllm", target)
 
 
 @pytest.mark.parametrize("size", [None, VOCAB])

@@ -153,3 +153,7 @@ def test_settings_at_their_limits_are_taken_and_beyond_them_refused():
     for name, value in (*wrong.items(), ("top_p", 1.001), ("min_p", 1.001)):
         with pytest.raises(ValueError, match=f"{name}={value} must"):
             SamplingParams(**{name: value})
+    for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        for value in (float("inf"), float("nan")):
+            with pytest.raises(ValueError, match=f"{name}={value} is not a finite number"):
+                SamplingParams(**{name: value})

@@ -57,6 +57,15 @@ def test_a_gguf_file_gives_the_weights_template_and_end_tokens_of_its_model(file
     assert target.gguf == {"file": "tiny.gguf", "sha256": gguf.digest_of(file), "weights": "F32 100 %", "license": None}
 
 
+def test_a_template_for_tools_is_used_with_tools(file, model, words):
+    """Check a second template, as Hermes has it, which has its own key in GGUF."""
+    named = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.chat_template.tool_use": "{{ tools }}"}
+    write_gguf(file, model, words, metadata=named)
+    tokenizer = Target.from_pretrained(file, dtype="float32").text_tokenizer
+    assert tokenizer.get_chat_template() == "{{ messages }}"
+    assert tokenizer.get_chat_template(tools=[{}]) == "{{ tools }}"
+
+
 def test_it_is_converted_once_for_each_dtype(file, capfd, monkeypatch):
     first = Target.from_pretrained(file, dtype="float32").checkpoint
     assert "dequantized once" in capfd.readouterr().err
@@ -216,9 +225,11 @@ def test_gemma_scales_its_full_attention_and_its_queries_and_phi_3s_window_is_th
 
 
 def test_rope_scaling_is_taken_over_and_llama_3s_frequencies_are_recognised(file, model, words):
-    write_gguf(file, model, words, metadata={"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0})
-    rope = Target.from_pretrained(file, dtype="float32").config.rope_parameters
-    assert rope == {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
+    # llama.cpp takes a factor without a type for a linear one; before 2024 it had another name.
+    for metadata in ({"scaling.type": "linear", "scaling.factor": 4.0}, {"scaling.factor": 4.0}, {"scale_linear": 4.0}):
+        write_gguf(file, model, words, metadata={f"llama.rope.{name}": value for name, value in metadata.items()})
+        rope = Target.from_pretrained(file, dtype="float32").config.rope_parameters
+        assert rope == {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0}
     wave = 2 * np.pi * 500000.0 ** (np.arange(0, 8, 2) / 8)
     smooth = np.clip((8192 / wave - 1) / 3, 0, 1)
     factors = (1 / ((1 - smooth) / 8 + smooth)).astype(np.float32)
@@ -280,6 +291,9 @@ def test_files_that_are_none_are_named(tmp_path):
     (tmp_path / "zip.gguf").write_bytes(b"PK\x03\x04 and more")
     with pytest.raises(ValueError, match=r"zip.gguf is not a GGUF file: its first bytes are b'PK"):
         Target.from_pretrained(tmp_path / "zip.gguf")
+    (tmp_path / "lfs.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
+    with pytest.raises(ValueError, match=r"lfs.gguf is a pointer of Git LFS"):
+        Target.from_pretrained(tmp_path / "lfs.gguf")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
     with pytest.raises(ValueError, match=r"cut.gguf cannot be read, it is damaged or incomplete"):
         Target.from_pretrained(tmp_path / "cut.gguf")
