@@ -5,7 +5,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from itertools import islice
+from itertools import islice, takewhile
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -155,10 +155,15 @@ def answer_context(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) ->
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Tokenize, with the special tokens that the tokenizer adds. A bos token that the text starts with is not doubled."""
+    """Tokenize, with the special tokens that the tokenizer adds. Those that the text starts with are not doubled."""
     tokens = list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-    bos = tokenizer.bos_token_id
-    if add_special_tokens and bos is not None and tokens[:2] == [bos, bos]:
-        own = tokenizer(text, add_special_tokens=False)["input_ids"]
-        tokens = tokens[1:] if own[:1] == [bos] and len(own) < len(tokens) else tokens
-    return tokens
+    start = start_tokens(tokenizer) if add_special_tokens else ()
+    return tokens[len(start) :] if start and tokens[: 2 * len(start)] == [*start, *start] else tokens
+
+
+@lru_cache(8)
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return what the tokenizer puts before every text by default: its bos token, GLM's [gMASK]<sop>, or nothing. A model
+    that was trained with them drafts and writes badly without them."""
+    whole, bare = (tokenizer("a", add_special_tokens=adds, verbose=False)["input_ids"] for adds in (True, False))
+    return tuple(takewhile(lambda token: token not in bare, whole))

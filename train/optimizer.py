@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import get_scheduler
 
 from foredraft.heads.caches.device import device_name
 from foredraft.heads.target_model.loading import has_bfloat16_products
@@ -82,6 +83,19 @@ class MuonAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.share()
+
+
+def schedule(args: Any, steps: int) -> Any:
+    """Return the schedule of the learning rate over this number of steps. Raise ValueError for settings that it does not
+    take, or that it lacks."""
+    unused, more = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate), args.lr_scheduler_kwargs
+    try:
+        return get_scheduler(args.lr_scheduler_type, unused, args.get_warmup_steps(steps), steps, more)
+    except TypeError as error:
+        raise ValueError(
+            f"trainer.lr_scheduler_type={args.lr_scheduler_type.value} does not fit lr_scheduler_kwargs={more} ({error}): "
+            "set +trainer.lr_scheduler_kwargs={NAME: VALUE}"
+        ) from error
 
 
 def build(module: nn.Module, vocabulary: Sequence[nn.Parameter], args: Any) -> torch.optim.Optimizer:

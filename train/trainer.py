@@ -20,7 +20,7 @@ from hydra.utils import instantiate
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from foredraft.heads import lora
@@ -81,6 +81,10 @@ class HeadTrainingArguments(TrainingArguments):
         for name in (name for name in NOT_HERE if name in defaults):  # versions of transformers have not all of them
             if (value := getattr(self, name)) != defaults[name]:
                 raise ValueError(f"trainer.{name}={value} has no effect on a head: {NOT_HERE[name]}")
+        if self.save_only_model:
+            raise ValueError(
+                "trainer.save_only_model=true saves no optimizer to resume with: set trainer.save_total_limit=1"
+            )
         if self.max_minutes < 0:
             raise ValueError(f"trainer.max_minutes={self.max_minutes} must not be negative; 0 sets no limit")
         if self.optim not in OPTIMIZERS:
@@ -91,6 +95,7 @@ class HeadTrainingArguments(TrainingArguments):
         # `accelerate launch` may have said otherwise. A model that it compiles has other names of weights.
         os.environ["ACCELERATE_MIXED_PRECISION"] = os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"
         super().__post_init__()
+        optimizer.schedule(self, 100)
 
     @property
     def n_gpu(self) -> int:
@@ -184,9 +189,7 @@ class HeadTrainer(Trainer):
 
     def reschedule(self, steps: int) -> None:
         """Let the learning rate fall over this number of steps, from the next one on."""
-        args, unused = self.args, torch.optim.SGD([torch.zeros(1)], lr=self.args.learning_rate)
-        warmup, own = args.get_warmup_steps(steps), args.lr_scheduler_kwargs
-        (rate,) = get_scheduler(args.lr_scheduler_type, unused, warmup, steps, own).lr_lambdas
+        (rate,) = optimizer.schedule(self.args, steps).lr_lambdas
         for schedule in self.schedules:
             assert isinstance(schedule, LambdaLR)  # the others need eval_strategy
             schedule.lr_lambdas = [rate] * len(schedule.lr_lambdas)

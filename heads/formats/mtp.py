@@ -17,7 +17,7 @@ from foredraft.heads.formats.base import Format, HeadFiles
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.mtp import PREFIX, MTPHead, attention_settings, has_weights, shift_norms, shipped_window
 from foredraft.heads.target_model import Target
-from foredraft.heads.target_model.files import INDEX, checkpoint_file, weight_map
+from foredraft.heads.target_model.files import INDEX, WEIGHTS, checkpoint_file, weight_map
 
 COPIED = (".json", ".jinja", ".model", ".txt")
 
@@ -75,7 +75,7 @@ def merge_into_target(layer: dict[str, Tensor], directory: Path, target: Target)
         weights |= layer if file == place else {}
         save_file(weights, directory / file.name, metadata={"format": "pt"})
     index = checkpoint_file(target, INDEX)
-    if index is not None:
+    if index is not None and place.name != WEIGHTS:
         contents = json.loads(index.read_text())
         names = {name: part for name, part in contents["weight_map"].items() if not name.startswith(PREFIX)}
         contents["weight_map"] = names | dict.fromkeys(layer, place.name)

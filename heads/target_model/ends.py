@@ -69,7 +69,7 @@ def copy_end_weights(path: str, revision: str | None, folder: Path) -> None:
         except EntryNotFoundError:
             return None
 
-    index = find(INDEX)
+    index = None if Path(path, WEIGHTS).is_file() else find(INDEX)  # of an earlier checkpoint
     names = {WEIGHTS}
     if index is not None:
         contents = json.loads(index.read_text())

@@ -46,9 +46,9 @@ def commit_of(target: "Target") -> str | None:
 
 def weight_map(target: "Target", weights: str = WEIGHTS) -> dict[str, Path]:
     """Return the file of every stored tensor by name; empty without a checkpoint in safetensors. weights: the name of
-    its only file."""
+    its only file. transformers leaves the index of an earlier checkpoint next to it, and ignores it, too."""
     index, single = (checkpoint_file(target, name) for name in (f"{weights}.index.json", weights))
-    if index is not None:
+    if index is not None and single is None:
         parts: dict[str, str] = json.loads(index.read_text())["weight_map"]
         return {name: index.parent / part for name, part in parts.items()}
     if single is None:

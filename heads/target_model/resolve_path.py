@@ -89,14 +89,17 @@ def gguf_of(path: str, gguf_file: str | None, revision: str | None) -> Path | No
 def check_path(path: str | Path, revision: str | None = None) -> str:
     """Return a directory or an id on the Hub. Raises ValueError if it contains no model."""
     path = Path(path).expanduser() if str(path).startswith("~") else path
+    has_config, adapted = ((Path(path) / name).is_file() for name in ("config.json", "adapter_config.json"))
+    merged = "a directory of the merged model (peft's merge_and_unload, then save_pretrained)"
     if not Path(path).is_dir():
         check_exists(str(path), revision)
-    elif (Path(path) / "adapter_config.json").is_file() and importlib.util.find_spec("peft") is None:
+    elif adapted and not has_config:
+        raise ValueError(f"target {path} is a LoRA adapter without its model: give {merged}")
+    elif adapted and importlib.util.find_spec("peft") is None:
         raise ValueError(
-            f"target {path} contains a LoRA adapter, which would be left out: give a directory of the merged model (peft's "
-            "merge_and_unload, then save_pretrained), or remove adapter_config.json"
+            f"target {path} contains a LoRA adapter, which would be left out: give {merged}, or remove adapter_config.json"
         )
-    elif not (Path(path) / "config.json").is_file():
+    elif not has_config:
         raise ValueError(f"target {path} has no config.json: give a directory saved by transformers, or a Hub id")
     return str(path)
 

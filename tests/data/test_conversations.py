@@ -212,7 +212,10 @@ def test_of_a_folder_the_files_of_the_split_are_read(tmp_path: Path):
     assert names("train") == both | {"train-00000.jsonl"}
     assert names("test") == names("test_a") == both | {"test_a.jsonl"}
     assert names("dev") == both | {"rows.jsonl"}
-    assert len(names("other")) == len(names("train[:10%]")) == 5  # no file is named for it
+    assert len(names("other")) == 5  # no file is named for it
+    for path in (tmp_path, tmp_path / "more.jsonl"):
+        with pytest.raises(ValueError, match=r"^data\.split=train\[:10%\] cuts only .*: set data\.max_samples=N"):
+            Source(str(path), split="train[:10%]").shards()
     assert names("testing") == both | {"test_a.jsonl"} and names("validation") == both | {"rows.jsonl"}
     (tmp_path / "data/train-00000.jsonl").rename(tmp_path / "training.jsonl")
     assert names("train") == both | {"training.jsonl"}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -196,6 +197,26 @@ def test_what_an_arrow_file_adds_to_its_rows_is_not_there(tmp_path: Path):
     found = [Source(str(file)).conversation(row)[1]["tool_calls"][0]["function"] for row in read]
     assert found == [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": 1}}]
     assert [tools(row.value["tools"]) for row in read] == [[call] for call in calls]
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "saved"])
+def test_cells_without_a_fixed_type_are_read_from_the_json_that_datasets_stores(tmp_path: Path, name: str):
+    """Check a content that is text or parts, and arguments and parameters that differ from row to row."""
+    parts, given = [{"type": "text", "text": 'a "b"'}], [{"a": "1"}, {"a": 1, "b": [2]}]
+    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}} for arguments in given]
+    turns = [
+        [ASKED | {"content": content}, answer("", tool_calls=[call])] for content, call in zip([parts, "12"], calls)
+    ]
+    declared = [[{"type": "function", "function": {"name": "f", "parameters": each}}] for each in given]
+    rows = [{"messages": messages, "tools": functions} for messages, functions in zip(turns, declared)]
+    table = datasets.Dataset.from_list(rows, on_mixed_types="use_json")
+    assert str(table.features).count("Json(") == 2
+    (table.to_parquet if name == "rows.parquet" else table.save_to_disk)(str(tmp_path / name))
+    read = list(Source(str(tmp_path / name)).rows())
+    found = [Source("x").conversation(row) for row in read]
+    assert [messages[0]["content"] for messages in found] == ['a "b"', "12"]
+    assert [messages[1]["tool_calls"] for messages in found] == [[call] for call in calls]
+    assert [tools(row.value["tools"]) for row in read] == declared
 
 
 TEXT_PART, IMAGE_PART = {"type": "text", "text": "hi"}, {"type": "image_url"}
@@ -457,9 +478,9 @@ def test_an_end_mark_that_an_answer_has_in_its_text_is_learned_once(end: str):
     assert learned(row, words) == ["a<|im_end|>", "b<|im_end|>"]
 
 
-@pytest.mark.parametrize("name", ["columns.py", "layouts.py", "answer_spans.py", "messages.py"])
+@pytest.mark.parametrize("name", ["columns.py", "layouts.py", "answer_spans.py", "messages.py", "text.py"])
 def test_documents_of_older_code_are_not_taken_from_the_cache(name: str, monkeypatch: pytest.MonkeyPatch):
-    """Check that the cache's key includes the code that arranges messages, which serving shares."""
+    """Check that the cache's key includes the code that serving shares."""
     encoder, read = Encoder(tokenizer(CHATML), Source("x")), Path.read_bytes
     before = encoder.digest()
     monkeypatch.setattr(Path, "read_bytes", lambda file: read(file) + (b"#" if file.name == name else b""))

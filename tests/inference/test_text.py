@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from foredraft.inference.evaluation.results import Sample
@@ -15,7 +16,7 @@ from foredraft.inference.slots import RequestOutput
 from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt, token_texts_of
 from foredraft.scripts.chat import AnswerWriter, Marks
 from foredraft.scripts.preview import runs
-from foredraft.train.data.corpus import Document
+from foredraft.train.data.corpus import Document, tokenize
 from tests.support.chats import byte_level, sentencepiece
 
 
@@ -115,6 +116,20 @@ def test_a_prompt_has_one_bos_token():
     assert encode_prompt(tokenizer, "<s><s>The")[:3].count(1) == 2  # as it was written
     assert encode_prompt(tokenizer, "The sky", add_special_tokens=False) == once[1:]
     assert encode_prompt(byte_level(), "<s>a")[:1] == encode_prompt(byte_level(), "<s>a", add_special_tokens=False)[:1]
+
+
+def test_all_tokens_that_a_text_starts_with_are_there_once():
+    """GLM's tokenizer puts two before a text, and names neither of them as bos."""
+    tokenizer = byte_level()
+    tokenizer.bos_token, marks = None, ["<|user|>", "<s>"]
+    first = tokenizer.convert_tokens_to_ids(marks)
+    single = TemplateProcessing(single="<|user|> <s> $A", special_tokens=list(zip(marks, first, strict=True)))
+    tokenizer.backend_tokenizer.post_processor = single
+    once = encode_prompt(tokenizer, "a")
+    assert once == [*first, *ids(tokenizer, "a")] == encode_prompt(tokenizer, "<|user|><s>a")
+    assert encode_prompt(tokenizer, "<s>a") == [*first, first[1], *once[2:]]  # another start
+    (document,) = tokenize(tokenizer, ["a"])
+    assert document.tokens == [*once, tokenizer.eos_token_id] and document.loss_mask == [0, 0, 1, 1]
 
 
 def test_what_is_shown_of_a_text_in_parts_has_its_spaces():

@@ -20,6 +20,7 @@ from foredraft.train.data.conversations import corpus
 from foredraft.train.data.corpus import Corpus
 from foredraft.train.data.layouts import SkippedRow, turns
 from foredraft.train.data.packing import Packed, collate
+from foredraft.train.data.sources import Row, Source
 from foredraft.train.hidden_states import online
 from tests.support import nightly_but
 from tests.support.architectures import SIZES
@@ -240,6 +241,7 @@ def test_exports_say_which_engines_embed_images_for_heads(target: Target, tiny_p
         ([{"type": "image"}], ["a.png"]),
         ([{"type": "image"}], [{"bytes": png(1), "path": "elsewhere.png"}]),
         ("<image>", ["a.png"]),
+        ("", ["a.png"]),  # TRL's data sets name no place
     ],
 )
 def test_images_are_given_in_many_ways(content, column: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -250,6 +252,29 @@ def test_images_are_given_in_many_ways(content, column: list, tmp_path: Path, mo
     image, text = [part for part in message["content"] if part.get("text") != ""]
     assert text == {"type": "text", "text": "what?"} and not column
     assert open_image(image["image"]).tobytes() == open_image(address(png(1))).tobytes()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "c"}]},
+        {"prompt": [{"role": "user", "content": "what?"}], "completion": [{"role": "assistant", "content": "c"}]},
+        {"question": "what?", "answer": "c"},
+        {"instruction": "<image><image>", "input": "what?", "output": "c"},
+    ],
+)
+def test_images_next_to_any_layout_are_seen(row: dict):
+    seen, answer = Source("x").conversation(Row("", row | {"images": ["a.png", "b.png"]}), images=True)
+    assert [part["image"] for part in seen["content"] if part["type"] == "image"] == ["a.png", "b.png"]
+    assert "".join(part.get("text", "") for part in seen["content"]).strip() == "what?" and answer["content"] == "c"
+    for image in ("", [], None):
+        seen, _ = Source("x").conversation(Row("", {"question": "what?", "answer": "c", "image": image}), images=True)
+        assert seen["content"] == "what?"
+
+
+def test_an_image_without_a_place_next_to_one_with_a_place_is_a_reason():
+    with pytest.raises(SkippedRow, match="more images than places for them"):
+        turns([{"role": "user", "content": "<image>what?"}], images=["a.png", "b.png"])
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,12 @@ from transformers import (
 )
 
 from foredraft.heads import Target, load_head, save_head
+from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target_model import files, loading, resolve_path
 from foredraft.heads.target_model import model as model_module
 from foredraft.heads.target_model.capabilities import allclose
-from foredraft.heads.target_model.files import weight_map
+from foredraft.heads.target_model.files import INDEX, WEIGHTS, weight_map
 from foredraft.heads.target_model.loading import read_config
 from foredraft.heads.target_model.sharding import replicated_params
 from foredraft.inference import drafter_for, generate
@@ -211,6 +212,22 @@ def test_an_adapter_is_not_left_out_silently(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match="contains a LoRA adapter, which would be left out: give a directory"):
         Target.from_pretrained(tmp_path, device="cpu")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match="is a LoRA adapter without its model: give a directory of the merged model"):
+        Target.from_pretrained(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("embeddings_only", [False, True])
+def test_the_index_of_an_earlier_checkpoint_is_not_read(tmp_path, embeddings_only: bool):
+    """transformers saves one file next to it, and removes the parts that it names."""
+    for seed, size in enumerate(("20KB", "1GB")):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(tiny_config())
+        model.save_pretrained(tmp_path, max_shard_size=size)
+    assert (tmp_path / INDEX).is_file() and not [*tmp_path.glob("model-*")]
+    target = Target.from_pretrained(tmp_path, dtype="float32", device="cpu", embeddings_only=embeddings_only)
+    assert torch.equal(target.embeddings, model.get_input_embeddings().weight)
+    assert {*weight_map(target).values()} == {tmp_path / WEIGHTS} and "weights_digest" in fingerprint(target)
 
 
 @pytest.mark.parametrize(("part", "complaint"), [("vision", None), ("text", r"lacks \d+ weights .*model\.text_model")])

@@ -211,15 +211,17 @@ def test_a_group_of_settings_may_be_gone():
     assert run_state.differences({"a": 2}, {}) == ["a is 2 there, None here"]
 
 
-def test_as_many_checkpoints_stay_as_are_asked_for_and_the_best_weights(tmp_path: Path):
+@pytest.mark.parametrize(("limit", "steps"), [(2, (20, 100)), (0, (9, 20, 100)), (-1, (9, 20, 100))])
+def test_as_many_checkpoints_stay_as_are_asked_for_and_the_best_weights(tmp_path: Path, limit: int, steps: tuple):
     written = tmp_path / checkpoints.UNFINISHED
     history = [{"step": 2, "acceptance_length": 1.5, "acceptance_error": 0.1}]
     for step in (9, 20, 100):
         (written / f"checkpoint-{step}").mkdir(parents=True)
         checkpoints.best_head(tmp_path, step // 10).mkdir()
         state = Fake(global_step=step, log_history=history)
-        callbacks.KeepCheckpoints().on_save(Fake(output_dir=str(written), save_total_limit=2), state, None)
-    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-20", "checkpoint-100", "best-2", "unfinished"}
+        callbacks.KeepCheckpoints().on_save(Fake(output_dir=str(written), save_total_limit=limit), state, None)
+    retained = {f"checkpoint-{step}" for step in steps}
+    assert {path.name for path in tmp_path.iterdir()} == {*retained, "best-2", "unfinished"}
 
 
 def test_a_second_run_resumes_the_first_or_says_why_not(tmp_path: Path, monkeypatch, capsys):

@@ -22,7 +22,7 @@ from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target_model import Target
 from foredraft.train import checks, parity_gate
 from foredraft.train.data.packing import Document
-from foredraft.train.optimizer import Float32Muon, MuonAdamW, build, multiplies_faster_in_bfloat16
+from foredraft.train.optimizer import Float32Muon, MuonAdamW, build, multiplies_faster_in_bfloat16, schedule
 from foredraft.train.runtime import callbacks, checkpoints, distributed
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments
 from tests.support.batches import PROMPT
@@ -70,6 +70,37 @@ def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Pa
 def test_an_argument_that_would_be_ignored_is_refused(tmp_path: Path, name: str, value: object, remedy: str):
     with pytest.raises(ValueError, match=f"trainer.{name}={value} has no effect on a head: {remedy}"):
         HeadTrainingArguments(str(tmp_path), use_cpu=True, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"save_only_model": True}, "^trainer.save_only_model=true saves no optimizer to resume with: set"),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay"},
+            r"^trainer.lr_scheduler_type=warmup_stable_decay does not fit lr_scheduler_kwargs=.*num_decay_steps'\): set",
+        ),
+        ({"lr_scheduler_kwargs": {"min_lr": 1e-5}}, "=linear does not fit lr_scheduler_kwargs=.*unexpected .*'min_lr'"),
+    ],
+)
+def test_an_argument_that_trainer_would_take_until_it_is_too_late_is_refused(
+    tmp_path: Path, given: dict, complaint: str
+):
+    with pytest.raises(ValueError, match=complaint):
+        HeadTrainingArguments(str(tmp_path), use_cpu=True, **given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 10}},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 0.1},
+        {"lr_scheduler_type": "constant"},
+    ],
+)
+def test_schedules_of_transformers(tmp_path: Path, given: dict):
+    rates = schedule(HeadTrainingArguments(str(tmp_path), use_cpu=True, **given), 100).lr_lambdas
+    assert len(rates) == 1 and rates[0](50) == pytest.approx(1, abs=0.5) and 0 <= rates[0](100) <= 1
 
 
 def test_accelerate_launch_chooses_neither_precision_nor_compiler(tmp_path: Path, monkeypatch):

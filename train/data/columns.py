@@ -53,16 +53,17 @@ def system(row: dict) -> list[Message]:
     return turns(given)[:1] if given else []
 
 
-def pair(row: dict, prompt: str, response: str | None) -> list[Message]:
-    """Return a prompt and its answer; either may be a list of messages (TRL's layout). Without an answer only the prompt."""
+def pair(row: dict, prompt: str, response: str | None, images: list | None = None) -> list[Message]:
+    """Return a prompt and its answer; either may be a list of messages (TRL's layout). Without an answer only the prompt.
+    images: as in layouts.turns."""
     question, answer = listed(row[prompt]), listed(None if response is None else row[response])
     answer = first(parsed(answer) if response == "answers" else answer)
-    messages = turns(question) if isinstance(question, list) else [{"role": "user", "content": content(question)}]
     inputs = (row.get(name) for name in ("input", "context"))
     more = next((text for text in inputs if isinstance(text, str) and text.strip()), "")
-    if prompt in ("instruction", "question") and more and len(messages) == 1:  # Alpaca, Dolly
-        messages[0]["content"] += "\n\n" + content(more)
-    messages = earlier(row) + messages
+    if prompt in ("instruction", "question") and more and isinstance(question, str):  # Alpaca, Dolly
+        question = content(question) + "\n\n" + content(more)
+    asked = question if isinstance(question, list) else [{"role": "user", "content": question}]
+    messages = earlier(row) + turns(asked, images=images)
     if answer is None:
         return messages
     facts = {name: row[name] for name in (*THOUGHTS, "tool_calls") if name in row}
@@ -135,7 +136,9 @@ def declared(row: dict, messages: str | None = None) -> list[dict] | None:
     column = pick(row, messages, LISTS)
     items = parsed(row[column]) if column else None
     begins = items[0] if isinstance(items, list) and items and isinstance(items[0], dict) else {}
-    places = (holder[name] for holder in (row, begins) for name in ("tools", "functions") if holder.get(name))
+    places = (
+        holder[name] for holder in (row, begins) for name in ("tools", "functions", "tool_defs") if holder.get(name)
+    )
     return next(filter(None, map(tools, places)), None)
 
 
@@ -162,4 +165,4 @@ def has_images(row: dict, messages: str | None) -> bool:
     contents = [turn.get("content") for turn in turns if isinstance(turn, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     inside = any(isinstance(part, dict) and part.get("type") in IMAGES for part in parts)
-    return bool(column) and (inside or bool(row.get("images") or row.get("image")))
+    return inside or bool(row.get("images") or row.get("image"))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from foredraft.inference.text import start_tokens
 from foredraft.train.data import stdlib
 from foredraft.train.data.documents import Document, Documents
 
@@ -93,30 +94,24 @@ def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values(), default=0)
 
 
-def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return what the tokenizer puts before every text by default: its bos token, or nothing. A model that was trained with
-    a bos token drafts and writes badly without one."""
-    first = tokenizer("a", verbose=False)["input_ids"][:1]
-    return first if first == [tokenizer.bos_token_id] else []
-
-
 def with_start(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
     """Return a text's tokens after those that every text starts with, unless the text has them itself."""
-    start = start_tokens(tokenizer)
+    start = [*start_tokens(tokenizer)]
     return tokens if tokens[: len(start)] == start else [*start, *tokens]
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Documents:
-    """Turn raw texts into documents, with the tokens that a text starts and ends with, all in the loss but the bos token. A
-    text that is rendered already has some of these itself. Empty texts are left out."""
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    """Turn raw texts into documents, with the tokens that a text starts and ends with, all in the loss but the first ones.
+    A text that is rendered already has some of these itself. Empty texts are left out."""
+    bos, eos, start = tokenizer.bos_token_id, tokenizer.eos_token_id, len(start_tokens(tokenizer))
     parts, left = [], iter(texts)
     while some := list(islice(left, TEXTS)):
         raw = [rendered(tokenizer, text) for text in some]
         found = tokenizer(raw, add_special_tokens=False, verbose=False)["input_ids"]
         rows = [with_start(tokenizer, ids) for ids in found if ids]
         rows = [row if eos in (None, row[-1]) else [*row, eos] for row in rows]
-        parts.append(Documents.of([Document(row, [row[0] != bos] + [True] * (len(row) - 1)) for row in rows]))
+        masks = [[False] * (n := start or int(row[0] == bos)) + [True] * (len(row) - n) for row in rows]
+        parts.append(Documents.of([*map(Document, rows, masks)]))
     return Documents.joined(parts)
 
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.heads.target_model import messages as target_messages
 from foredraft.heads.target_model.images import ImageReader
+from foredraft.inference import text as inference_text
 from foredraft.inference.evaluation.progress import Progress
 from foredraft.train.data.chat_template import ChatFormat, template_file
 from foredraft.train.data.columns import declared, has_images, template_options
@@ -49,7 +50,8 @@ class Encoder:
         named = self.template, written  # a tokenizer may have several templates
         settings = repr((self.source.digest(), named, self.thinking, self.tokenizer.special_tokens_map, words))
         settings += "" if self.images is None else self.images.digest
-        code = [*sorted(Path(__file__).parent.glob("*.py")), Path(target_messages.__file__)]
+        others = (target_messages.__file__, inference_text.__file__)
+        code = [*sorted(Path(__file__).parent.glob("*.py")), *map(Path, others)]
         return hashlib.sha256(b"".join(map(Path.read_bytes, code)) + settings.encode()).hexdigest()[:16]
 
     def documents(self, row: Row) -> tuple[list[Document], Any]:

@@ -74,10 +74,11 @@ def has_system(messages: list[Message]) -> bool:
 
 def turns(items: list, all_user: bool = False, images: list | None = None) -> list[Message]:
     """Return a row's turns. all_user: plain strings are all the user's; else they alternate, the user first. images: those
-    that the row has next to its turns, for turns that only mark their place; None leaves images out."""
+    that the row has next to its turns, for turns that only mark their place, or else for the first question (TRL); None
+    leaves images out."""
     if not items:
         raise SkippedRow("a conversation without a turn")
-    messages = []
+    messages, count = [], len(images or [])
     for number, item in enumerate(chain.from_iterable(map(unpaired, items))):
         if isinstance(item, str):
             item = {"role": "user" if all_user or number % 2 == 0 else "assistant", "content": item}
@@ -116,6 +117,12 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
         kept = text if isinstance(text, str) else ""
         message["content"] = pictured or (unicode(kept) if nothing else content(text))
         messages.append(message)
+    if images and len(images) < count:
+        raise SkippedRow("more images than places for them")
+    asked = next((message for message in messages if message["role"] == "user"), None)
+    if images and asked and all(isinstance(message["content"], str) for message in messages):
+        text = [{"type": "text", "text": asked["content"]}]
+        asked["content"] = [{"type": "image", "image": place({}, images)} for _ in range(count)] + text
     return messages
 
 
@@ -192,6 +199,17 @@ def parsed(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
+
+
+def decoded(value: Any, kind: Any) -> Any:
+    """Return a value of this Arrow type, with the JSON in it parsed: `datasets` stores so what has no fixed type."""
+    if value is None or "arrow.json" not in str(kind):
+        return value
+    if isinstance(value, list):
+        return [decoded(item, kind.value_type) for item in value]
+    if isinstance(value, dict):
+        return {name: decoded(item, kind.field(name).type) for name, item in value.items()}
+    return parsed(value)
 
 
 def parsed_list(value: Any) -> Any:

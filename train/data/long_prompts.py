@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from foredraft.inference.evaluation.benchmark import Prompt
+from foredraft.inference.text import start_tokens
 from foredraft.train.data.chat_template import ChatFormat
-from foredraft.train.data.corpus import Corpus, start_tokens
+from foredraft.train.data.corpus import Corpus
 from foredraft.train.data.layouts import turns
 from foredraft.train.data.prompt_sets import held_out
 

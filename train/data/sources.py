@@ -33,7 +33,7 @@ from foredraft.train.data.columns import (
     system,
     weighted,
 )
-from foredraft.train.data.layouts import LIST, Message, SkippedRow, has_system, listed, parsed_list, turns
+from foredraft.train.data.layouts import LIST, Message, SkippedRow, decoded, has_system, listed, parsed_list, turns
 from foredraft.train.data.layouts import parsed as parsed_json
 
 TABLES = (".csv", ".tsv")
@@ -115,17 +115,17 @@ class Source:
         # What Python writes may be other data next to a prompt or a text.
         other = prompt or usual_unless(value, self.text, TEXTS, self.messages)
         items = (parsed_json if other else parsed_list)(listed(value[column])) if column else None
+        beside = value.get("images", value.get("image", []))
+        beside = [one for one in (beside if isinstance(beside, list) else [beside]) if one] if images else None
         if isinstance(items, list) and (items or not prompt):
-            beside = value.get("images", value.get("image", [])) if images else None
-            beside = beside if beside is None or isinstance(beside, list) else [beside]
-            found = turns(items, column == "turns", None if beside is None else [*beside])
+            found = turns(items, column == "turns", beside)
             found = cut_off(found, value.get("finish_reasons"))
             chosen = listed(value.get("chosen"))  # LLaMA-Factory's preferences have the answer apart
             apart = isinstance(chosen, list) and found and found[-1]["role"] == "user"
             return joined(found, turns(chosen)) if apart else found
         response = pick(value, self.response, RESPONSES)
         if prompt and (response or prompt != "input"):
-            return pair(value, prompt, response)
+            return pair(value, prompt, response, beside)
         chosen = listed(value.get("chosen"))  # a preference without a separate prompt
         return turns(chosen) if isinstance(chosen, list) else None
 
@@ -147,6 +147,10 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
     """Return the files at `path`, or none if it can only be a dataset on the Hub. split: of several that `datasets` saved.
     chosen: the pattern of those to read in a folder, or several, in place of a split."""
     root = Path(path)
+    if "[" in split and root.exists():
+        raise ValueError(
+            f"data.split={split} cuts only datasets of the Hub: set data.max_samples=N to read the first N"
+        )
     if (root / "dataset_dict.json").is_file():
         root = root / split
         if not root.is_dir():
@@ -308,7 +312,8 @@ def arrow(file: Path, group: int | None, first: int) -> Iterator[Row]:
                 parts: Any = pyarrow.ipc.open_stream(opened)
             else:
                 parts = pyarrow.parquet.ParquetFile(opened).iter_batches(row_groups=[group], batch_size=256)
-            yield from table((row for part in parts for row in part.to_pylist()), first)
+            pairs = ((row, pyarrow.struct(part.schema)) for part in parts for row in part.to_pylist())
+            yield from table((decoded(row, kind) for row, kind in pairs), first)
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from error
 

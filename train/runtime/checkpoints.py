@@ -45,8 +45,8 @@ def complete(directory: Path, step: int) -> None:
 
 
 def rotate(directory: Path, limit: int | None, best: int | None) -> None:
-    """Delete all but the newest `limit` checkpoints (None: keep all), and heads that are no longer the best."""
-    for path in sorted(directory.glob("checkpoint-*"), key=step_of)[: -limit if limit else 0]:
+    """Delete all but the newest `limit` checkpoints (None, 0 and -1: keep all), and heads that are no longer the best."""
+    for path in sorted(directory.glob("checkpoint-*"), key=step_of)[: -max(limit or 0, 0)]:
         shutil.rmtree(path.rename(directory / UNFINISHED / path.name))
     for path in directory.glob("best-*"):
         if step_of(path) != best:

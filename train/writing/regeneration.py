@@ -67,7 +67,7 @@ def questions(source: Source, dropped: dict[str, int], tasks: Sequence[str] = ()
     for row in source.rows():
         try:
             messages = source.conversation(row)
-            if row.value.get("images") or row.value.get("image") or has_images(row.value, source.messages):
+            if has_images(row.value, source.messages):
                 raise SkippedRow("images, which the target would answer without seeing them")
             said = ask_about(messages, number, tasks) if isinstance(messages, str) else messages
             before = itertools.takewhile(lambda message: message["role"] != "tool", said)

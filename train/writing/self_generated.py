@@ -17,7 +17,8 @@ from foredraft.heads.target_model import Target
 from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.inference.request import Request
 from foredraft.inference.sampling import SamplingParams
-from foredraft.train.data.corpus import Corpus, start_tokens
+from foredraft.inference.text import start_tokens
+from foredraft.train.data.corpus import Corpus
 from foredraft.train.data.documents import Documents
 from foredraft.train.writing.writers import Ask, in_process
 from foredraft.train.writing.written_rows import Row, RowFile
