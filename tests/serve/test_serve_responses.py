@@ -317,6 +317,11 @@ def test_tools_that_are_not_allowed_are_left_out(mode):
             "input",
         ),
         (
+            {"input": [{"type": ["message"], "role": "user", "content": "a"}]},
+            "item 0 has type .*message.*, which is not supported",
+            "input",
+        ),
+        (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "parts of type input_image that are not text",
             ...,

@@ -48,8 +48,8 @@ LEFT_OUT = ("web_search_call", "tool_search_call", "tool_search_output")
 LATER = {"reasoning": {"content", "tool_calls"}, "content": {"content", "tool_calls"}, "tool_calls": set[str]()}
 
 
-def item_type(item: dict[str, Any]) -> Any:
-    return item.get("type") or ("message" if "role" in item else "item_reference")
+def item_type(item: dict[str, Any]) -> str:
+    return str(item.get("type") or ("message" if "role" in item else "item_reference"))
 
 
 def as_message(item: dict[str, Any]) -> dict[str, Any]:
