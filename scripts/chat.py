@@ -38,7 +38,7 @@ def main(cfg: DictConfig) -> None:
     ask = reader(cfg.history)
     while True:
         try:
-            question = ask().strip()
+            question = ask().strip().encode(errors="replace").decode()  # a terminal may send half of a character
             if question == "/quit":
                 return
             if question == "/new":

@@ -28,6 +28,7 @@ from foredraft.inference.serve.openai.responses_protocol import ResponsesRequest
 from foredraft.inference.serve.service import INTERNAL_ERROR, Service
 from foredraft.inference.serve.worker import Worker
 
+KEEP_ALIVE = 120  # seconds of an idle connection: more than in clients (Go 90, nginx 60), which would meet a closed one
 PAGE = Path(__file__).with_name("page.html")
 # Forbid content of other hosts, and embedding in other pages. Inline code is the page's.
 PAGE_POLICY = (
@@ -72,7 +73,8 @@ def create_app(
 
     app.add_middleware(Gate, api_key=api_key, max_body=max_body, seen=seen, local_only=local_only)
     if cors:  # outermost: a preflight has no key
-        app.add_middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])
+        allowed: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "allow_private_network": True}
+        app.add_middleware(CORSMiddleware, allow_origins=cors, **allowed)
     return app
 
 
@@ -100,6 +102,7 @@ def add_status_routes(app: FastAPI, service: Service) -> None:
         service.tenant(name)
         return service.model(name)
 
+    @app.head("/health", include_in_schema=False)  # load balancers and `wget --spider` ask so
     @app.get("/health")
     async def health() -> JSONResponse:
         alive = service.worker.is_alive()
@@ -157,7 +160,8 @@ def run(app: FastAPI, host: str, port: int, drain: float = 30.0) -> None:
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     settings: dict[str, Any] = {"http": "h11", "server_header": False, "access_log": False, "log_config": None}
-    server = uvicorn.Server(uvicorn.Config(app, host, port, timeout_graceful_shutdown=round(drain), **settings))
+    settings |= {"timeout_graceful_shutdown": round(drain), "timeout_keep_alive": KEEP_ALIVE}
+    server = uvicorn.Server(uvicorn.Config(app, host, port, **settings))
     app.state.worker.on_death = partial(setattr, server, "should_exit", True)
     with suppress(KeyboardInterrupt):
         server.run()

@@ -1,6 +1,7 @@
 """The path of a request: encode its prompts, submit its texts to the worker's thread, and send the answer."""
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -10,7 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from foredraft import inference as decoding
@@ -29,7 +30,8 @@ from foredraft.inference.serve.worker import Worker
 log = logging.getLogger("foredraft.serve")
 TAIL = 16  # number of tokens at the end of a prompt that are searched for the mark that opens reasoning
 DEFAULT_MAX_TOKENS = 2**16  # limit of an answer if neither request, config nor the target's context sets one
-PING = 15.0  # seconds without an event after which a comment is sent, because proxies close silent streams
+PING = 15.0  # seconds without an event after which an empty one is sent, because proxies close silent streams
+EVENT_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would collect the events
 Result = TypeVar("Result")
 INTERNAL_ERROR = "internal server error; see the server's log"
 
@@ -38,12 +40,12 @@ class EventStream(StreamingResponse):
     """Stream an answer, and close it in any case, even if the client disconnects before the first byte."""
 
     def __init__(self, answer: Answer, ended: Any):
-        super().__init__(self.events(answer), media_type="text/event-stream", headers={"cache-control": "no-store"})
+        super().__init__(self.events(answer), media_type="text/event-stream", headers=EVENT_HEADERS)
         self.finish = ended
 
     async def events(self, answer: Answer) -> AsyncIterator[str]:
         try:
-            async for event in with_pings(answer.events()):
+            async for event in with_pings(answer.events(), answer.ping):
                 yield event
         except ApiError as error:
             yield answer.error_event(error)
@@ -84,10 +86,10 @@ class Service:
 
     def tenant(self, name: str | None) -> int:
         """Return the tenant's number. Raises ApiError for an unknown model."""
-        if name is not None and name not in self.names:
+        if name and name not in self.names:
             message = f"The model {name!r} does not exist; served here: {', '.join(map(repr, self.names))}"
             raise ApiError(404, message, "model", "model_not_found")
-        return 0 if name is None else self.names.index(name)
+        return self.names.index(name) if name else 0  # some clients send an empty name
 
     async def answer(
         self, request: ChatRequest | CompletionRequest, raw_request: Request, form: Callable[..., Answer] = Answer
@@ -102,7 +104,9 @@ class Service:
             return EventStream(answer, ended)
         try:
             body = await unless_disconnected(raw_request, answer.read())
-            return Response(status_code=499) if body is None else JSONResponse(body)
+            if body is None:
+                return Response(status_code=499)
+            return Response(json.dumps(body), media_type="application/json")  # ASCII, see `ApiError`
         finally:
             ended()
 
@@ -125,6 +129,8 @@ class Service:
                 jobs = self.worker.submit(requests, request.speculative, tenant, deadline)
         except ValueError as error:
             raise ApiError(400, str(error)) from None
+        except RecursionError:
+            raise ApiError(400, "the request is nested too deeply") from None
         except TimeoutError:
             raise self.worker.timed_out from None
         return form(self.worker, jobs, request, self.names[tenant], echoes)
@@ -216,8 +222,8 @@ async def unless_disconnected(raw_request: Request, awaited: Coroutine[Any, Any,
         leaving.cancel()
 
 
-async def with_pings(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Yield the events, and comments during silence: text may be held back, or the request may be waiting."""
+async def with_pings(events: AsyncIterator[str], ping: Callable[[], str]) -> AsyncIterator[str]:
+    """Yield the events, and pings during silence: text may be held back, or the request may be waiting."""
     coming: asyncio.Future[str] | None = None
     try:
         while True:
@@ -226,7 +232,7 @@ async def with_pings(events: AsyncIterator[str]) -> AsyncIterator[str]:
                 event, coming = coming.result(), None
                 yield event
             else:
-                yield ": ping\n\n"
+                yield ping()
     except StopAsyncIteration:
         return
     finally:

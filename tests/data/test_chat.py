@@ -70,7 +70,7 @@ def test_a_system_prompt_that_a_template_refuses_is_said_in_a_chat():
 
 
 def test_ctrl_c_before_the_first_token_ends_no_chat(call, monkeypatch):
-    questions, asked = iter(["one", "two", "/quit"]), []
+    questions, asked = iter(["one", "tw\udcf3", "/quit"]), []  # a terminal sent half of a character
 
     def answer(self: Chat, question: str) -> None:
         asked.append(question)
@@ -80,7 +80,7 @@ def test_ctrl_c_before_the_first_token_ends_no_chat(call, monkeypatch):
     monkeypatch.setattr(chat, "instantiate", lambda *_, **__: SimpleNamespace(text_tokenizer=tokenizer(CHATML)))
     monkeypatch.setattr(chat, "reader", lambda history: lambda: next(questions))
     monkeypatch.setattr(Chat, "answer", answer)
-    assert call(chat.main, "target=any").code == 0 and asked == ["one", "two"]
+    assert call(chat.main, "target=any").code == 0 and asked == ["one", "tw?"]
 
 
 UNDERLINED, GREEN = "\x1b[4m", "\x1b[4;32m"

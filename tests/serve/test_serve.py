@@ -215,6 +215,7 @@ def test_values_of_other_servers_mean_what_they_mean_there(client):
 
 def test_the_model_has_a_name(client):
     assert client.models.retrieve("tiny").max_model_len == 256
+    assert client.completions.create(model="", prompt="a", max_tokens=1).model == "tiny"  # as some clients send none
     for ask in (client.models.retrieve, lambda name: client.chat.completions.create(model=name, messages=MESSAGES)):
         with pytest.raises(openai.NotFoundError, match="other") as caught:
             ask("other/model")

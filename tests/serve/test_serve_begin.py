@@ -3,20 +3,26 @@
 import asyncio
 import itertools
 import json
+import logging
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
+import uvicorn
 
 from foredraft.heads import Target
 from foredraft.inference.drafters import NgramDrafter
 from foredraft.inference.serve import limits, service
-from foredraft.inference.serve.app import create_app
+from foredraft.inference.serve.app import create_app, run
 from foredraft.inference.serve.openai.prompts import PromptEncoder
 from foredraft.inference.serve.worker import Worker
+from tests.support import ROOT
 
 ECHO = {"prompt": ["def add", "return"], "max_tokens": 1, "echo": True, "logprobs": 1}
+CHAT = {"messages": [{"role": "user", "content": "def"}], "max_tokens": 24}
+PLAIN = (ROOT / "train" / "data" / "plain_chat.jinja").read_text()
+PRIVATE = "access-control-request-private-network"
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
@@ -33,11 +39,13 @@ def endless(monkeypatch) -> list[int]:
     return asked
 
 
-def call(app, receive: Receive, path: str = "/v1/completions", **headers: str) -> list[dict[str, Any]]:
+def call(
+    app, receive: Receive, path: str = "/v1/completions", method: str = "POST", **headers: str
+) -> list[dict[str, Any]]:
     """Return what the application sends to one request."""
     headers = {"host": "localhost", "content-type": "application/json"} | headers
     named = [(name.encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": b""}
     scope |= {"headers": named, "http_version": "1.1", "scheme": "http", "root_path": "", "asgi": {"version": "3.0"}}
     sent: list[dict[str, Any]] = []
 
@@ -48,9 +56,10 @@ def call(app, receive: Receive, path: str = "/v1/completions", **headers: str) -
     return sent
 
 
-def body_then(wait: Callable[[], Awaitable[None]], asked: dict[str, Any]) -> Receive:
+def body_then(wait: Callable[[], Awaitable[None]], asked: dict[str, Any] | str) -> Receive:
     """Make a client that sends this, waits, and leaves."""
-    parts = iter([{"type": "http.request", "body": json.dumps(asked).encode(), "more_body": False}])
+    body = asked if isinstance(asked, str) else json.dumps(asked)
+    parts = iter([{"type": "http.request", "body": body.encode(), "more_body": False}])
 
     async def receive() -> dict[str, Any]:
         for part in parts:
@@ -117,6 +126,66 @@ def test_a_client_that_goes_while_its_prompt_is_encoded_is_not_decoded(target: T
         patch.setattr(Worker, "submit", lambda *_: pytest.fail("it was submitted"))
         call(create_app(thread, ["tiny"]), body_then(until_encoding, {"prompt": "def"}))
     ended(thread)
+
+
+@pytest.mark.parametrize(
+    "path, asked, text_of",
+    [
+        ("/v1/completions", {"prompt": "def"}, lambda event: event["choices"][0]["text"]),
+        ("/v1/chat/completions", CHAT, lambda event: event["choices"][0]["delta"].get("content") or ""),
+        ("/v1/responses", {"input": "def"}, lambda event: event.get("delta", "")),
+    ],
+)
+def test_pings_are_events_that_add_nothing(target: Target, monkeypatch, path: str, asked: dict, text_of):
+    """Check also that a proxy must not collect the events, and that the last one has a finish reason and no text: clients
+    that drop it lose nothing."""
+    monkeypatch.setattr(target.text_tokenizer, "chat_template", PLAIN)
+    thread = Worker(target, NgramDrafter())
+    thread.start()
+    app, streams = create_app(thread, ["tiny"]), []
+    for ping in (60.0, 0.0):
+        monkeypatch.setattr(service, "PING", ping)
+        start, *rest = call(app, body_then(forever, asked | {"stream": True, "seed": 1, "temperature": 1}), path)
+        assert (b"x-accel-buffering", b"no") in start["headers"]
+        blocks = b"".join(part["body"] for part in rest).decode().removesuffix("data: [DONE]\n\n").split("\n\n")[:-1]
+        streams.append([json.loads(block.rpartition("data: ")[2]) for block in blocks])
+    quiet, pinged = streams
+    assert len(pinged) > len(quiet)
+    assert "".join(map(text_of, quiet)) == "".join(map(text_of, pinged)) != ""
+    if path != "/v1/responses":
+        assert quiet[-1]["choices"][0]["finish_reason"] and not text_of(quiet[-1])
+    ended(thread)
+
+
+def test_a_request_that_is_nested_too_deeply_is_the_client_s_error(target: Target, monkeypatch):
+    monkeypatch.setattr(target.text_tokenizer, "chat_template", PLAIN)
+    thread = Worker(target, None)
+    thread.start()
+    app = create_app(thread, ["tiny"])
+    for depth in (600, 900, 9000):
+        for name in ("chat_template_kwargs", "structured_outputs"):
+            body = json.dumps(CHAT | {name: "NESTED"}).replace('"NESTED"', '{"json":' * depth + "{}" + "}" * depth)
+            (start, answer) = call(app, body_then(forever, body), "/v1/chat/completions")
+            assert start["status"] == 400 and b"error" in answer["body"], answer
+    ended(thread)
+
+
+def test_a_load_balancer_and_a_page_of_a_named_origin_may_ask(target: Target):
+    """Check HEAD, and the preflight of a page from the network for a server on this machine."""
+    app = create_app(Worker(target, None), ["tiny"], cors=["https://chat.example"])
+    assert call(app, body_then(forever, {}), "/health", "HEAD")[0]["status"] == 503  # the thread does not run
+    asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    (start, _) = call(app, forever, "/v1/completions", "OPTIONS", **asked, **{PRIVATE: "true"})
+    assert start["status"] == 200 and (b"access-control-allow-private-network", b"true") in start["headers"]
+
+
+def test_idle_connections_are_kept_longer_than_clients_keep_them(target: Target, monkeypatch):
+    kept = []
+    monkeypatch.setattr(logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda server: kept.append(server.config.timeout_keep_alive))
+    with pytest.raises(SystemExit):
+        run(create_app(Worker(target, None), ["tiny"]), "127.0.0.1", 0)
+    assert kept[0] > 90
 
 
 def test_a_body_that_does_not_come_is_given_up(target: Target, monkeypatch):

@@ -240,6 +240,22 @@ def test_items_of_one_answer_are_one_message(client):
     assert found.usage.input_tokens == chat.usage.prompt_tokens
 
 
+def test_a_conversation_goes_on_after_tools_of_another_server():
+    """Leave out the items of tools that are left out too."""
+    found = {"type": "tool_search_output", "call_id": "1", "execution": "client", "tools": [PICK]}
+    items = [QUESTION, {"type": "web_search_call", "id": "ws_1", "action": {"type": "search", "query": "a"}}]
+    items += [{"type": "tool_search_call", "call_id": "1", "arguments": {}}, found, QUESTION]
+    assert [message.role for message in ResponsesRequest(input=items).chat().messages] == ["user", "user"]
+
+
+def test_a_response_may_repeat_what_utf_8_cannot_encode(server):
+    """Send half a surrogate pair in a tool that the model does not learn of."""
+    tool = PICK | {"description": "\ud83e"}
+    asked = {"model": "tiny", "input": "a", "max_output_tokens": 1, "tools": [tool], "tool_choice": "none"}
+    status, _, body = server.post(json.dumps(asked).encode(), "/v1/responses")
+    assert status == 200 and json.loads(body)["tools"] == [tool]
+
+
 def test_items_are_taken_as_clients_replay_them():
     """Send null fields, the reasoning of another server, refusals, and any result of a tool."""
     call = {"type": "function_call", "call_id": "1", "name": "pick", "arguments": None, "id": None, "status": None}
@@ -296,8 +312,13 @@ def test_tools_that_are_not_allowed_are_left_out(mode):
         ({"extra_body": {"typical_p": 0.5}}, "Unknown parameter: 'typical_p'", "typical_p"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item 0 is an item_reference", "input"),
         (
-            {"input": [QUESTION, {"type": "web_search_call", "id": "ws_1"}]},
-            "item 1 has type 'web_search_call'",
+            {"input": [QUESTION, {"type": "computer_call", "id": "cu_1"}]},
+            "item 1 has type 'computer_call'",
+            "input",
+        ),
+        (
+            {"input": [{"type": ["message"], "role": "user", "content": "a"}]},
+            "item 0 has type .*message.*, which is not supported",
             "input",
         ),
         (

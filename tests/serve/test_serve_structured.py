@@ -176,7 +176,12 @@ def test_a_full_disk_takes_no_answer_from_anybody(server, client):
 
 
 @pytest.mark.parametrize(
-    "choice, names", [("required", {"pair", "stop_it"}), ({"type": "function", "function": {"name": "pair"}}, {"pair"})]
+    "choice, names",
+    [
+        ("required", {"pair", "stop_it"}),
+        ({"type": "required"}, {"pair", "stop_it"}),
+        ({"type": "function", "function": {"name": "pair"}}, {"pair"}),
+    ],
 )
 def test_a_forced_tool_is_called(client, choice, names):
     for one in ended(client, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False):
@@ -236,7 +241,7 @@ def test_a_call_is_streamed(client):
         (0, whole.name, whole.arguments)
     ]
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls" and not chunks[-1].choices[0].delta.tool_calls
 
 
 def test_tools_are_told_to_the_template_unless_they_may_not_be_called(client):
@@ -356,6 +361,12 @@ TEXTS: list[tuple[ToolFormat, str, str, list]] = [
     (GRANITE, f"<|tool_call|>[{CALL}]", "", [F]),
     (QWEN3_CODER, "I look.\n<function=f>\n</function>\n</tool_call>", "I look.\n", [NOTHING]),
     (QWEN3_CODER, "<tool_call>\n<function=f></function></tool_call>\n<function=f></function>", "", [NOTHING, NOTHING]),
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=f>\n<parameter=a>\n a </parameter> b </tool_call>\n\n</parameter>\n</function>\n</tool_call>",
+        "",
+        [("f", {"a": " a </parameter> b </tool_call>\n"})],
+    ),
     (DEEPSEEK_V3, f"{R1}{GIVEN}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "", [ONE]),
     (DEEPSEEK_V3_1, f"I look.{V3_1}{GIVEN}<｜tool▁call▁end｜>{V3_1}<｜tool▁call▁end｜>", "I look.", [ONE, NOTHING]),
     (KIMI, f"<|tool_calls_section_begin|>{K2}{GIVEN}<|tool_call_end|><|tool_calls_section_end|>ok", "ok", [ONE]),
@@ -479,6 +490,21 @@ def test_arguments_in_tags_have_the_types_of_their_schema(model):
 
 
 @pytest.mark.parametrize(
+    "written, value",
+    [
+        ("""["it's", {'a': None}]""", ["it's", {"a": None}]),
+        ("[{1, 2}]", "[{1, 2}]"),
+        ("(" * 9999, "(" * 9999),
+        ("1j", "1j"),
+    ],
+)
+def test_a_list_may_be_written_in_python(written, value):
+    text = f"<tool_call>\n<function=f>\n<parameter=a>\n{written}\n</parameter>\n</function>\n</tool_call>"
+    parameters = {"type": "object", "properties": {"a": {"type": "array"}}}
+    assert read(QWEN3_CODER, text, 1000, parameters) == ("", [("f", {"a": value})])
+
+
+@pytest.mark.parametrize(
     "template, style",
     [
         (
@@ -541,6 +567,63 @@ def test_calls_are_forced_as_json_where_the_format_has_no_grammar():
     template = (TEMPLATES / "gemma4.jinja").read_text()
     for choice, style in (("required", BARE), ("auto", GEMMA)):
         assert call_format(ChatRequest(**ASKED, tools=tools, tool_choice=choice), template) == style
+
+
+# As zod, pydantic and the authors of MCP servers write them.
+LOOSE = {
+    "mail": {"type": "string", "format": "email", "pattern": r"^(?!\.)\w+@[\w.]+$"},
+    "price": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)\d*\.?\d*$"}]},
+    "file": {"type": "object", "properties": {"path": {"type": "string", "format": "path"}}},
+    "facts": {"type": "object", "propertyNames": {"type": "string"}, "additionalProperties": {"type": "string"}},
+    "pattern": {"type": "array", "items": {"type": "string"}, "uniqueItems": True},
+    "format": {"enum": ["a", {"format": "path"}]},
+}
+LOOSE = {"type": "object", "properties": LOOSE, "required": [*LOOSE]}
+
+
+@pytest.mark.parametrize("style", [HERMES, QWEN3_CODER])
+def test_a_forced_call_needs_no_schema_that_a_grammar_can_follow(target, style):
+    """Leave to the model what llguidance lacks, as OpenAI's API does unless the tool is strict."""
+    grammars = Grammars(target)
+
+    def rules(**facts) -> str:
+        function = {"name": "f", "parameters": LOOSE, **facts}
+        return call_rules([Tool(type="function", function=function)], style, False, grammars.special)
+
+    matcher = grammars.lark(rules()).matcher
+    if style is HERMES:
+        given = {
+            "mail": "a@b.c",
+            "price": ".",
+            "file": {},
+            "facts": {},
+            "pattern": ["a", "a"],
+            "format": {"format": "path"},
+        }
+        text = f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(given)}}}\n</tool_call>'
+        ids = target.text_tokenizer(text).input_ids
+        assert matcher.try_consume_tokens(ids) == len(ids)
+    with pytest.raises(ValueError, match="be compiled"):
+        grammars.lark(rules(strict=True))
+
+
+def test_a_schema_may_name_formats_that_nobody_knows(target):
+    """JSON Schema lets a program ignore them; what it must follow is still refused."""
+    grammars = Grammars(target)
+    given = {"format": "path"}
+    for schema, text in (({"type": "string"} | given, '"/a b"'), ({"const": given}, json.dumps(given))):
+        ids = target.text_tokenizer(text).input_ids
+        assert grammars.json_schema(schema).matcher.try_consume_tokens(ids) == len(ids)
+    for schema in (LOOSE, {"type": "array", "uniqueItems": True}):
+        with pytest.raises(ValueError, match="be compiled"):
+            grammars.json_schema(schema)
+
+
+def test_arguments_have_the_letters_that_the_model_wrote():
+    """Check also half of a surrogate pair, which no client could send back."""
+    text = '<tool_call>\n{"name": "f", "arguments": {"a": "M\\u00fcnchen \\ud83e\\uddea é \\ud83e"}}\n</tool_call>'
+    _, (call,) = ToolReader(HERMES, {"f": {}}).split(text, True)
+    assert call["function"]["arguments"] == '{"a": "München 🧪 é ?"}'
 
 
 def test_special_tokens_are_not_spelled_in_a_forced_call():

@@ -292,7 +292,7 @@ def test_what_would_change_an_answer_is_refused_by_name(server, route, more, mes
     assert status == 400 and message in json.loads(answer)["error"]["message"]
 
 
-def test_a_stream_that_is_silent_for_long_sends_comments(monkeypatch):
+def test_a_stream_that_is_silent_for_long_sends_pings(monkeypatch):
     """Hold a call back, for example: proxies would end the stream."""
     monkeypatch.setattr(service, "PING", 0.05)
 
@@ -302,12 +302,12 @@ def test_a_stream_that_is_silent_for_long_sends_comments(monkeypatch):
         yield "last"
 
     async def events() -> list[str]:
-        stream = service.EventStream(SimpleNamespace(events=sent), None)
+        stream = service.EventStream(SimpleNamespace(events=sent, ping=lambda: "ping"), None)
         return [event async for event in stream.body_iterator]
 
     first, *pings, last = asyncio.run(events())
     assert (first, last) == ("first", "last")
-    assert set(pings) == {": ping\n\n"}
+    assert set(pings) == {"ping"}
 
 
 @pytest.mark.parametrize("chat, expected", [(False, " blue blue"), (True, "blue blue")])

@@ -1,6 +1,6 @@
 """One text of an answer: its content, reasoning, tool calls and log-probabilities, from the outputs of its steps."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -38,6 +38,12 @@ class Piece:
         self.logprobs += piece.logprobs
         self.calls += piece.calls
         self.finish_reason = piece.finish_reason
+
+    def parts(self) -> "list[Piece]":
+        """Return the last piece in two parts, as OpenAI streams it: some clients drop what comes with a finish reason."""
+        if self.finish_reason is None or not (self.text or self.reasoning or self.calls):
+            return [self]
+        return [replace(self, finish_reason=None), Piece(self.choice, finish_reason=self.finish_reason)]
 
 
 class Choice:

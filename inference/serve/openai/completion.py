@@ -74,11 +74,12 @@ class Answer:
 
     def body(self) -> dict[str, Any]:
         choices = [self.fields(choice.whole, self.message(choice)) for choice in self.choices.values()]
-        envelope = self.envelope("chat.completion" if self.chat else "text_completion")
-        return {**envelope, "choices": choices, "usage": self.usage(), **self.prompt_ids()}
+        return self.envelope(choices, "", usage=self.usage(), **self.prompt_ids())
 
-    def envelope(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+    def envelope(self, choices: list[dict[str, Any]], ending: str = ".chunk", **more: Any) -> dict[str, Any]:
+        kind = f"chat.completion{ending}" if self.chat else "text_completion"
+        facts = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        return {**facts, "choices": choices, **more}
 
     def prompt_ids(self) -> dict[str, Any]:
         """Return the prompt's ids where vLLM has them: next to a chat's choices. Completions have them in each choice."""
@@ -122,13 +123,12 @@ class Answer:
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the streamed chunks: roles, then what each step adds, then the usage if requested. Raises ApiError."""
-        envelope = self.envelope("chat.completion.chunk" if self.chat else "text_completion")
         options = self.request.stream_options or StreamOptions.model_validate({})
 
         def chunk(fields: dict[str, Any], **more: Any) -> dict[str, Any]:
             if options.include_usage:
                 more["usage"] = self.usage() if options.continuous_usage_stats else None
-            return {**envelope, "choices": [fields], **more}
+            return self.envelope([fields], **more)
 
         for choice in self.choices.values() if self.chat else ():
             delta = {"role": "assistant", "content": ""}
@@ -139,18 +139,29 @@ class Answer:
         async for piece in self.pieces():
             shown = piece.text or piece.reasoning or piece.logprobs or piece.trace or piece.finish_reason
             if shown or self.request.return_token_ids:  # otherwise its text is held back
-                yield chunk(self.fields(piece, self.delta(piece)), **({"trace": piece.trace} if piece.trace else {}))
+                for one in piece.parts():
+                    yield chunk(self.fields(one, self.delta(one)), **({"trace": one.trace} if one.trace else {}))
         if options.include_usage:
-            yield {**envelope, "choices": [], "usage": self.usage()}
+            yield self.envelope([], usage=self.usage())
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the chunks as server-sent events. Raises ApiError."""
         async for chunk in self.chunks():
-            yield f"data: {json.dumps(chunk)}\n\n"
+            yield data(chunk)
         yield "data: [DONE]\n\n"
 
     def error_event(self, error: ApiError) -> str:
-        return f"data: {json.dumps(error.body())}\n\n"
+        return data(error.body())
+
+    def ping(self) -> str:
+        """Return an event that adds nothing. It is not a comment, at which some clients end (openai-go, simple loops)."""
+        nothing = Piece(0)
+        return data(self.envelope([self.fields(nothing, self.delta(nothing))]))
+
+
+def data(value: dict[str, Any]) -> str:
+    """Return a server-sent event."""
+    return f"data: {json.dumps(value)}\n\n"
 
 
 def reasoning_fields(text: str | None) -> dict[str, Any]:

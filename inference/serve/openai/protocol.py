@@ -5,7 +5,7 @@ of which only the end tokens are used. Unsupported fields are refused by name, u
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from foredraft.inference.grammar import Grammar
 from foredraft.inference.sampling import SamplingParams
@@ -185,6 +185,7 @@ class Function(BaseModel):
 
     name: str = Field(pattern="^[a-zA-Z0-9_./-]{1,128}$")  # OpenAI's names, and those of MCP
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(BaseModel):
@@ -227,6 +228,12 @@ class ChatRequest(CommonRequest):
     parallel_tool_calls: bool = True
     echo: Literal[False] = False
     add_special_tokens: Literal[False] = Field(False, description="the chat template writes them")
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def unwrap_mode(cls, choice: Any) -> Any:
+        """Accept a mode as an object, as Cursor sends it."""
+        return choice["type"] if isinstance(choice, dict) and choice.keys() == {"type"} else choice
 
     @model_validator(mode="after")
     def check_chat(self) -> "ChatRequest":

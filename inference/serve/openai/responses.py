@@ -64,6 +64,9 @@ class ResponsesAnswer(Answer):
         self.failure = error
         return as_event(self.event("failed", response=self.body()))
 
+    def ping(self) -> str:
+        return as_event(self.event("in_progress", response=self.body()))
+
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         yield self.event("created", response=self.body())
         yield self.event("in_progress", response=self.body())

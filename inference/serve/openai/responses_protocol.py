@@ -42,12 +42,14 @@ ITEMS = {
     "custom_tool_call": ["call_id", "name", "input"],
     "custom_tool_call_output": ["call_id"],
 }
+# Items of tools that the model does not learn of, in a conversation that another server began.
+LEFT_OUT = ("web_search_call", "tool_search_call", "tool_search_output")
 # The parts of an assistant's message in the order of their items, each with the parts that must not precede it.
 LATER = {"reasoning": {"content", "tool_calls"}, "content": {"content", "tool_calls"}, "tool_calls": set[str]()}
 
 
-def item_type(item: dict[str, Any]) -> Any:
-    return item.get("type") or ("message" if "role" in item else "item_reference")
+def item_type(item: dict[str, Any]) -> str:
+    return str(item.get("type") or ("message" if "role" in item else "item_reference"))
 
 
 def as_message(item: dict[str, Any]) -> dict[str, Any]:
@@ -126,6 +128,8 @@ class ResponsesRequest(CommonRequest):
             raise ValueError("send at least 1 item")
         for number, item in enumerate(items if isinstance(items, list) else []):
             kind = item_type(item)
+            if kind in LEFT_OUT:
+                continue
             if kind == "item_reference":
                 raise ValueError(f"item {number} is an item_reference: {STORED}")
             if kind not in ITEMS:
@@ -136,7 +140,7 @@ class ResponsesRequest(CommonRequest):
                 raise ValueError(f"item {number} of type {kind!r} needs {missing[0]!r}, a text")
             if not isinstance(item.get("namespace") or "", str):
                 raise ValueError(f"item {number} has namespace {item['namespace']!r}: send a text")
-        return items
+        return items if isinstance(items, str) else [item for item in items if item_type(item) not in LEFT_OUT]
 
     @model_validator(mode="after")
     def check_chat(self) -> "ResponsesRequest":

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from foredraft.inference.grammar import JSON_OPTIONS
+from foredraft.inference.grammar import JSON_OPTIONS, as_supported
 from foredraft.inference.serve.openai.protocol import Tool
 
 Special = Mapping[str, int | None]  # special tokens; None for end tokens, which rules must not contain
@@ -212,11 +212,11 @@ def call_rules(tools: list[Tool], style: ToolFormat, many: bool, special: Specia
         )
         closing = as_rule(style.closing, special)
         rules.append(f"call_{number}: {opening} arguments_{number} {closing}")
-        parameters = tool.function.parameters or {}
+        parameters, lenient = tool.function.parameters or {}, not tool.function.strict
         if style.parameters is None:
-            rules.append(f"arguments_{number}: {json_rule({'type': 'object', **parameters})}")
+            rules.append(f"arguments_{number}: {json_rule({'type': 'object', **parameters}, lenient)}")
         else:
-            rules += parameter_rules(f"arguments_{number}", parameters, style.parameters, special)
+            rules += parameter_rules(f"arguments_{number}", parameters, style.parameters, special, lenient)
     return "\n".join([*rules, f"id: /{style.id}/"] if style.id else rules)
 
 
@@ -230,7 +230,9 @@ def after_reasoning(rules: str, closing: str, special: Special) -> str:
     return f"start: reasoning space ({start})\n{rest}\nreasoning{ended}\nspace: /\\s{{0,8}}/"
 
 
-def parameter_rules(name: str, schema: dict[str, Any], style: Parameters, special: Special) -> list[str]:
+def parameter_rules(
+    name: str, schema: dict[str, Any], style: Parameters, special: Special, lenient: bool = True
+) -> list[str]:
     """Return the rules for arguments that are written one by one, in the order of the schema."""
     properties, required = properties_of(schema), as_list(schema, "required")
     rules, parts = list[str](), list[str]()
@@ -246,12 +248,15 @@ def parameter_rules(name: str, schema: dict[str, Any], style: Parameters, specia
         elif is_text(definition):
             rules.append(f"{one}_value[suffix={json.dumps(style.closing)}]: /(.|\\n)*/")
         else:
-            rules.append(f"{one}_value: {json_rule(shared | definition)} {closing}")
+            rules.append(f"{one}_value: {json_rule(shared | definition, lenient)} {closing}")
     return [f"{name}: {' '.join(parts) or as_rule('', special)}", *rules]
 
 
-def json_rule(schema: dict[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS})}"
+def json_rule(schema: dict[str, Any], lenient: bool = False) -> str:
+    """Return a rule for JSON. lenient: leave to the model what a grammar cannot follow, as arguments of a tool that is not
+    strict in OpenAI's API; otherwise it is an error."""
+    options = JSON_OPTIONS | {"lenient": lenient}
+    return f"%json {json.dumps({**as_supported(schema, lenient), 'x-guidance': options})}"
 
 
 def as_rule(text: str, special: Special) -> str:

@@ -119,7 +119,9 @@ class ToolReader:
             line = ("\n?" if opening.endswith("\n") else ""), ("\n?" if closing.startswith("\n") else "")
             value = rf"{line[0]}(?P<value>.*?){line[1]}"
             value = "(?:{}(?P<wrapped>.*?){}|{})".format(*map(re.escape, wrapper), value) if wrapper[0] else value
-            self.parameter = re.compile(rf"{pattern(opening)}{value}{re.escape(closing.strip())}\s*", re.DOTALL)
+            # Another mark or the end must follow: a text may contain the closing one.
+            value += rf"{re.escape(closing.strip())}\s*(?=<|\Z)"
+            self.parameter = re.compile(pattern(opening) + value, re.DOTALL)
 
     def split(self, text: str, is_end: bool, known: int = 0) -> tuple[str, list[dict[str, Any]]]:
         """Return the certain content, and at the end the calls. Malformed calls and calls of unknown tools are content.
@@ -159,7 +161,7 @@ class ToolReader:
         arguments = text[found.end() :]
         if self.style.parameters is not None:
             complete, _ = self.parameters_at(text, found.end(), self.tools[found["name"]])
-            arguments = json.dumps(complete)[:-1]
+            arguments = as_text(complete)[:-1]
         return [new_call(found["name"], arguments)]
 
     def calls_at(self, text: str, at: int) -> tuple[list[dict[str, Any]], int]:
@@ -226,7 +228,7 @@ class ToolReader:
         if not isinstance(name, str) or name not in self.tools or not isinstance(arguments, dict):
             return None
         try:
-            return new_call(name, json.dumps(arguments, allow_nan=False))
+            return new_call(name, as_text(arguments))
         except (TypeError, ValueError):  # what JSON does not have, such as complex numbers and infinity
             return None
 
@@ -315,7 +317,23 @@ def parse_argument(text: str, definition: Any) -> Any:
     try:
         return json.loads(text, parse_constant=str)
     except (ValueError, RecursionError):
-        return PYTHON_NAMES.get(text.strip(), text)
+        return python_value(text)
+
+
+def python_value(text: str) -> Any:
+    """Return a list, an object or a name as some models write them, the text itself if it is anything else."""
+    try:
+        value = ast.literal_eval(text.strip())
+        json.dumps(value, allow_nan=False)  # it may contain sets and complex numbers
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return text
+    return value if value is None or isinstance(value, (bool, list, dict)) else text
+
+
+def as_text(arguments: dict[str, Any]) -> str:
+    """Return arguments as JSON with the letters of every language. A model may escape half of a surrogate pair, which UTF-8
+    cannot encode."""
+    return json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode(errors="replace").decode()
 
 
 def new_call(name: str, arguments: str) -> dict[str, Any]:
