@@ -101,7 +101,9 @@ class FitToTime(TrainerCallback):
 def time_limit_record(state: TrainerState) -> dict[str, Any]:
     """Return what FitToTime logged when it set `max_steps`: `fitted_steps`, `all_steps`, `minutes`; empty if all steps are
     done."""
-    record = next((entry for entry in reversed(state.log_history) if entry.get("fitted_steps") == state.max_steps), {})
+    record: dict[str, Any] = next(
+        (entry for entry in reversed(state.log_history) if entry.get("fitted_steps") == state.max_steps), {}
+    )
     return record if record and record["fitted_steps"] < record["all_steps"] else {}
 
 
