@@ -45,26 +45,29 @@ except Exception as error:  # llguidance has no class for all of its parser's er
 # A model may write its JSON over several lines. Without this bound it could also write white space forever.
 JSON_OPTIONS: Any = {"whitespace_pattern": "[ \\n\\r\\t]{0,32}"}
 
-# Formats of texts that llguidance checks. JSON Schema lets a program ignore others, such as pydantic's "path".
+# Formats of texts that llguidance checks. JSON Schema lets a program ignore any, such as pydantic's "path".
 FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
 # What its regular expressions lack: looking around, boundaries of words, and references to groups.
-LACKING = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")
+LACKING = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[bB1-9]|\\k<)")
+NAMED = ("properties", "patternProperties", "$defs", "definitions")  # contain schemas by any name
 
 
 def as_supported(schema: Any, lenient: bool = False) -> Any:
-    """Return a schema without unknown formats of texts. lenient: also without patterns that llguidance lacks."""
+    """Return a schema without other formats than FORMATS. lenient: also without patterns that llguidance lacks."""
     if isinstance(schema, list):
-        return [as_supported(one, lenient) for one in schema]
+        return [as_supported(part, lenient) for part in schema]
     if not isinstance(schema, dict):
         return schema
+
+    def inside(name: str, value: Any) -> Any:
+        if name in NAMED and isinstance(value, dict):
+            return {key: as_supported(part, lenient) for key, part in value.items()}
+        return value if name in ("const", "enum") else as_supported(value, lenient)
+
     texts = {name: value for name, value in schema.items() if isinstance(value, str)}
     dropped = {"format"} if texts.get("format", "uri") not in FORMATS else set()
     dropped |= {"pattern"} if lenient and LACKING.search(texts.get("pattern", "")) else set()
-    return {
-        name: value if name in ("const", "enum") else as_supported(value, lenient)
-        for name, value in schema.items()
-        if name not in dropped
-    }
+    return {name: inside(name, value) for name, value in schema.items() if name not in dropped}
 
 
 def run_limited(code: str, grammar: str) -> subprocess.CompletedProcess[bytes]:

@@ -32,7 +32,8 @@ def main(cfg: DictConfig) -> None:
     drafter = instantiate(cfg.drafter, target=target)
     params = SamplingParams(temperature=cfg.temperature, top_p=cfg.top_p)
     marks = Marks(cfg.color)
-    opening = [] if cfg.system is None else [{"role": "system", "content": cfg.system}]
+    system = None if cfg.system is None else cfg.system.encode(errors="replace").decode()  # as for questions
+    opening = [] if system is None else [{"role": "system", "content": system}]
     chat = Chat(target, drafter, params, cfg.max_new_tokens, cfg.seed, marks, [*opening])
     marks.explain()
     ask = reader(cfg.history)

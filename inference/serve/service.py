@@ -86,16 +86,16 @@ class Service:
 
     def tenant(self, name: str | None) -> int:
         """Return the tenant's number. Raises ApiError for an unknown model."""
-        if name and name not in self.names:
+        if name is not None and name not in self.names:
             message = f"The model {name!r} does not exist; served here: {', '.join(map(repr, self.names))}"
             raise ApiError(404, message, "model", "model_not_found")
-        return self.names.index(name) if name else 0  # some clients send an empty name
+        return 0 if name is None else self.names.index(name)
 
     async def answer(
         self, request: ChatRequest | CompletionRequest, raw_request: Request, form: Callable[..., Answer] = Answer
     ) -> Response:
         """Answer a request. form: the class of the answer, with its extra arguments."""
-        tenant = self.tenant(request.model)
+        tenant = self.tenant(request.model or None)  # some clients send an empty name
         answer = await unless_disconnected(raw_request, self.begin(request, tenant, form))
         if answer is None:
             return Response(status_code=499)
@@ -106,7 +106,9 @@ class Service:
             body = await unless_disconnected(raw_request, answer.read())
             if body is None:
                 return Response(status_code=499)
-            return Response(json.dumps(body), media_type="application/json")  # ASCII, see `ApiError`
+            text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            # A client may have sent half of a surrogate pair, which UTF-8 cannot encode, in what is repeated.
+            return Response(text.encode(errors="backslashreplace"), media_type="application/json")
         finally:
             ended()
 

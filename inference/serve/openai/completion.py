@@ -132,15 +132,15 @@ class Answer:
 
         for choice in self.choices.values() if self.chat else ():
             delta = {"role": "assistant", "content": ""}
-            part = {"index": choice.index, "delta": delta, "finish_reason": None}
-            yield chunk(part, **(self.prompt_ids() if choice.index == 0 else {}))
+            begin = {"index": choice.index, "delta": delta, "finish_reason": None}
+            yield chunk(begin, **(self.prompt_ids() if choice.index == 0 else {}))
         for piece in self.echoed:
             yield chunk(self.fields(piece, self.delta(piece)))
         async for piece in self.pieces():
             shown = piece.text or piece.reasoning or piece.logprobs or piece.trace or piece.finish_reason
             if shown or self.request.return_token_ids:  # otherwise its text is held back
-                for one in piece.parts():
-                    yield chunk(self.fields(one, self.delta(one)), **({"trace": one.trace} if one.trace else {}))
+                for part in piece.parts():
+                    yield chunk(self.fields(part, self.delta(part)), **({"trace": part.trace} if part.trace else {}))
         if options.include_usage:
             yield self.envelope([], usage=self.usage())
 
@@ -155,7 +155,8 @@ class Answer:
 
     def ping(self) -> str:
         """Return an event that adds nothing. It is not a comment, at which some clients end (openai-go, simple loops)."""
-        nothing = Piece(0)
+        open_choices = (choice.index for choice in self.choices.values() if choice.whole.finish_reason is None)
+        nothing = Piece(next(open_choices, 0))
         return data(self.envelope([self.fields(nothing, self.delta(nothing))]))
 
 

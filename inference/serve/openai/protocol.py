@@ -180,12 +180,17 @@ def part_text(part: Any, is_result: bool) -> Any:
     return f"[{kind} omitted: not text]" if is_result and kind in MEDIA else part.get(PARTS.get(kind))
 
 
+def as_mode(choice: Any) -> Any:
+    """Return a choice of tools, of which Cursor writes a mode as an object."""
+    mode = choice.get("type") if isinstance(choice, dict) and len(choice) == 1 else None
+    return mode if isinstance(mode, str) else choice
+
+
 class Function(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     name: str = Field(pattern="^[a-zA-Z0-9_./-]{1,128}$")  # OpenAI's names, and those of MCP
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class Tool(BaseModel):
@@ -232,8 +237,7 @@ class ChatRequest(CommonRequest):
     @field_validator("tool_choice", mode="before")
     @classmethod
     def unwrap_mode(cls, choice: Any) -> Any:
-        """Accept a mode as an object, as Cursor sends it."""
-        return choice["type"] if isinstance(choice, dict) and choice.keys() == {"type"} else choice
+        return as_mode(choice)
 
     @model_validator(mode="after")
     def check_chat(self) -> "ChatRequest":

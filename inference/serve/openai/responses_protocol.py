@@ -10,6 +10,7 @@ from foredraft.inference.serve.openai.protocol import (
     ChatRequest,
     CommonRequest,
     Tokens,
+    as_mode,
     content_text,
 )
 from foredraft.inference.serve.openai.response_format import CONSTRAINTS
@@ -43,7 +44,7 @@ ITEMS = {
     "custom_tool_call_output": ["call_id"],
 }
 # Items of tools that the model does not learn of, in a conversation that another server began.
-LEFT_OUT = ("web_search_call", "tool_search_call", "tool_search_output")
+LEFT_OUT = ("web_search_call", "file_search_call", "tool_search_call", "tool_search_output")
 # The parts of an assistant's message in the order of their items, each with the parts that must not precede it.
 LATER = {"reasoning": {"content", "tool_calls"}, "content": {"content", "tool_calls"}, "tool_calls": set[str]()}
 
@@ -121,12 +122,17 @@ class ResponsesRequest(CommonRequest):
     def leave_out_other_tools(cls, tools: Any) -> Any:
         return offered(tools)
 
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def unwrap_mode(cls, choice: Any) -> Any:
+        return as_mode(choice)
+
     @field_validator("input")
     @classmethod
     def check_items(cls, items: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
-        if not items and isinstance(items, list):
-            raise ValueError("send at least 1 item")
-        for number, item in enumerate(items if isinstance(items, list) else []):
+        if isinstance(items, str):
+            return items
+        for number, item in enumerate(items):
             kind = item_type(item)
             if kind in LEFT_OUT:
                 continue
@@ -140,7 +146,9 @@ class ResponsesRequest(CommonRequest):
                 raise ValueError(f"item {number} of type {kind!r} needs {missing[0]!r}, a text")
             if not isinstance(item.get("namespace") or "", str):
                 raise ValueError(f"item {number} has namespace {item['namespace']!r}: send a text")
-        return items if isinstance(items, str) else [item for item in items if item_type(item) not in LEFT_OUT]
+        if not (kept := [item for item in items if item_type(item) not in LEFT_OUT]):
+            raise ValueError("send at least 1 item of a type that the model reads")
+        return kept
 
     @model_validator(mode="after")
     def check_chat(self) -> "ResponsesRequest":

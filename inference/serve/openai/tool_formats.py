@@ -212,7 +212,10 @@ def call_rules(tools: list[Tool], style: ToolFormat, many: bool, special: Specia
         )
         closing = as_rule(style.closing, special)
         rules.append(f"call_{number}: {opening} arguments_{number} {closing}")
-        parameters, lenient = tool.function.parameters or {}, not tool.function.strict
+        parameters, lenient = (
+            tool.function.parameters or {},
+            (tool.function.model_extra or {}).get("strict") is not True,
+        )
         if style.parameters is None:
             rules.append(f"arguments_{number}: {json_rule({'type': 'object', **parameters}, lenient)}")
         else:

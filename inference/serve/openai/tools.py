@@ -119,9 +119,7 @@ class ToolReader:
             line = ("\n?" if opening.endswith("\n") else ""), ("\n?" if closing.startswith("\n") else "")
             value = rf"{line[0]}(?P<value>.*?){line[1]}"
             value = "(?:{}(?P<wrapped>.*?){}|{})".format(*map(re.escape, wrapper), value) if wrapper[0] else value
-            # Another mark or the end must follow: a text may contain the closing one.
-            value += rf"{re.escape(closing.strip())}\s*(?=<|\Z)"
-            self.parameter = re.compile(pattern(opening) + value, re.DOTALL)
+            self.parameter = re.compile(rf"{pattern(opening)}{value}{re.escape(closing.strip())}\s*", re.DOTALL)
 
     def split(self, text: str, is_end: bool, known: int = 0) -> tuple[str, list[dict[str, Any]]]:
         """Return the certain content, and at the end the calls. Malformed calls and calls of unknown tools are content.
@@ -315,9 +313,11 @@ def parse_argument(text: str, definition: Any) -> Any:
     if not nothing and (is_text(definition) or text in as_list(definition, "enum")):
         return text
     try:
-        return json.loads(text, parse_constant=str)
+        value = json.loads(text, parse_constant=str)
+        json.dumps(value, allow_nan=False)  # 1e999 is infinite
     except (ValueError, RecursionError):
         return python_value(text)
+    return value
 
 
 def python_value(text: str) -> Any:
@@ -331,9 +331,10 @@ def python_value(text: str) -> Any:
 
 
 def as_text(arguments: dict[str, Any]) -> str:
-    """Return arguments as JSON with the letters of every language. A model may escape half of a surrogate pair, which UTF-8
-    cannot encode."""
-    return json.dumps(arguments, allow_nan=False, ensure_ascii=False).encode(errors="replace").decode()
+    """Return arguments as JSON with the letters of every language. A model may write a surrogate pair as two escapes, or
+    half of one, which UTF-8 cannot encode."""
+    text = json.dumps(arguments, allow_nan=False, ensure_ascii=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def new_call(name: str, arguments: str) -> dict[str, Any]:
