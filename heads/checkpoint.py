@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foredraft.heads import formats, llama_config
 from foredraft.heads.base import DraftHead
+from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats.files import CONFIG, FILE, PICKLED, SAFE
 from foredraft.heads.hub.client import find, weights_sha256
 from foredraft.heads.target_model import Target
@@ -249,8 +250,8 @@ def check_fit(files: formats.HeadFiles, head: DraftHead, target: Target, strict:
     rope of a target with an edited config.json) give one warning, or an error as `read_head` describes."""
     saved, now = files.config.get("foredraft", {}).get("target", {}), fingerprint(target)
     stated = {} if head.config is None else head.config.to_dict()  # in files of others
-    if taken := files.config.get("target_hidden_size"):
-        stated["hidden_size"] = taken
+    if isinstance(head, Eagle3Head):
+        stated["hidden_size"] = head.target_hidden_size
     sizes = {name: saved.get(name, stated.get(name, now[name])) for name in ("vocab_size", "hidden_size", "num_layers")}
     problems = [
         f"{name}: the head has {size}, the target {now[name]}" for name, size in sizes.items() if size != now[name]

@@ -82,13 +82,13 @@ class Eagle3Head(LayerHead):
         self.window = check_window(window, self.depth)
         flags = self.flags = {name: bool(config.get(name, False)) for name in FLAGS}
         width, eps, count = self.config.hidden_size, self.config.rms_norm_eps, len(self.layers)
-        taken = self.taken = config.get("target_hidden_size") or width  # size of the target's hidden states
-        flags["embed_requires_grad"] |= taken != width
+        size = self.target_hidden_size = config.get("target_hidden_size") or width
+        flags["embed_requires_grad"] |= size != width
         takes_raw = not (flags["fc_norm"] or flags["norm_before_fc"])
         self.embed_tokens = nn.Embedding(self.config.vocab_size, width) if flags["embed_requires_grad"] else None
-        self.fc = ScaledLinear(count * taken, width, takes_raw) if config.get("use_aux_hidden_state", True) else None
-        self.input_norm = RMSNorm(count * taken, eps) if flags["norm_before_fc"] else None
-        self.fc_norm = nn.ModuleList(RMSNorm(taken, eps) for _ in range(count if flags["fc_norm"] else 0))
+        self.fc = ScaledLinear(count * size, width, takes_raw) if config.get("use_aux_hidden_state", True) else None
+        self.input_norm = RMSNorm(count * size, eps) if flags["norm_before_fc"] else None
+        self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(count if flags["fc_norm"] else 0))
         self.layer = MidLayer(self.config, flags["qk_norm"])
         self.norm = RMSNorm(width, eps)
         drafts_from = self.prune_vocabulary(config.get("draft_vocab_size"), self.config.vocab_size)
@@ -147,7 +147,7 @@ class Eagle3Head(LayerHead):
             **({"model_type": "qwen3"} if qwen3 else {}),
             **({} if self.window is None else WINDOWED | {"sliding_window": self.window}),
             "draft_vocab_size": self.lm_head.out_features,
-            "target_hidden_size": self.taken,
+            "target_hidden_size": self.target_hidden_size,
             **self.flags,
             "use_aux_hidden_state": self.fc is not None,
             "eagle_aux_hidden_state_layer_ids": self.layers,

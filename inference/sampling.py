@@ -66,7 +66,7 @@ class SamplingParams:
         check_kind("top_k", self.top_k, Integral | None, "a whole number")
         check_kind("grammar", self.grammar, Grammar | None, "a Grammar, which Grammars(target) compiles")
         for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-            if not math.isfinite(getattr(self, name) or 0):
+            if not abs(getattr(self, name) or 0) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)} is not a finite number")
         if not self.temperature >= 0:
             raise ValueError(f"temperature={self.temperature} must be 0 (greedy) or more")

@@ -94,7 +94,7 @@ def schedule(args: Any, steps: int) -> Any:
     except TypeError as error:
         raise ValueError(
             f"trainer.lr_scheduler_type={args.lr_scheduler_type.value} does not fit lr_scheduler_kwargs={more} ({error}): "
-            "set +trainer.lr_scheduler_kwargs={NAME: VALUE}"
+            "change or set '+trainer.lr_scheduler_kwargs={NAME: VALUE}'"
         ) from error
 
 

@@ -97,6 +97,8 @@ def main(cfg: DictConfig) -> None:
             try:
                 finalize(cfg, trainer, run.data, run.held_out, run.directory)
             except KeyboardInterrupt:
+                if checkpoints.newest(run.directory / CHECKPOINTS) is None:
+                    raise
                 raise KeyboardInterrupt("the head is trained, and the same command goes on to measure it") from None
         distributed.shutdown()
 

@@ -136,7 +136,7 @@ def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
         ) from error
     expected = {layout.disk_name(name): tensor for name, tensor in head.state_dict().items()}
     weights = complete_vocabulary(files, layout.complete_weights(files, head, target), head, target.vocab_size)
-    weights = complete_projections(files, layout, complete_biases(weights, expected), head, target)
+    weights = complete_projections(files, layout, complete_biases(files, weights, expected), head, target)
     problems = weight_problems(weights, expected)
     if problems:
         raise files.error("; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else ""))
@@ -149,10 +149,14 @@ def build(layout: Format, files: HeadFiles, target: Target) -> DraftHead:
     return head
 
 
-def complete_biases(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return `weights` with zeros for the output of attention if only queries, keys and values have biases (Qwen2)."""
+def complete_biases(files: HeadFiles, weights: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return `weights` with zeros for the output of attention if only queries, keys and values have biases (Qwen2), which
+    files of this project never lack."""
+    if files.trained_here:
+        return weights
     outputs = {name: name.replace(".o_proj.", ".q_proj.") for name in expected if name.endswith(".o_proj.bias")}
-    shown = {name: weights[queries] for name, queries in outputs.items() if queries in weights}
+    shown = {name: weights[queries] for name, queries in outputs.items() if queries in weights and name not in weights}
+    files.notes.extend(f"no {name} is stored, so it is zero" for name in shown)
     return {name: bias.new_zeros(expected[name].shape) for name, bias in shown.items()} | weights
 
 

@@ -43,7 +43,8 @@ class EagleFormat(Format):
         return layer_settings(files, config, target)
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
-        files = drop_copy(files, "lm_head.weight", target.model.get_output_embeddings(), target)
+        if "lm_head.weight" in files.weights:
+            files = drop_copy(files, "lm_head.weight", target.model.get_output_embeddings(), target)
         return drop_embeddings(files, target).weights
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:

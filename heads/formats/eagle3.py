@@ -76,6 +76,8 @@ class Eagle3Format(Format):
         """Return what both layouts of EAGLE-3 store in different places: the draft vocabulary, the fused layers (unless
         `layers` are given) and the flags."""
         declared = {name: on for name, on in flags.items() if on is not None}
+        if declared.get("embed_requires_grad"):  # it may have been trained, but not saved, or not changed
+            declared["embed_requires_grad"] = has_own_embedding(files, target)
         shown = {name: True for name, weight in SHOWN_BY.items() if weight in files.weights}
         shown |= {"qk_norm": True} if has_qk_norms(files) else {}
         return (
@@ -99,6 +101,15 @@ class Eagle3Format(Format):
         assert isinstance(head, Eagle3Head)
         eagle = {IDS: [] if head.fc is None else for_sglang(head.layers, target), AUX: head.fc is not None}
         return head.to_config() | {"eagle_config": eagle}
+
+
+def has_own_embedding(files: HeadFiles, target: Target) -> bool:
+    """Return whether the files have an embedding that is not the target's."""
+    try:
+        drop_embeddings(files, target)
+    except ValueError:
+        return True
+    return False
 
 
 def has_qk_norms(files: HeadFiles) -> bool:

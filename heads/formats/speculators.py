@@ -15,7 +15,7 @@ from foredraft.heads.formats.base import HeadFiles, check_settings, embeds_rows
 from foredraft.heads.formats.dflash import DFlash2Format, DFlashFormat, DSparkFormat, layer_ids
 from foredraft.heads.formats.eagle3 import Eagle3Format, has_qk_norms
 from foredraft.heads.formats.layer_ids import IDS
-from foredraft.heads.formats.llama_layer import layer_settings
+from foredraft.heads.formats.llama_layer import LARGEST_SIZE, layer_settings
 from foredraft.heads.formats.p_eagle import PEagleFormat
 from foredraft.heads.p_eagle import PEagleHead
 from foredraft.heads.target_model import Target
@@ -50,12 +50,14 @@ class SpeculatorsFormat(Eagle3Format):
         check_settings(
             files, layer, {"attention_bias": False, "model_type": "qwen3" if has_qk_norms(files) else "llama"}
         )
+        if (size := config.get("target_hidden_size")) is not None:
+            files.check_number("target_hidden_size", size, most=LARGEST_SIZE)
         flags = {name: config.get(name) for name in FLAGS}
         record = {"depth": files.speculative_tokens(usual=7)} | config.get("foredraft", {})
         return (
             layer_settings(files, layer, target, windowed=True)
             | self.shared_config(files, flags, target)
-            | {"foredraft": record, "target_hidden_size": config.get("target_hidden_size")}
+            | {"foredraft": record, "target_hidden_size": size}
         )
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
@@ -181,9 +183,9 @@ def speculators_settings(algorithm: str, architecture: str, head: DraftHead, tar
     layer = {name: value for name, value in config.items() if name in names}
     layer |= {"architectures": [LAYERS[config["model_type"]]]}
     flags = {name: config[name] for name in FLAGS if name in config}
-    taken = None if config["target_hidden_size"] == config["hidden_size"] else config["target_hidden_size"]
+    size = None if config["target_hidden_size"] == config["hidden_size"] else config["target_hidden_size"]
     shared = package_config(algorithm, [architecture], head, layer, target)
-    return shared | {IDS: head.layers, "target_hidden_size": taken} | flags
+    return shared | {IDS: head.layers, "target_hidden_size": size} | flags
 
 
 def package_config(

@@ -202,7 +202,7 @@ def test_what_an_arrow_file_adds_to_its_rows_is_not_there(tmp_path: Path):
 @pytest.mark.parametrize("name", ["rows.parquet", "saved"])
 def test_cells_without_a_fixed_type_are_read_from_the_json_that_datasets_stores(tmp_path: Path, name: str):
     """Check a content that is text or parts, and arguments and parameters that differ from row to row."""
-    parts, given = [{"type": "text", "text": 'a "b"'}], [{"a": "1"}, {"a": 1, "b": [2]}]
+    parts, given = [{"type": "text", "text": 'a "b"'}], [{"a": "1"}, {"a": None, "b": [2]}]
     calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}} for arguments in given]
     turns = [
         [ASKED | {"content": content}, answer("", tool_calls=[call])] for content, call in zip([parts, "12"], calls)
@@ -381,6 +381,12 @@ BARE += "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 ONLY_LAST = "{% if not add_generation_prompt %}<eos>{% endif %}"
 MARKS = ["<s>", "<eos>", "<|user|>", "<|assistant|>"]
 TURNS = [{"role": "user", "content": "a"}, answer("b"), {"role": "user", "content": "c"}, answer("d")]
+
+
+def test_a_column_next_to_a_prompt_of_messages_is_part_of_it():
+    row = {"question": [{"role": "user", "content": "Q?"}], "context": "C", "answer": "a"}
+    asked, _ = Source("x").conversation(Row("", row))
+    assert asked["content"] == "Q?\n\nC"
 
 
 TAGGED = CHATML.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")

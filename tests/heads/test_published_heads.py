@@ -330,14 +330,14 @@ def test_norms_that_only_the_weights_show_are_used(tmp_path):
     assert len(head.fc_norm) == 3 and head.input_norm is not None
 
 
-def write_own(directory: Path, config: dict[str, Any], changes: dict[str, Any]) -> Tensor:
-    """Write an EAGLE-3 head with its own embedding in SafeAILab's names, and return that. changes: for its own class, which
-    a published config has in another place, or lacks."""
+def write_own(directory: Path, config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Tensor]:
+    """Write an EAGLE-3 head with its own embedding in SafeAILab's names, and return its weights by ours. changes: for its own
+    class, which a published config has in another place, or lacks."""
     torch.manual_seed(1)
     theirs = Eagle3Head(config.get("transformer_layer_config", config) | changes).state_dict()
     first = "layers.0." if "transformer_layer_config" in config else "midlayer."
     golden.write(directory, config, {name.replace("layer.", first, 1): tensor for name, tensor in theirs.items()})
-    return theirs["embed_tokens.weight"]
+    return theirs
 
 
 @pytest.mark.parametrize("width", [24, HIDDEN])
@@ -347,12 +347,12 @@ def test_a_head_may_have_its_own_embedding(tmp_path, width):
     target, flag = tiny_target(8), {"embed_requires_grad": True, "target_hidden_size": HIDDEN}
     named = shrink_head(NAMED) | {"hidden_size": width, "target_hidden_size": HIDDEN, "head_dim": 8}
     config = named if width != HIDDEN else shrink_head(SPECULATORS) | flag
-    rows = write_own(
+    theirs = write_own(
         tmp_path / "theirs", config, flag | {IDS: [2, 4, 5], "draft_vocab_size": config["draft_vocab_size"]}
     )
     head, _ = load(tmp_path / "theirs", target)
     tokens = torch.randint(1, VOCAB, (1, 12))
-    assert torch.equal(head.embed(tokens, target), rows[tokens])
+    assert torch.equal(head.embed(tokens, target), theirs["embed_tokens.weight"][tokens])
     text = PackedBatch(tokens, tokens > 0, tokens * 0, torch.arange(12)[None])
     states = torch.randn(1, 12, 3 * HIDDEN)
     outs = [head(states, embeddings, text)[0] for embeddings in torch.randn(2, 1, 12, HIDDEN)]
@@ -364,6 +364,12 @@ def test_a_head_may_have_its_own_embedding(tmp_path, width):
         with pytest.raises(ValueError, match=r"does not support .*embed_requires_grad"):
             engines.export_for(engine, head, target)
     learn("eagle3", head.requires_grad_(True), target)
+    if width == HIDDEN:  # an embedding that did not change, or is not stored, is the target's
+        state = {name.replace("layer.", "layers.0.", 1): tensor for name, tensor in theirs.items()}
+        for stored in ({"embed_tokens.weight": target.embeddings.clone()}, {}):
+            del state["embed_tokens.weight"]
+            golden.write(tmp_path / f"equal{len(stored)}", config, state := state | stored)
+            assert load_head(tmp_path / f"equal{len(stored)}", target).embed_tokens is None
     edit(tmp_path / "vllm", lambda config: config.update(target_hidden_size=2 * HIDDEN))
     with pytest.raises(ValueError, match=r"fc\.weight is"):
         load_head(tmp_path / "vllm", target)
@@ -452,8 +458,10 @@ def test_the_digest_of_the_weights_depends_on_nothing_but_them(tmp_path):
     assert one == digest({"x.weight": rows + 1, "a.weight": rows, "lm_head.weight": rows.clone()}) is not None
     assert one == digest({"a.weight": rows, "b.weight": rows + 1, "mlp.experts.0.up.weight": rows + 2, "c": rows[:0]})
     assert one != digest({"a.weight": rows, "b.weight": rows + 2})
-    index = {"weight_map": {"a.weight": "model.safetensors", "b.weight": "missing.safetensors"}}
+    index = {"weight_map": {"a.weight": "part.safetensors", "b.weight": "missing.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert stored_digest(target) is not None  # the index of an earlier checkpoint
+    (tmp_path / "model.safetensors").rename(tmp_path / "part.safetensors")
     assert stored_digest(target) is None
 
 

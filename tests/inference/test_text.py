@@ -17,6 +17,7 @@ from foredraft.inference.text import Detokenizer, answer_context, continuation, 
 from foredraft.scripts.chat import AnswerWriter, Marks
 from foredraft.scripts.preview import runs
 from foredraft.train.data.corpus import Document, tokenize
+from foredraft.train.writing.self_generated import starts
 from tests.support.chats import byte_level, sentencepiece
 
 
@@ -130,6 +131,9 @@ def test_all_tokens_that_a_text_starts_with_are_there_once():
     assert encode_prompt(tokenizer, "<s>a") == [*first, first[1], *once[2:]]  # another start
     (document,) = tokenize(tokenizer, ["a"])
     assert document.tokens == [*once, tokenizer.eos_token_id] and document.loss_mask == [0, 0, 1, 1]
+    long = tokenize(tokenizer, ["a raw text " * 40])
+    places = starts(SimpleNamespace(context=None, text_tokenizer=tokenizer), long)  # type: ignore[arg-type]
+    assert len(places) > 5  # a chat has as many as answers
 
 
 def test_what_is_shown_of_a_text_in_parts_has_its_spaces():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from PIL import Image
 
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.formats import engines
@@ -272,9 +273,19 @@ def test_images_next_to_any_layout_are_seen(row: dict):
         assert seen["content"] == "what?"
 
 
+def test_an_image_that_datasets_has_read_is_seen():
+    image = Image.new("CMYK", (2, 3))
+    seen, _ = turns([{"role": "user", "content": "what?"}, {"role": "assistant", "content": "c"}], images=[image])
+    data = base64.b64decode(seen["content"][0]["image"].removeprefix("data:image;base64,"))
+    assert Image.open(io.BytesIO(data)).size == (2, 3)
+
+
 def test_an_image_without_a_place_next_to_one_with_a_place_is_a_reason():
     with pytest.raises(SkippedRow, match="more images than places for them"):
         turns([{"role": "user", "content": "<image>what?"}], images=["a.png", "b.png"])
+    inside = [{"type": "image", "image": "a.png"}, {"type": "image"}, {"type": "text", "text": "what?"}]
+    (seen,) = turns([{"role": "user", "content": inside}], images=["b.png", "a.png"])
+    assert [part.get("image") for part in seen["content"]] == ["a.png", "b.png", None]
 
 
 @pytest.mark.parametrize(

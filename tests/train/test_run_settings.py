@@ -166,6 +166,22 @@ def test_a_machine_that_becomes_busier_or_freer_changes_how_many_steps_fit(monke
     assert callbacks.time_limit_record(state).get("fitted_steps") == (200 if all_steps == 1000 else None)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "minutes", "fitted"), [([1] * 10 + [0.1] * 90, 1 / 3, [20]), ([1] * 20 + [9] * 80, 1, [60, 33])]
+)
+def test_a_limit_of_minutes_lets_the_learning_rate_fall(monkeypatch, seconds, minutes, fitted):
+    """Check that a run that ends is not prolonged, and that one whose minutes are over has a tenth of its steps left."""
+    now, plans = [0.0], list[int]()
+    monkeypatch.setattr(callbacks, "time", Fake(perf_counter=lambda: now[0]))
+    limit = callbacks.FitToTime(minutes, plans.append)
+    state = Fake(global_step=0, max_steps=1000, logging_steps=1, log_history=[])
+    limit.on_train_begin(None, state, None)
+    while (last := state.global_step) < state.max_steps:
+        state.global_step, now[0] = last + 1, now[0] + seconds[last]
+        limit.on_step_end(None, state, None)
+    assert plans == fitted and state.global_step == fitted[-1]
+
+
 def test_a_resumed_run_may_change_what_is_measured_and_nothing_that_is_trained():
     trained = typed("""
         head.ttt_steps loss loss_args objective.depth_decay target.path target.dtype data.path data.val_split seed data_seed

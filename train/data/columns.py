@@ -60,10 +60,12 @@ def pair(row: dict, prompt: str, response: str | None, images: list | None = Non
     answer = first(parsed(answer) if response == "answers" else answer)
     inputs = (row.get(name) for name in ("input", "context"))
     more = next((text for text in inputs if isinstance(text, str) and text.strip()), "")
-    if prompt in ("instruction", "question") and more and isinstance(question, str):  # Alpaca, Dolly
-        question = content(question) + "\n\n" + content(more)
     asked = question if isinstance(question, list) else [{"role": "user", "content": question}]
-    messages = earlier(row) + turns(asked, images=images)
+    messages = turns(asked, images=images)
+    if prompt in ("instruction", "question") and more and len(messages) == 1:  # Alpaca, Dolly
+        more, said = "\n\n" + content(more), messages[0]["content"]
+        messages[0]["content"] = said + more if isinstance(said, str) else [*said, {"type": "text", "text": more}]
+    messages = earlier(row) + messages
     if answer is None:
         return messages
     facts = {name: row[name] for name in (*THOUGHTS, "tool_calls") if name in row}
@@ -136,9 +138,7 @@ def declared(row: dict, messages: str | None = None) -> list[dict] | None:
     column = pick(row, messages, LISTS)
     items = parsed(row[column]) if column else None
     begins = items[0] if isinstance(items, list) and items and isinstance(items[0], dict) else {}
-    places = (
-        holder[name] for holder in (row, begins) for name in ("tools", "functions", "tool_defs") if holder.get(name)
-    )
+    places = (holder[name] for holder in (row, begins) for name in ("tools", "functions") if holder.get(name))
     return next(filter(None, map(tools, places)), None)
 
 

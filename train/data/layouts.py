@@ -9,6 +9,7 @@ place as heads.target_model.images.open_image takes it.
 
 import ast
 import base64
+import io
 import json
 import re
 import warnings
@@ -43,6 +44,7 @@ PAIRS = (
     ("prompt", "response"),
 )
 LONGEST_PATH = 4096  # characters; what is longer are the bytes of an image
+JSON_CELLS = "arrow.json"  # the type of cells of JSON in Arrow
 LIST = re.compile(r"\s*\[\s*[\[{'\"]")  # of objects, lists or texts
 IN_TEXT = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)  # a generation prompt may hold the first tag
 
@@ -117,7 +119,9 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
         kept = text if isinstance(text, str) else ""
         message["content"] = pictured or (unicode(kept) if nothing else content(text))
         messages.append(message)
-    if images and len(images) < count:
+    shown = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    # Another image may be inside of a part.
+    if images and 0 < count - len(images) == sum(part["type"] == "image" for part in shown):
         raise SkippedRow("more images than places for them")
     asked = next((message for message in messages if message["role"] == "user"), None)
     if images and asked and all(isinstance(message["content"], str) for message in messages):
@@ -202,8 +206,8 @@ def parsed(value: Any) -> Any:
 
 
 def decoded(value: Any, kind: Any) -> Any:
-    """Return a value of this Arrow type, with the JSON in it parsed: `datasets` stores so what has no fixed type."""
-    if value is None or "arrow.json" not in str(kind):
+    """Return a value of this Arrow type, with the JSON in it parsed. `datasets` stores cells without a fixed type so."""
+    if value is None or JSON_CELLS not in str(kind) or str(kind).startswith("map<"):
         return value
     if isinstance(value, list):
         return [decoded(item, kind.value_type) for item in value]
@@ -250,6 +254,10 @@ def place(part: dict, images: list) -> str:
     if named is None and not images:
         raise SkippedRow("an image of which nothing says where it is")
     value = images.pop(0) if named is None else part[named]
+    if type(value).__module__.startswith("PIL."):  # as `datasets` reads the Hub's
+        buffer = io.BytesIO()
+        value.convert("RGB").save(buffer, "PNG")
+        value = {"bytes": buffer.getvalue()}
     if isinstance(value, dict):  # OpenAI's, or of a Parquet file of images
         data = value.get("bytes")
         value = value.get("url") or value.get("path") if data is None else base64.b64encode(data).decode()

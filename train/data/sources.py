@@ -33,7 +33,17 @@ from foredraft.train.data.columns import (
     system,
     weighted,
 )
-from foredraft.train.data.layouts import LIST, Message, SkippedRow, decoded, has_system, listed, parsed_list, turns
+from foredraft.train.data.layouts import (
+    JSON_CELLS,
+    LIST,
+    Message,
+    SkippedRow,
+    decoded,
+    has_system,
+    listed,
+    parsed_list,
+    turns,
+)
 from foredraft.train.data.layouts import parsed as parsed_json
 
 TABLES = (".csv", ".tsv")
@@ -312,10 +322,18 @@ def arrow(file: Path, group: int | None, first: int) -> Iterator[Row]:
                 parts: Any = pyarrow.ipc.open_stream(opened)
             else:
                 parts = pyarrow.parquet.ParquetFile(opened).iter_batches(row_groups=[group], batch_size=256)
-            pairs = ((row, pyarrow.struct(part.schema)) for part in parts for row in part.to_pylist())
-            yield from table((decoded(row, kind) for row, kind in pairs), first)
+            rows = chain.from_iterable(map(rows_of, parts))
+            yield from (Row(f"row {number}", value) for number, value in enumerate(rows, start=first))
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from error
+
+
+def rows_of(batch: Any) -> Iterator[dict]:
+    """Yield the rows of a batch of Arrow."""
+    import pyarrow
+
+    kind, rows = pyarrow.struct(batch.schema), map(without_nulls, batch.to_pylist())
+    yield from (decoded(row, kind) for row in rows) if JSON_CELLS in str(kind) else rows
 
 
 def table(rows: Iterable[dict], first: int) -> Iterator[Row]:

@@ -59,8 +59,9 @@ class FitToTime(TrainerCallback):
     """Set `max_steps`, and the steps over which the learning rate falls, to what can be done in `minutes`.
 
     Steps FIRST to LAST are timed. The learning rate should still rise then, or stand at its highest, as
-    conf/preset/test_model.yaml has it: so the steps before belong to either schedule. A machine may be busier or freer later:
-    as often as the number of steps has doubled, the last half of them is timed with what was measured and saved in it."""
+    conf/preset/test_model.yaml has it: so the steps before belong to either schedule. A machine may be busier or freer later,
+    so after each quarter more the newest steps are timed again, with what was measured and saved between them. A tenth of the
+    steps stays in any case, over which the learning rate falls."""
 
     FIRST, LAST = 2, 10  # the first step also allocates and compiles
 
@@ -77,20 +78,22 @@ class FitToTime(TrainerCallback):
         done = state.global_step - self.begun
         if done == self.FIRST:
             self.since = time.perf_counter()
-        if done != self.next:
+        if done != self.next or state.global_step >= state.max_steps:
             return
         now = time.perf_counter()
         times = [(now - self.since) / (done - self.timed), 60 * self.minutes - (now - self.start)]
-        self.since, self.timed, self.next = now, done, 2 * done
+        self.since, self.timed, self.next = now, done, done + max(self.LAST, done // 4)
         each, left = distributed.broadcast(times)
-        steps = min(self.all_steps, state.global_step + max(1, int(left / each)))
-        if abs(steps - state.max_steps) <= 0.05 * state.max_steps:
+        steps = min(self.all_steps, state.global_step + max(1, done // 10, int(left / each)))
+        if state.max_steps <= steps <= 1.05 * state.max_steps:
             return
-        print(
-            f"a step takes {each:.2f} s: trainer.max_minutes={self.minutes:g} allows {steps} of {self.all_steps}; "
-            f"acceptance may be lower than with trainer.max_steps={self.all_steps}",
-            flush=True,
-        )
+        if steps < 0.95 * state.max_steps or steps > state.max_steps:
+            less = f"; acceptance may be lower than with trainer.max_steps={self.all_steps}"
+            print(
+                f"a step takes {each:.2f} s: trainer.max_minutes={self.minutes:g} allows {steps} of {self.all_steps}"
+                + (less if steps < self.all_steps else ""),
+                flush=True,
+            )
         # Where the run is resumed, and in what it reports.
         record = {"step": state.global_step, "fitted_steps": steps, "all_steps": self.all_steps}
         state.log_history.append(record | {"minutes": self.minutes})

@@ -76,12 +76,12 @@ async def row(number: int, request: Request, ask: Ask) -> Row:
 def starts(target: Target, texts: Documents) -> np.ndarray:
     """Return (n, 3): document, start, end of each text that the target can continue by NEW tokens: all before an answer of a
     conversation, or any stretch of START tokens of raw text."""
-    most = (target.context or 1 << 30) - NEW - len(start_tokens(target.text_tokenizer))
-    found = [np.empty((0, 3), np.int64)]
+    begin, found = start_tokens(target.text_tokenizer), [np.empty((0, 3), np.int64)]
+    most = (target.context or 1 << 30) - NEW - len(begin)
     for number in range(len(texts)):
         size = int(texts.sizes[number])
         flags = texts.token_slice(number, 0, size)[1] != 0
-        if flags[1:].all():  # raw text, behind its bos token
+        if flags[max(1, len(begin)) :].all():  # raw text, behind the tokens that every text starts with
             first = np.arange(0, size - START + 1, START)
             last = first + START
         else:
