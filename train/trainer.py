@@ -82,9 +82,7 @@ class HeadTrainingArguments(TrainingArguments):
             if (value := getattr(self, name)) != defaults[name]:
                 raise ValueError(f"trainer.{name}={value} has no effect on a head: {NOT_HERE[name]}")
         if self.save_only_model:
-            raise ValueError(
-                "trainer.save_only_model=true saves no optimizer to resume with: set trainer.save_total_limit=1"
-            )
+            raise ValueError("trainer.save_only_model=true saves no optimizer to resume with: set save_total_limit=1")
         if self.max_minutes < 0:
             raise ValueError(f"trainer.max_minutes={self.max_minutes} must not be negative; 0 sets no limit")
         if self.optim not in OPTIMIZERS:

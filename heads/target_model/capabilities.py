@@ -140,10 +140,8 @@ class Capabilities:
         of another text, nor on other texts, nor on the branches next to it."""
         return self.pads_for_bits and self._is_batch_invariant
 
-    @cached_property
-    def fastest_rows(self) -> int:
-        """Return how many rows a decoding step on a CPU has at least."""
-        return fastest_rows(self.target.model)
+    # How many rows a decoding step on a CPU has at least.
+    fastest_rows = cached_property(lambda able: fastest_rows(able.target.model))
 
     @cached_property
     def short_widths(self) -> list[int]:
@@ -321,11 +319,8 @@ def stackable_state(target: "Target") -> Cache | None:
     """Return a cache of the model, if texts may lie in a StackedCache of the same kind."""
     try:
         _, state = target.forward_from(torch.zeros(1, 1, dtype=torch.int64, device=target.device), 0, None)
-        return (
-            state
-            if stacks(state, target) and measure_stacked(target, StackedCache(state, 3, PROBE, target.device))
-            else None
-        )
+        fits = stacks(state, target) and measure_stacked(target, StackedCache(state, 3, PROBE, target.device))
+        return state if fits else None
     except torch.OutOfMemoryError:
         raise
     except Exception:  # states of unsupported shapes, or a model that fails on a text of one token (RecurrentGemma)

@@ -13,6 +13,7 @@ import io
 import json
 import re
 import warnings
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -214,6 +215,22 @@ def decoded(value: Any, kind: Any) -> Any:
     if isinstance(value, dict):
         return {name: decoded(item, kind.field(name).type) for name, item in value.items()}
     return parsed(value)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return the value without fields that are null: Arrow gives every object of a column the fields of all others,
+    arguments of other tools' calls among them."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def rows_of(batch: Any) -> Iterator[dict]:
+    """Yield the rows of a batch of Arrow."""
+    import pyarrow
+
+    kind, rows = pyarrow.struct(batch.schema), map(without_nulls, batch.to_pylist())
+    yield from (decoded(row, kind) for row in rows) if JSON_CELLS in str(kind) else rows
 
 
 def parsed_list(value: Any) -> Any:

@@ -34,15 +34,15 @@ from foredraft.train.data.columns import (
     weighted,
 )
 from foredraft.train.data.layouts import (
-    JSON_CELLS,
     LIST,
     Message,
     SkippedRow,
-    decoded,
     has_system,
     listed,
     parsed_list,
+    rows_of,
     turns,
+    without_nulls,
 )
 from foredraft.train.data.layouts import parsed as parsed_json
 
@@ -126,7 +126,7 @@ class Source:
         other = prompt or usual_unless(value, self.text, TEXTS, self.messages)
         items = (parsed_json if other else parsed_list)(listed(value[column])) if column else None
         beside = value.get("images", value.get("image", []))
-        beside = [one for one in (beside if isinstance(beside, list) else [beside]) if one] if images else None
+        beside = [image for image in (beside if isinstance(beside, list) else [beside]) if image] if images else None
         if isinstance(items, list) and (items or not prompt):
             found = turns(items, column == "turns", beside)
             found = cut_off(found, value.get("finish_reasons"))
@@ -158,9 +158,7 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
     chosen: the pattern of those to read in a folder, or several, in place of a split."""
     root = Path(path)
     if "[" in split and root.exists():
-        raise ValueError(
-            f"data.split={split} cuts only datasets of the Hub: set data.max_samples=N to read the first N"
-        )
+        raise ValueError(f"data.split={split} cuts only datasets of the Hub: set data.max_samples=N for the first N")
     if (root / "dataset_dict.json").is_file():
         root = root / split
         if not root.is_dir():
@@ -328,25 +326,9 @@ def arrow(file: Path, group: int | None, first: int) -> Iterator[Row]:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:300]}") from error
 
 
-def rows_of(batch: Any) -> Iterator[dict]:
-    """Yield the rows of a batch of Arrow."""
-    import pyarrow
-
-    kind, rows = pyarrow.struct(batch.schema), map(without_nulls, batch.to_pylist())
-    yield from (decoded(row, kind) for row in rows) if JSON_CELLS in str(kind) else rows
-
-
 def table(rows: Iterable[dict], first: int) -> Iterator[Row]:
     """Yield rows of a table with their numbers. `first` rows come before."""
     return (Row(f"row {number}", without_nulls(value)) for number, value in enumerate(rows, start=first))
-
-
-def without_nulls(value: Any) -> Any:
-    """Return the value without fields that are null: Arrow gives every object of a column the fields of all others,
-    arguments of other tools' calls among them."""
-    if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def hub(source: Source, streamed: bool) -> Any:
