@@ -125,17 +125,17 @@ class Source:
         # What Python writes may be other data next to a prompt or a text.
         other = prompt or usual_unless(value, self.text, TEXTS, self.messages)
         items = (parsed_json if other else parsed_list)(listed(value[column])) if column else None
-        beside = value.get("images", value.get("image", []))
-        beside = [image for image in (beside if isinstance(beside, list) else [beside]) if image] if images else None
+        given = value.get("images", value.get("image", []))
+        row_images = [image for image in (given if isinstance(given, list) else [given]) if image] if images else None
         if isinstance(items, list) and (items or not prompt):
-            found = turns(items, column == "turns", beside)
+            found = turns(items, column == "turns", row_images)
             found = cut_off(found, value.get("finish_reasons"))
             chosen = listed(value.get("chosen"))  # LLaMA-Factory's preferences have the answer apart
             apart = isinstance(chosen, list) and found and found[-1]["role"] == "user"
             return joined(found, turns(chosen)) if apart else found
         response = pick(value, self.response, RESPONSES)
         if prompt and (response or prompt != "input"):
-            return pair(value, prompt, response, beside)
+            return pair(value, prompt, response, row_images)
         chosen = listed(value.get("chosen"))  # a preference without a separate prompt
         return turns(chosen) if isinstance(chosen, list) else None
 
