@@ -22,7 +22,7 @@ import torch
 
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.checkpoint import load_head
-from foredraft.heads.formats.gguf.tensors import package
+from foredraft.heads.formats.gguf.tensors import open_gguf
 from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import drafter_for
 from foredraft.inference.evaluation.measure import run, texts
@@ -41,13 +41,13 @@ class Text(NamedTuple):
 
 def check(trained: str | Path, target: Target, file: Path, prompts: list[list[int]], new_tokens: int) -> str:
     """Return a sentence on what was equal. Raise ValueError with the first difference, or without a server."""
+    in_float32 = all(tensor.tensor_type.name == "F32" for tensor in open_gguf(file).tensors)
     head = load_head(trained, target, dtype=target.dtype)  # as the file has it
     depth = head.depth if isinstance(head, BlockHead) else DEPTH
     ours = [decode_here(head, target, row, depth, new_tokens) for row in prompts]
     theirs = decode_llamacpp(trained, target, file, prompts, depth, new_tokens)
     difference, lengths = first_difference(ours, theirs), (acceptance_length(ours), acceptance_length(theirs))
-    exact = target.dtype == torch.float32 and target.capabilities.trees
-    exact = exact and all(tensor.tensor_type.name == "F32" for tensor in package().GGUFReader(file).tensors)
+    exact = target.dtype == torch.float32 and target.capabilities.trees and in_float32
     figures = f"{lengths[1]:.2f} tokens per forward over {file.name} in llama.cpp, {lengths[0]:.2f} here"
     if difference and (exact or abs(lengths[1] / lengths[0] - 1) > TOLERANCE):
         raise ValueError(f"parity gate: {difference}; {figures}")

@@ -8,6 +8,7 @@ also rotates halves.
 import re
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -151,13 +152,17 @@ def dequantize(data: np.ndarray, kind: int) -> Tensor:
     return torch.from_numpy(np.array(gguf.quants.dequantize(data, kind), dtype=np.float32))
 
 
-def read_gguf(path: Path) -> dict[str, Tensor]:
-    """Read a head's tensors with the names of our own files, in float32. Raises ValueError for another file."""
-    gguf = package()
+def open_gguf(path: Path) -> Any:
+    """Return gguf's reader of a file. Raises ValueError if the file is damaged or another one."""
     try:
-        reader = gguf.GGUFReader(path)
+        return package().GGUFReader(path)
     except (ValueError, IndexError, KeyError) as error:
         raise ValueError(f"{path} is damaged or not a GGUF file: {error}") from None
+
+
+def read_gguf(path: Path) -> dict[str, Tensor]:
+    """Read a head's tensors with the names of our own files, in float32. Raises ValueError for another file."""
+    reader = open_gguf(path)
     fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
     arch = fields.get("general.architecture")
     if arch not in NAMES and f"{arch}.nextn_predict_layers" not in fields:

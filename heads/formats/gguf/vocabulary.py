@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from foredraft.heads.formats.gguf.tensors import package
+from foredraft.heads.formats.gguf.tensors import open_gguf, package
 from foredraft.heads.target_model import Target
 
 PREFIX = "tokenizer."
@@ -36,7 +36,7 @@ def add_vocabulary(writer: Any, target: Target, target_gguf: str | None) -> None
 def copy_vocabulary(writer: Any, path: Path, vocab_size: int) -> None:
     if not path.is_file():
         raise ValueError(f"target_gguf={path} is not a file: give the GGUF of the target, or null")
-    fields = {name: field for name, field in package().GGUFReader(path).fields.items() if name.startswith(PREFIX)}
+    fields = {name: field for name, field in open_gguf(path).fields.items() if name.startswith(PREFIX)}
     tokens = fields.get("tokenizer.ggml.tokens")
     count = 0 if tokens is None else len(tokens.data)
     if count != vocab_size:
