@@ -503,3 +503,66 @@ def test_an_engine_that_refuses_to_tell_ids_is_asked_without(tmp_path: Path):
 
     (row,) = rows_of(stubbed(create), ["a"], tmp_path / "out.jsonl")
     assert row["messages"][-1]["content"] == "yes" and "tokens" not in row
+
+
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]}
+TRACE = [
+    {"role": "user", "content": "q"},
+    CALL,
+    {"role": "tool", "content": "5"},
+    {"role": "assistant", "content": "So it is 5."},
+    {"role": "user", "content": "And then?"},
+    {"role": "assistant", "content": "No more."},
+]
+
+
+def test_the_last_answer_after_results_of_tools_is_written_too(tmp_path: Path):
+    """Check that the target writes it in the conversation of the data set, whose own answers are not learned."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": TRACE}) + "\n" + json.dumps({"messages": TRACE[:3]}) + "\n")
+    asked = list(questions(Source(str(path)), {}))
+    assert [[turn["content"] for turn in each.turns] for each in asked] == [["q"], ["And then?"], ["q"], ["5"]]
+    assert [len(each.before) for each in asked] == [0, 4, 0, 2] and [each.number for each in asked] == [0, 1, 2, 3]
+    assert len({each.digest for each in asked}) == 3  # two conversations begin alike
+    sent: list[list[dict]] = []
+
+    async def create(question: str, **fields: Any) -> dict:
+        return {"finish_reason": "length"}
+
+    server = stubbed(create)
+    answer_messages = server.client.chat.completions.create
+
+    async def noted(messages: list[dict], **fields: Any) -> ChatCompletion:
+        sent.append(messages)
+        return await answer_messages(messages, **fields)
+
+    server.client.chat.completions.create = noted
+    row = asyncio.run(Regeneration(SAMPLING).answer(asked[1], server.ask))
+    call, result = sent[0][1]["tool_calls"][0], sent[0][2]
+    assert call["function"] == {"name": "f", "arguments": '{"x": 1}'} and call["id"] == result["tool_call_id"]
+    assert not any("weight" in message for message in sent[0])
+    (tmp_path / "own.jsonl").write_text(json.dumps(row))
+    source = Source(str(tmp_path / "own.jsonl"))
+    (kept,) = [source.conversation(each) for each in source.rows()]
+    answers = [message for message in kept if message["role"] == "assistant"]
+    learned = [(message.get("weight", 1), message.get("finish_reason")) for message in answers]
+    assert learned == [(0, None), (0, None), (1, "length")]
+
+    form = ChatFormat(tokenizer(CHATML))
+    request = Regeneration(SAMPLING, SimpleNamespace(eos_token_ids=[0]), form).request(
+        asked[1], [*asked[1].before, *asked[1].turns]
+    )
+    assert "So it is 5." in form.tokenizer.decode(request.prompt) and "No more." not in form.tokenizer.decode(
+        request.prompt
+    )
+
+
+def test_a_conversation_that_is_not_answered_keeps_no_answer_of_the_data_set(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": TRACE}))
+
+    async def refused(request: Any) -> Any:
+        raise SkippedRow("too long")
+
+    rows = [asyncio.run(Regeneration(SAMPLING).answer(each, refused)) for each in questions(Source(str(path)), {})]
+    assert [row["error"] for row in rows] == ["too long"] * 2 and not any("messages" in row for row in rows)

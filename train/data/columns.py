@@ -149,8 +149,9 @@ def template_options(row: dict) -> dict[str, Any]:
 
 
 def cut_off(messages: list[Message], reasons: Any) -> list[Message]:
-    """Return the messages, with `finish_reason` at answers that ended at a limit. reasons: as regeneration writes them."""
-    answers = [message for message in messages if message["role"] == "assistant"]
+    """Return the messages, with `finish_reason` at answers that ended at a limit. reasons: as regeneration writes them, for
+    the answers that are learned."""
+    answers = [message for message in messages if message["role"] == "assistant" and message.get("weight") != 0]
     if isinstance(reasons, list) and len(reasons) == len(answers):
         for message, reason in zip(answers, reasons, strict=True):
             if reason == "length":

@@ -9,6 +9,10 @@ in this process (writing.py). Each conversation is one row of the output (writte
 The ids are what the target was given and what it wrote, reasoning, channels and tool calls too; training reads them
 unchanged. Without ids, from an engine that returns none, it reads the messages. A row with an `error` has the answers that
 came before it.
+
+The result of a tool answers a call that the target itself might not have made. So a conversation with tools' results gives
+two rows: one ends where the first result came, and in the other one the target writes only the last answer, after all turns
+that the data set has (with "weight": 0 for its answers, which are not learned).
 """
 
 import hashlib
@@ -44,9 +48,10 @@ class Questions(NamedTuple):
 
     number: int
     where: str
-    turns: list[Message]  # all but the answers, up to a tool's result: the target's own call may be another
+    turns: list[Message]  # all but the answers
     tools: list[dict] | None = None
     options: dict[str, Any] | None = None  # variables of the chat template
+    before: tuple[Message, ...] = ()  # turns and answers of the data set before these turns
 
     @property
     def shown(self) -> Row:
@@ -56,7 +61,8 @@ class Questions(NamedTuple):
 
     @property
     def digest(self) -> str:
-        asked = [self.turns, *self.shown.values()] if self.shown else self.turns
+        turns = [*self.before, *self.turns]
+        asked = [turns, *self.shown.values()] if self.shown else turns
         return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -70,8 +76,8 @@ def questions(source: Source, dropped: dict[str, int], tasks: Sequence[str] = ()
             if has_images(row.value, source.messages):
                 raise SkippedRow("images, which the target would answer without seeing them")
             said = ask_about(messages, number, tasks) if isinstance(messages, str) else messages
-            before = itertools.takewhile(lambda message: message["role"] != "tool", said)
-            turns = [message for message in before if message["role"] != "assistant"]
+            to_a_result = itertools.takewhile(lambda message: message["role"] != "tool", said)
+            turns = [message for message in to_a_result if message["role"] != "assistant"]
             while turns and turns[-1]["role"] != "user":
                 turns.pop()  # nothing answers them
             if not turns:
@@ -79,8 +85,20 @@ def questions(source: Source, dropped: dict[str, int], tasks: Sequence[str] = ()
             shown = declared(row.value, source.messages), template_options(row.value)
             yield Questions(number, row.where, turns, *shown)
             number += 1
+            if all_turns := turns_with_results(said):
+                *before, last = all_turns
+                yield Questions(number, row.where, [last], *shown, tuple(before))
+                number += 1
         except SkippedRow as reason:
             dropped[str(reason)] = dropped.get(str(reason), 0) + 1
+
+
+def turns_with_results(said: list[Message]) -> list[Message]:
+    """Return the turns and answers before the last answer, if there is a tool's result among them."""
+    turns = [message | {"weight": 0} if message["role"] == "assistant" else message for message in said]
+    while turns and turns[-1]["role"] not in ("user", "tool"):
+        turns.pop()
+    return turns if any(message["role"] == "tool" for message in turns) else []
 
 
 def ask_about(text: str, number: int, tasks: Sequence[str]) -> list[Message]:
@@ -110,14 +128,14 @@ class Regeneration(NamedTuple):
 
     async def answer(self, asked: Questions, ask: Ask) -> Row:
         """Answer each of the user's turns, as far as it goes, and return the row."""
-        messages: list[Message] = []
+        messages = list(asked.before)
         row: Row = {"number": asked.number, "where": asked.where, "digest": asked.digest}
         row |= {"seed": self.settings.seed + asked.number, "messages": messages, "finish_reasons": []}
         row |= {"tokens": [], "starts": [], "written": []} | asked.shown
         try:
             for turn in asked.turns:
                 messages.append(turn)
-                if turn["role"] == "user":
+                if turn["role"] in ("user", "tool"):
                     reply = await ask(self.request(asked, messages))
                     message = self.form.message(reply.tokens, reply.prompt) if self.form else reply.message
                     take(row, message, reply)
@@ -125,7 +143,7 @@ class Regeneration(NamedTuple):
                         break  # no turn can follow reasoning that was cut off, or a tool's call
         except SkippedRow as error:
             row["error"] = str(error)
-        while messages and messages[-1]["role"] != "assistant":
+        while messages and (messages[-1]["role"] != "assistant" or not row["finish_reasons"]):
             messages.pop()
         if len(row["written"]) < len(row["finish_reasons"]):  # the server returned no ids
             row |= {"tokens": [], "starts": [], "written": []}

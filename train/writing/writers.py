@@ -21,6 +21,7 @@ from types import coroutine
 from typing import Any, NamedTuple
 
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.messages import TemplateNeeds, arrange
 from foredraft.inference.engine import Engine
 from foredraft.inference.evaluation.progress import report
 from foredraft.inference.request import Request
@@ -41,6 +42,12 @@ class Chat(Request):
     messages: list[Message] = field(default_factory=list)
     tools: list[dict] | None = None
     options: dict[str, Any] = field(default_factory=dict)  # variables of the chat template
+
+
+def sent(messages: list[Message]) -> list[Message]:
+    """Return messages as servers take them: calls have ids that every template takes, and their arguments are JSON."""
+    needs = TemplateNeeds(ids="nine", text_arguments=True, no_content=None)
+    return [{name: value for name, value in each.items() if name != "weight"} for each in arrange(messages, needs)]
 
 
 class Reply(NamedTuple):
@@ -188,7 +195,7 @@ class Server:
         fields: dict[str, Any] = {"model": self.model, "seed": request.seed, "max_tokens": request.max_new_tokens}
         fields |= {"temperature": params.temperature}
         if isinstance(request, Chat):
-            fields |= {"messages": request.messages} | ({"tools": request.tools} if request.tools else {})
+            fields |= {"messages": sent(request.messages)} | ({"tools": request.tools} if request.tools else {})
             fields |= {} if params.top_p is None else {"top_p": params.top_p}
             options = request.options | self.chat.get("chat_template_kwargs", {})
             more = self.chat | ids | ({"chat_template_kwargs": options} if options else {})
