@@ -99,7 +99,7 @@ class VLLM:
     def regenerated(self, row: dict) -> dict:
         server = Server("http://127.0.0.1:9", "m", 1.0, 0)
         server.client = self
-        (request,) = questions(
+        request, *_ = questions(
             SimpleNamespace(rows=lambda: [Row("", row)], conversation=Source("x").conversation, messages=None), {}
         )
         answers = Regeneration(GenerationSettings(0.0, None, 99, 0))

@@ -96,7 +96,7 @@ def test_a_gguf_of_the_target_gives_its_tokenizer(embedded, tmp_path):
     assert keys["tokenizer.ggml.pre"] == ["STRING", "smollm"]
     with pytest.raises(ValueError, match="is not a file"):
         write(head, embedded, tmp_path / "none", target_gguf=str(tmp_path / "none.gguf"))
-    (tmp_path / "text.gguf").write_text("These are no tensors.")
+    (tmp_path / "text.gguf").write_text("text instead of tensors")
     with pytest.raises(ValueError, match=r"text\.gguf is damaged or not a GGUF file"):
         write(head, embedded, tmp_path / "none", target_gguf=str(tmp_path / "text.gguf"))
     with pytest.raises(ValueError, match="has 7 tokens, and the target 1024"):

@@ -523,7 +523,7 @@ def test_the_last_answer_after_results_of_tools_is_written_too(tmp_path: Path):
     asked = list(questions(Source(str(path)), {}))
     assert [[turn["content"] for turn in each.turns] for each in asked] == [["q"], ["And then?"], ["q"], ["5"]]
     assert [len(each.before) for each in asked] == [0, 4, 0, 2] and [each.number for each in asked] == [0, 1, 2, 3]
-    assert len({each.digest for each in asked}) == 3  # two conversations begin alike
+    assert len({each.digest for each in asked}) == 3  # two conversations start alike
     sent: list[list[dict]] = []
 
     async def create(question: str, **fields: Any) -> dict:
