@@ -100,6 +100,16 @@ def reads_parts_only(template: str) -> bool:
     return shown == [False, True]
 
 
+def reasoning_switches(template: str) -> list[str]:
+    """Return the variables with which a request turns reasoning on and off (the second one is DeepSeek-V3.1's)."""
+    asked = [{"role": "user", "content": "q"}]
+    return [
+        name
+        for name in ("enable_thinking", "thinking")
+        if rendered(asked, template, **{name: True}) != rendered(asked, template, **{name: False})
+    ]
+
+
 PARTS = [{"type": "text", "text": "q_a"}]
 FULL_TOOL = {"description": "", "parameters": {"type": "object", "properties": {}}}
 
@@ -129,12 +139,12 @@ def shown_calls(template: str, needs: TemplateNeeds, **message: str) -> str:
     return text if complete and "{'" not in text and "None" not in text else ""
 
 
-def rendered(messages: list[Message], template: str, tools: list[dict] | None = None) -> str:
+def rendered(messages: list[Message], template: str, tools: list[dict] | None = None, **facts: bool) -> str:
     """Return the text, "" if the template refuses the messages."""
     marks = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "<s>")
     try:
         texts, _ = render_jinja_template(
-            conversations=[messages], tools=tools, chat_template=template, add_generation_prompt=True, **marks
+            conversations=[messages], tools=tools, chat_template=template, add_generation_prompt=True, **marks, **facts
         )
     except REFUSALS:
         return ""
@@ -206,7 +216,7 @@ def parsed_arguments(arguments: Any) -> Any:
             arguments = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError):
             return arguments
-    return {} if arguments is None else arguments
+    return {} if arguments in (None, []) else arguments  # PHP writes an empty object as a list
 
 
 def answers(messages: list[Message]) -> Iterator[list[Message]]:

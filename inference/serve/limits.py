@@ -69,7 +69,7 @@ class Gate:
             remedy = "set FOREDRAFT_API_KEY, or start the server with insecure=true"
             return ApiError(403, f"Host {host[:100]!r} is not this machine: {remedy}")
         if path.startswith("/v1/") and self.api_key is not None:
-            given = re.sub("^bearer ", "", headers.get("authorization", ""), flags=re.IGNORECASE)
+            given = re.sub("^bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE)
             if not hmac.compare_digest(given.encode(), self.api_key.encode()):
                 wanted = {"www-authenticate": "Bearer"}
                 return ApiError(401, "the API key is missing or invalid", code="invalid_api_key", headers=wanted)

@@ -177,6 +177,13 @@ def test_ids_that_are_empty_are_none():
         ("tool", {"é": [1]}, '{"é": [1]}'),
         ("function", [{"a": 1}, None], '[{"a": 1}, null]'),
         ("tool", ["A map: ", {"type": "input_image", "image_url": "data:"}], "A map: [input_image omitted: not text]"),
+        ("tool", [{"type": "dir"}, {"type": "file", "name": "a"}], '[{"type": "dir"}, {"type": "file", "name": "a"}]'),
+        ("tool", {"type": ["text"]}, '{"type": ["text"]}'),
+        (
+            "tool",
+            [{"type": "text", "text": "a "}, {"type": "resource", "resource": {}}],
+            'a {"type": "resource", "resource": {}}',
+        ),
     ],
 )
 def test_a_content_is_the_text_of_its_parts(role, content, text):
@@ -185,7 +192,7 @@ def test_a_content_is_the_text_of_its_parts(role, content, text):
 
 @pytest.mark.parametrize(
     "role, content",
-    [("user", {"a": 1}), ("user", [None]), ("user", [{"type": "image_url"}]), ("tool", [{"type": ["text"]}])],
+    [("user", {"a": 1}), ("user", [None]), ("user", [{"type": "image_url"}]), ("user", [{"type": ["text"]}])],
 )
 def test_parts_that_are_not_text_are_refused(role, content):
     with pytest.raises(ValueError, match="only text is supported"):
