@@ -51,7 +51,6 @@ FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6",
 LACKING = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[bB1-9]|\\k<)")
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # contain schemas by any name
 TYPES = {"array", "boolean", "integer", "null", "number", "object", "string"}
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 
 def as_supported(schema: Any, lenient: bool = False) -> Any:
@@ -71,18 +70,14 @@ def as_supported(schema: Any, lenient: bool = False) -> Any:
 
 def is_dropped(name: str, value: Any, lenient: bool) -> bool:
     """Return whether a grammar leaves out a key of a schema: a null where nothing is given, an empty list in place of an
-    object (PHP writes both alike), a format that is not one of FORMATS. lenient: also types of other languages, references to
-    other places, patterns and bounds that llguidance lacks."""
+    object (PHP writes both alike), a format that is not one of FORMATS. lenient: also types of other languages, and patterns
+    that llguidance lacks."""
     if value is None or (name in NAMED and value == []):
         return name != "const"
     if name == "format" and isinstance(value, str):
         return value not in FORMATS
-    if name in BOUNDS and isinstance(value, (int, float)):
-        return lenient and abs(value) >= 2**53
     if name == "type":
         return lenient and not TYPES.issuperset(value if isinstance(value, list) else [value])
-    if name == "$ref":
-        return lenient and not str(value).startswith("#")
     return lenient and name == "pattern" and LACKING.search(str(value)) is not None
 
 

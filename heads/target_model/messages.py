@@ -84,6 +84,25 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def in_turns(messages: list[Message], template: str) -> list[Message]:
+    """Return messages in which user and assistant take turns, for a template that refuses others (Mistral, Gemma 3). Texts of
+    one role are joined. A turn that is missing, such as that after a tool's result, becomes an empty one."""
+    asked = {"role": "user", "content": "q"}
+    if rendered([asked, asked], template) or not rendered([asked], template):
+        return messages
+    found, turn = list[Message](), "user"
+    for message in messages:
+        role, last = message["role"], found[-1] if found else {}
+        if role in ("user", "assistant") and "tool_calls" not in message:
+            if role != turn and last.get("role") == role and "tool_calls" not in last:
+                found[-1] = last | {"content": f"{last['content']}\n\n{message['content']}"}
+                continue
+            found += [] if role == turn else [{"role": turn, "content": ""}]
+            turn = "assistant" if role == "user" else "user"
+        found.append(message)
+    return found if any(message["role"] != "system" for message in found) else [*found, {"role": turn, "content": ""}]
+
+
 def as_parts(messages: Sequence[Mapping[str, Any]], template: str) -> list[Message]:
     """Return messages whose texts are lists of parts, for a template that reads nothing else; other messages unchanged."""
     if not reads_parts_only(template):

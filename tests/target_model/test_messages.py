@@ -4,7 +4,13 @@ import re
 
 import pytest
 
-from foredraft.heads.target_model.messages import normalize_messages, normalize_tools, rendered, template_needs
+from foredraft.heads.target_model.messages import (
+    in_turns,
+    normalize_messages,
+    normalize_tools,
+    rendered,
+    template_needs,
+)
 from foredraft.inference.serve.openai.protocol import content_text
 from foredraft.inference.serve.openai.tools import new_call
 from tests.support import ROOT
@@ -157,6 +163,33 @@ def test_every_system_message_is_shown(name, roles):
     roles = {} if "developer" in template(name) else {"developer": "system"}  # as the server does
     text = rendered([{**one, "role": roles.get(one["role"], one["role"])} for one in messages], template(name))
     assert "s_a" in text and "s_b" in text
+
+
+SYSTEM, HELLO = {"role": "system", "content": "s_a"}, {"role": "assistant", "content": "c_a"}
+LATER = {"role": "user", "content": "q_b"}
+
+
+@pytest.mark.parametrize("name", ["mistral", "mistral_small3_2", "gemma3", "qwen3"])
+@pytest.mark.parametrize(
+    "asked, roles",
+    [
+        ([SYSTEM, QUESTION, LATER], "su"),
+        ([HELLO, LATER], "uau"),
+        ([QUESTION, HELLO, HELLO, LATER], "uau"),
+        ([QUESTION, answer(call()), result(), LATER], "uatau"),  # the user stopped the tool, and asks again
+        ([QUESTION, answer(call()), LATER], "uaau"),
+        ([QUESTION, answer(call()), result(), HELLO, LATER], "uatau"),
+        ([SYSTEM], "su"),
+    ],
+)
+def test_a_template_that_wants_turns_gets_them(name, asked, roles):
+    if name == "gemma3" and answer(call()) in asked:
+        return  # it shows no calls
+    normalized = normalize_messages(asked, template(name))
+    messages = in_turns(normalized, template(name))
+    assert messages == normalized if name == "qwen3" else "".join(message["role"][0] for message in messages) == roles
+    text = rendered(messages, template(name))
+    assert all(message["content"] in text for message in asked) and text
 
 
 def test_ids_that_are_empty_are_none():

@@ -13,6 +13,7 @@ from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.messages import (
     REFUSALS,
     as_parts,
+    in_turns,
     normalize_messages,
     normalize_tools,
     reasoning_switches,
@@ -62,7 +63,7 @@ class PromptEncoder:
             )
         given = [message.model_dump(exclude_unset=True) for message in request.messages]
         given = [as_text(message) for message in given]
-        messages = normalize_messages(given, template)
+        messages = in_turns(normalize_messages(given, template), template)
         if template_needs(template).object_arguments:
             wrap_broken_arguments(messages)
         messages = [self.prepare_message(message) for message in messages]
