@@ -125,7 +125,7 @@ def reasoning_switches(template: str) -> list[str]:
     return [
         name
         for name in ("enable_thinking", "thinking")
-        if rendered(asked, template, **{name: True}) != rendered(asked, template, **{name: False})
+        if rendered(asked, template, None, **{name: True}) != rendered(asked, template, None, **{name: False})
     ]
 
 
