@@ -279,20 +279,21 @@ def split(group: list[Message]) -> list[Message]:
 
 def name_calls(messages: list[Message], ids: str) -> None:
     """Replace the ids of calls and their results, in place, by those that the template requires. A result without one
-    answers the next call."""
-    number, names, waiting = 0, dict[str, str](), list[str]()
+    answers the next call, and so does one of several with the same id."""
+    number, names, waiting = 0, dict[str, str](), dict[str, str]()
     for message in messages:
-        waiting = [] if "tool_calls" in message else waiting
+        waiting = {} if "tool_calls" in message else waiting
         for call in message.get("tool_calls", []):
             given = str(call.get("id", number))
             call["id"] = names[given] = template_id(given, call["function"]["name"], number, ids)
-            waiting.append(call["id"])
+            waiting[call["id"]] = given
             number += 1
         if message.get("role") == "tool":
             given = str(message.get("tool_call_id"))
-            name = names.get(given) or next(iter(waiting), "") or template_id(given, "unknown", number, ids)
+            name = next((name for name, other in waiting.items() if other == given), names.get(given))
+            name = name or next(iter(waiting), "") or template_id(given, "unknown", number, ids)
             message["tool_call_id"] = name
-            waiting = [other for other in waiting if other != name]
+            waiting.pop(name, None)
 
 
 def template_id(given: str, name: str, number: int, ids: str) -> str:

@@ -165,6 +165,14 @@ def test_every_system_message_is_shown(name, roles):
     assert "s_a" in text and "s_b" in text
 
 
+def test_calls_of_one_id_have_their_results():
+    """Check Kimi-K2, whose results name their calls: servers give several calls one id, in one answer or in several."""
+    asked = [QUESTION, answer(call("f"), call("f")), result("1"), result("2"), answer(call("f")), result("3")]
+    messages = normalize_messages(asked, template("kimi_k2"))
+    ids = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+    assert ids == ["functions.f:0", "functions.f:1", "functions.f:2"]
+
+
 SYSTEM, HELLO = {"role": "system", "content": "s_a"}, {"role": "assistant", "content": "c_a"}
 LATER = {"role": "user", "content": "q_b"}
 
