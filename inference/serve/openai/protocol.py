@@ -18,14 +18,13 @@ UNSET_AT_MINUS_ONE = ("max_tokens", "max_completion_tokens", "seed")  # the maxi
 # Fields that would change an answer, and their values that would not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "web_search_options", "chat_template", "truncate_prompt_tokens", "prompt_logprobs"), ()),
-    **dict.fromkeys(("functions", "allowed_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("functions", "allowed_token_ids", "bad_words", "suffix"), ()),
     **dict.fromkeys(("use_beam_search", "early_stopping", "continue_final_message"), (False,)),
     **dict.fromkeys(("detokenize", "include_reasoning", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("separate_reasoning", "stream_reasoning"), (True,)),
     **dict.fromkeys(("best_of", "length_penalty"), (1,)),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
-    "suffix": ("",),
     "verbosity": ("medium",),
     "spaces_between_special_tokens": (True, False),  # fast tokenizers never add them
     "priority": (0,),
@@ -90,12 +89,10 @@ class CommonRequest(BaseModel):
             return fields
         for name, harmless in cls.refused.items():
             value = fields.get(name)
-            if value is not None and value not in harmless and (name, value) != ("best_of", fields.get("n")):
+            if value not in ("", [], None, *harmless) and (name, value) != ("best_of", fields.get("n")):
                 raise ValueError(f"{name} is not supported here: {cls.remedies.get(name, 'remove it')}")
         dropped = {*cls.refused, *IGNORED, *(name for name in UNSET_AT_MINUS_ONE if fields.get(name) == -1)}
-        dropped |= (
-            {"logprobs"} if fields.get("logprobs") is False else set()
-        )  # which is 0 for pydantic: a request for them
+        dropped |= {"logprobs"} if fields.get("logprobs") is False else set()  # 0 for pydantic, which asks for them
         dropped |= {name for name, value in fields.items() if value in EMPTY} - {"input", "messages", "prompt"}
         return converted({name: value for name, value in fields.items() if value is not None and name not in dropped})
 
