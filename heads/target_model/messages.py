@@ -34,6 +34,7 @@ class TemplateNeeds(NamedTuple):
     one_text: bool = False  # next to calls: reasoning or content, not both (gpt-oss)
     object_arguments: bool = False  # it cannot show arguments that are broken JSON (Qwen3.5, GLM)
     one_system: bool = False  # message, at the start: others are dropped (gpt-oss) or refused (Qwen3.5, Mistral)
+    turns: bool = False  # of user and assistant, which alternate (Mistral, Gemma 3)
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[Message]:
@@ -48,7 +49,8 @@ def template_needs(template: str) -> TemplateNeeds:
     text = rendered([{"role": role, "content": content} for role, content in said], template)
     needs, call = call_needs(template), {"function": {"name": "f", "arguments": "broken_x"}}
     calling = arrange([{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}], needs)
-    is_shown = "broken_x" in rendered(calling, template)
+    is_shown, asked = "broken_x" in rendered(calling, template), [{"role": "user", "content": "q"}]
+    needs = needs._replace(turns=bool(rendered(asked, template)) and not rendered(asked * 2, template))
     return needs._replace(object_arguments=not is_shown, one_system="s_a" not in text or "s_b" not in text)
 
 
@@ -85,10 +87,9 @@ def as_list(value: Any) -> list[Any]:
 
 
 def in_turns(messages: list[Message], template: str) -> list[Message]:
-    """Return messages in which user and assistant take turns, for a template that refuses others (Mistral, Gemma 3). Texts of
-    one role are joined. A turn that is missing, such as that after a tool's result, becomes an empty one."""
-    asked = {"role": "user", "content": "q"}
-    if rendered([asked, asked], template) or not rendered([asked], template):
+    """Return messages in which user and assistant take turns, for a template that refuses others. Texts of one role are
+    joined. A turn that is missing, such as that after a tool's result, becomes an empty one."""
+    if not template_needs(template).turns:
         return messages
     found, turn = list[Message](), "user"
     for message in messages:

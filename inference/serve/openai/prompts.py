@@ -44,8 +44,10 @@ class PromptEncoder:
         marks.sort(key=lambda mark: -len(mark[0]))  # a mark may contain another one
         self.marks, self.special = [mark for mark, _ in marks], [special for _, special in marks]
         self.spellings: dict[int, list[int]] = {}
-        self.reads_effort, self.switches = "reasoning_effort" in template, reasoning_switches(template)
-        told = rendered([{"role": "developer", "content": "d_a"}, {"role": "user", "content": "q"}], template)
+        named = self.tokenizer.chat_template
+        default = named.get("default", "") if isinstance(named, dict) else template
+        self.reads_effort, self.switches = "reasoning_effort" in template, reasoning_switches(default)
+        told = rendered([{"role": "developer", "content": "d_a"}, {"role": "user", "content": "q"}], default)
         self.supports_developer_role = "developer" in template and "d_a" in told
         self.reasoning_field = "thinking" if "message.thinking" in template else "reasoning_content"
         self.reserved_names = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
