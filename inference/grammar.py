@@ -50,10 +50,11 @@ FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6",
 # What its regular expressions lack: looking around, boundaries of words, and references to groups.
 LACKING = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[bB1-9]|\\k<)")
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # contain schemas by any name
+TYPES = {"array", "boolean", "integer", "null", "number", "object", "string"}
 
 
 def as_supported(schema: Any, lenient: bool = False) -> Any:
-    """Return a schema without other formats than FORMATS. lenient: also without patterns that llguidance lacks."""
+    """Return a schema without what `is_dropped` names."""
     if isinstance(schema, list):
         return [as_supported(part, lenient) for part in schema]
     if not isinstance(schema, dict):
@@ -61,13 +62,23 @@ def as_supported(schema: Any, lenient: bool = False) -> Any:
 
     def inside(name: str, value: Any) -> Any:
         if name in NAMED and isinstance(value, dict):
-            return {key: as_supported(part, lenient) for key, part in value.items()}
+            return {key: {} if part is None else as_supported(part, lenient) for key, part in value.items()}
         return value if name in ("const", "enum") else as_supported(value, lenient)
 
-    texts = {name: value for name, value in schema.items() if isinstance(value, str)}
-    dropped = {"format"} if texts.get("format", "uri") not in FORMATS else set()
-    dropped |= {"pattern"} if lenient and LACKING.search(texts.get("pattern", "")) else set()
-    return {name: inside(name, value) for name, value in schema.items() if name not in dropped}
+    return {name: inside(name, value) for name, value in schema.items() if not is_dropped(name, value, lenient)}
+
+
+def is_dropped(name: str, value: Any, lenient: bool) -> bool:
+    """Return whether a grammar leaves out a key of a schema: a null where nothing is given, an empty list in place of an
+    object (PHP writes both alike), a format that is not one of FORMATS. lenient: also types of other languages, and patterns
+    that llguidance lacks."""
+    if value is None or (name in NAMED and value == []):
+        return name != "const"
+    if name == "format" and isinstance(value, str):
+        return value not in FORMATS
+    if name == "type":
+        return lenient and not TYPES.issuperset(value if isinstance(value, list) else [value])
+    return lenient and name == "pattern" and LACKING.search(str(value)) is not None
 
 
 def run_limited(code: str, grammar: str) -> subprocess.CompletedProcess[bytes]:

@@ -39,7 +39,8 @@ def main(cfg: DictConfig) -> None:
         raise ValueError("log_text=true needs log_accepted=FILE, the log that gets the texts")
     check_at_least(cfg, 1, "max_num_seqs", "max_num_batched_tokens", "timeout")
     check_at_least(cfg, 0, "max_waiting")
-    api_key = os.environ.get("FOREDRAFT_API_KEY")  # not a key of the config, which ps and --help would show
+    # Not a key of the config, which ps and --help would show. A secret from a file often ends with a newline.
+    api_key = None if (key := os.environ.get("FOREDRAFT_API_KEY")) is None else key.strip()
     check_exposed(cfg.host, api_key, cfg.insecure)
     check_learning(cfg)
     if cfg.engine != "foredraft":

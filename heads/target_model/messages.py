@@ -34,6 +34,7 @@ class TemplateNeeds(NamedTuple):
     one_text: bool = False  # next to calls: reasoning or content, not both (gpt-oss)
     object_arguments: bool = False  # it cannot show arguments that are broken JSON (Qwen3.5, GLM)
     one_system: bool = False  # message, at the start: others are dropped (gpt-oss) or refused (Qwen3.5, Mistral)
+    turns: bool = False  # of user and assistant, which alternate (Mistral, Gemma 3)
 
 
 def normalize_messages(messages: Sequence[Mapping[str, Any]], template: str) -> list[Message]:
@@ -48,7 +49,8 @@ def template_needs(template: str) -> TemplateNeeds:
     text = rendered([{"role": role, "content": content} for role, content in said], template)
     needs, call = call_needs(template), {"function": {"name": "f", "arguments": "broken_x"}}
     calling = arrange([{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}], needs)
-    is_shown = "broken_x" in rendered(calling, template)
+    is_shown, asked = "broken_x" in rendered(calling, template), [{"role": "user", "content": "q"}]
+    needs = needs._replace(turns=bool(rendered(asked, template)) and not rendered(asked * 2, template))
     return needs._replace(object_arguments=not is_shown, one_system="s_a" not in text or "s_b" not in text)
 
 
@@ -84,6 +86,24 @@ def as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
+def in_turns(messages: list[Message], template: str) -> list[Message]:
+    """Return messages in which user and assistant take turns, for a template that refuses others. Texts of one role are
+    joined. A turn that is missing, such as that after a tool's result, becomes an empty one."""
+    if not template_needs(template).turns:
+        return messages
+    found, turn = list[Message](), "user"
+    for message in messages:
+        role, last = message["role"], found[-1] if found else {}
+        if role in ("user", "assistant") and "tool_calls" not in message:
+            if role != turn and last.get("role") == role and "tool_calls" not in last:
+                found[-1] = last | {"content": f"{last['content']}\n\n{message['content']}"}
+                continue
+            found += [] if role == turn else [{"role": turn, "content": ""}]
+            turn = "assistant" if role == "user" else "user"
+        found.append(message)
+    return found if any(message["role"] != "system" for message in found) else [*found, {"role": turn, "content": ""}]
+
+
 def as_parts(messages: Sequence[Mapping[str, Any]], template: str) -> list[Message]:
     """Return messages whose texts are lists of parts, for a template that reads nothing else; other messages unchanged."""
     if not reads_parts_only(template):
@@ -98,6 +118,16 @@ def reads_parts_only(template: str) -> bool:
     """Return whether the template drops a text that is not in a list of parts (LLaVA, Idefics)."""
     shown = ["q_a" in rendered([{"role": "user", "content": content}], template) for content in ("q_a", PARTS)]
     return shown == [False, True]
+
+
+def reasoning_switches(template: str) -> list[str]:
+    """Return the variables with which a request turns reasoning on and off (the second one is DeepSeek-V3.1's)."""
+    asked = [{"role": "user", "content": "q"}]
+    return [
+        name
+        for name in ("enable_thinking", "thinking")
+        if rendered(asked, template, None, **{name: True}) != rendered(asked, template, None, **{name: False})
+    ]
 
 
 PARTS = [{"type": "text", "text": "q_a"}]
@@ -129,12 +159,12 @@ def shown_calls(template: str, needs: TemplateNeeds, **message: str) -> str:
     return text if complete and "{'" not in text and "None" not in text else ""
 
 
-def rendered(messages: list[Message], template: str, tools: list[dict] | None = None) -> str:
+def rendered(messages: list[Message], template: str, tools: list[dict] | None = None, **facts: bool) -> str:
     """Return the text, "" if the template refuses the messages."""
     marks = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "<s>")
     try:
         texts, _ = render_jinja_template(
-            conversations=[messages], tools=tools, chat_template=template, add_generation_prompt=True, **marks
+            conversations=[messages], tools=tools, chat_template=template, add_generation_prompt=True, **marks, **facts
         )
     except REFUSALS:
         return ""
@@ -206,7 +236,7 @@ def parsed_arguments(arguments: Any) -> Any:
             arguments = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError):
             return arguments
-    return {} if arguments is None else arguments
+    return {} if arguments in (None, []) else arguments  # PHP writes an empty object as a list
 
 
 def answers(messages: list[Message]) -> Iterator[list[Message]]:
@@ -250,20 +280,21 @@ def split(group: list[Message]) -> list[Message]:
 
 def name_calls(messages: list[Message], ids: str) -> None:
     """Replace the ids of calls and their results, in place, by those that the template requires. A result without one
-    answers the next call."""
-    number, names, waiting = 0, dict[str, str](), list[str]()
+    answers the next call, and so does one of several with the same id."""
+    number, names, waiting = 0, dict[str, str](), dict[str, str]()
     for message in messages:
-        waiting = [] if "tool_calls" in message else waiting
+        waiting = {} if "tool_calls" in message else waiting
         for call in message.get("tool_calls", []):
             given = str(call.get("id", number))
             call["id"] = names[given] = template_id(given, call["function"]["name"], number, ids)
-            waiting.append(call["id"])
+            waiting[call["id"]] = given
             number += 1
         if message.get("role") == "tool":
             given = str(message.get("tool_call_id"))
-            name = names.get(given) or next(iter(waiting), "") or template_id(given, "unknown", number, ids)
+            name = next((name for name, other in waiting.items() if other == given), names.get(given))
+            name = name or next(iter(waiting), "") or template_id(given, "unknown", number, ids)
             message["tool_call_id"] = name
-            waiting = [other for other in waiting if other != name]
+            waiting.pop(name, None)
 
 
 def template_id(given: str, name: str, number: int, ids: str) -> str:

@@ -93,6 +93,7 @@ def add_answer_routes(app: FastAPI, service: Service) -> None:
 
 
 def add_status_routes(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models/", include_in_schema=False)  # as some clients join their base URL and "models/"
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.model(name) for name in service.names]}
@@ -136,6 +137,8 @@ def add_error_handlers(app: FastAPI) -> None:
             path, headers, message = repr(raw_request.url.path[:100]), dict(error.headers or {}), error.detail
             if error.status_code == 404:
                 message = f"{path} is not served here: /openapi.json lists all paths. A client's base URL ends with /v1"
+            elif error.status_code == 400:
+                message = "the body is not JSON in UTF-8: send it so, and without compression"
             elif error.status_code == 405:
                 message = f"{raw_request.method} is not supported by {path}: use {headers['Allow']}"
             error = ApiError(error.status_code, message, headers=headers)

@@ -64,12 +64,12 @@ class Gate:
         """Return the error of a request, before its body is read; None if it passes."""
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
             return ApiError(431, f"the headers are larger than {MAX_HEADERS} bytes", headers={"connection": "close"})
-        host = headers.get("host", "")
+        host = headers.get("host", "localhost")  # checks of load balancers in HTTP/1.0 have none, browsers always do
         if self.local_only and not is_loopback(re.sub(r":\d+$", "", host)):
             remedy = "set FOREDRAFT_API_KEY, or start the server with insecure=true"
             return ApiError(403, f"Host {host[:100]!r} is not this machine: {remedy}")
         if path.startswith("/v1/") and self.api_key is not None:
-            given = re.sub("^bearer ", "", headers.get("authorization", ""), flags=re.IGNORECASE)
+            given = re.sub("^bearer +", "", headers.get("authorization", ""), flags=re.IGNORECASE)
             if not hmac.compare_digest(given.encode(), self.api_key.encode()):
                 wanted = {"www-authenticate": "Bearer"}
                 return ApiError(401, "the API key is missing or invalid", code="invalid_api_key", headers=wanted)

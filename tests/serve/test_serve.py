@@ -195,7 +195,14 @@ def test_fields_that_do_no_harm_are_ignored(client, model):
         "prediction": {"type": "content", "content": "guess"},
         "tools": [],
     }
-    more = {"echo": None, "client_metadata": {"session": "a"}, "store": False}
+    more = {"echo": None, "client_metadata": {"session": "a"}, "store": False, "cache_prompt": True, "keep_alive": "5m"}
+    more |= {
+        "temperature": "",
+        "logit_bias": [],
+        "stream_options": [],
+        "separate_reasoning": True,
+        "suffix": "",
+    }  # empty is not set
     assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1, n=2, best_of=2, extra_body=more).choices
     assert client.chat.completions.create(**asked, **harmless, extra_body=more).choices
     for stop, options in (("", {"include_usage": None}), (None, None), ([], {})):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from starlette.datastructures import Headers
 
 from foredraft.heads import Target
 from foredraft.inference.drafters import NgramDrafter
@@ -177,6 +178,25 @@ def test_a_load_balancer_and_a_page_of_a_named_origin_may_ask(target: Target):
     asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
     (start, _) = call(app, forever, "/v1/completions", "OPTIONS", **asked, **{PRIVATE: "true"})
     assert start["status"] == 200 and (b"access-control-allow-private-network", b"true") in start["headers"]
+
+
+def test_a_request_of_http_1_0_needs_no_host():
+    gate = limits.Gate(None, None, 0, None, local_only=True)
+    for host, refused in (({}, False), ({"host": ""}, True), ({"host": "evil.example"}, True)):
+        assert (gate.refusal("GET", "/health", Headers(host)) is not None) == refused
+
+
+def test_an_address_may_end_with_a_slash_and_a_body_must_be_utf_8(target: Target):
+    app = create_app(Worker(target, None), ["tiny"])
+    (start, body) = call(app, forever, "/v1/models/", "GET")
+    assert start["status"] == 200 and json.loads(body["body"])["data"][0]["id"] == "tiny"
+    parts = iter([{"type": "http.request", "body": '{"prompt": "é"}'.encode("latin-1")}])
+
+    async def receive() -> dict[str, Any]:
+        return next(parts)
+
+    (start, body) = call(app, receive)
+    assert start["status"] == 400 and "not JSON in UTF-8" in json.loads(body["body"])["error"]["message"]
 
 
 def test_idle_connections_are_kept_longer_than_clients_keep_them(target: Target, monkeypatch):

@@ -41,7 +41,7 @@ def handed_over(tmp_path) -> Callable[..., list[str]]:
         fake.write_text(FAKE)
         fake.chmod(0o755)
         facts = [f"drafter={tmp_path / 'head'}", "port=7", "max_num_seqs=3", *arguments]
-        environment = {"RECORD": str(tmp_path / "record"), "FOREDRAFT_API_KEY": "a-key", "TMPDIR": str(tmp_path)}
+        environment = {"RECORD": str(tmp_path / "record"), "FOREDRAFT_API_KEY": " a-key\n", "TMPDIR": str(tmp_path)}
         done = serve(tmp_path, *facts, path=fake.parent, **environment)
         assert done.code == 0, done.err
         words = (tmp_path / "record").read_text().splitlines()
@@ -107,7 +107,7 @@ def test_what_cannot_be_done_is_said_in_a_sentence(tmp_path, arguments, sentence
 
 
 def test_an_empty_key_is_none_that_clients_need(tmp_path):
-    done = serve(tmp_path, FOREDRAFT_API_KEY="")
+    done = serve(tmp_path, FOREDRAFT_API_KEY="\n")
     assert done.code == 2 and "FOREDRAFT_API_KEY is empty" in done.err
 
 

@@ -81,6 +81,13 @@ def encoder(tiny_path: Path) -> PromptEncoder:
     return PromptEncoder(target)
 
 
+def encoder_of(tiny_path: Path, name: str) -> PromptEncoder:
+    """Return the tiny target's tokenizer with this template."""
+    target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+    target.context, target.text_tokenizer.chat_template = 4096, (TEMPLATES / f"{name}.jinja").read_text()
+    return PromptEncoder(target)
+
+
 def marks(encoder: PromptEncoder, **facts) -> list[str]:
     asked = ChatRequest(**{"messages": [{"role": "user", "content": "hello"}]} | facts)
     (tokens,) = encoder.chat(asked)
@@ -167,13 +174,40 @@ def test_effort_is_what_the_template_reads(encoder):
         assert encoder.tokenizer.decode(encoder.chat(ChatRequest(**facts))[0]).endswith(closed) == ends
 
 
+def test_developers_are_heard_by_a_template_that_names_them_and_refuses_them(tiny_path):
+    """Check Apertus, whose template writes its tools as a developer."""
+    encoder = encoder_of(tiny_path, "apertus")
+    asked = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    assert "Be brief." in encoder.tokenizer.decode(encoder.chat(ChatRequest(messages=asked))[0])
+
+
+@pytest.mark.parametrize("name, closed", [("qwen3", "<think>\n\n</think>\n\n"), ("deepseek_v3_1", "</think>")])
+def test_reasoning_is_turned_off_by_any_of_its_names(tiny_path, name, closed):
+    """Check what Dify, clients of DeepSeek and GLM, and OpenAI's send."""
+    encoder = encoder_of(tiny_path, name)
+    names = [("enable_thinking", False), ("thinking", {"type": "disabled"}), ("reasoning_effort", "none")]
+    for field, off in names:
+        on = {"type": "enabled"} if isinstance(off, dict) else "max" if off == "none" else True
+        facts = {"messages": [{"role": "user", "content": "a"}]}
+        tokens = [encoder.chat(ChatRequest(**facts, **{field: value}))[0] for value in (off, on)]
+        assert [encoder.tokenizer.decode(one).endswith(closed) for one in tokens] == [True, False]
+
+
+def test_reasoning_that_cannot_be_turned_off_is_named(tiny_path):
+    encoder = encoder_of(tiny_path, "qwq")
+    messages = [{"role": "user", "content": "a"}]
+    assert encoder.chat(ChatRequest(messages=messages, thinking=True)) == encoder.chat(ChatRequest(messages=messages))
+    with pytest.raises(ValueError, match=r"thinking: the chat template of .* lacks it"):
+        encoder.chat(ChatRequest(messages=messages, enable_thinking=False))
+
+
 def test_an_effort_that_changes_nothing_is_accepted_by_a_template_without_it(encoder, monkeypatch):
     """Clients send OpenAI's default for any model that reasons, and "none" for one that does not."""
 
     def ask(effort: str | None) -> list:
         return encoder.chat(ChatRequest(messages=[{"role": "user", "content": "a"}], reasoning_effort=effort))
 
-    monkeypatch.setattr(encoder, "reads_thinking", False)
+    monkeypatch.setattr(encoder, "switches", [])
     assert ask("medium") == ask(None)
     for effort in ("low", "none"):  # it reasons in any case
         with pytest.raises(ValueError, match=r"reasoning_effort: the chat template of .* lacks it"):

@@ -361,6 +361,8 @@ def test_fields_that_change_nothing_are_taken(client, model):
     harmless = {
         "truncation": "disabled",
         "background": False,
+        "previous_response_id": "",
+        "context_management": [],
         "include": ["reasoning.encrypted_content"],
         "metadata": {},
     }

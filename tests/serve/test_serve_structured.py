@@ -42,6 +42,7 @@ from foredraft.inference.serve.openai.tool_formats import (
     MISTRAL_ID,
     OLMO,
     QWEN3_CODER,
+    SEED_OSS,
     ToolFormat,
     after_reasoning,
     call_rules,
@@ -361,9 +362,11 @@ TEXTS: list[tuple[ToolFormat, str, str, list]] = [
     (GRANITE, f"<|tool_call|>[{CALL}]", "", [F]),
     (QWEN3_CODER, "I look.\n<function=f>\n</function>\n</tool_call>", "I look.\n", [NOTHING]),
     (QWEN3_CODER, "<tool_call>\n<function=f></function></tool_call>\n<function=f></function>", "", [NOTHING, NOTHING]),
+    (SEED_OSS, "Look.\n<seed:tool_call>\n<function=f>\n</function>\n</seed:tool_call>", "Look.\n", [NOTHING]),
     (DEEPSEEK_V3, f"{R1}{GIVEN}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>", "", [ONE]),
     (DEEPSEEK_V3_1, f"I look.{V3_1}{GIVEN}<｜tool▁call▁end｜>{V3_1}<｜tool▁call▁end｜>", "I look.", [ONE, NOTHING]),
     (KIMI, f"<|tool_calls_section_begin|>{K2}{GIVEN}<|tool_call_end|><|tool_calls_section_end|>ok", "ok", [ONE]),
+    (KIMI, f"<|tool_calls_section_begin|>{K2.replace('functions.', ' ')}{GIVEN}<|tool_call_end|>", "", [ONE]),
     (HARMONY, f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{GIVEN}<|call|>", "", [ONE]),
     (GEMMA, f"I look.<|tool_call>call:f{{a:{MARKED}}}<tool_call|>", "I look.", [("f", {"a": "},b:1 <tool_call|>"})]),
     (GEMMA, "<|tool_call>call:f{}<tool_call|><|tool_call>call:f{a:1}<tool_call|>ok", "ok", [NOTHING, ONE]),
@@ -501,6 +504,26 @@ def test_a_list_may_be_written_in_python(written, value):
     assert read(QWEN3_CODER, text, 1000, parameters) == ("", [("f", {"a": value})])
 
 
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+END, MORE = "\n</function>\n</tool_call>", "<tool_call>\n<function=f>\n<parameter=b>\ny\n</parameter>"
+
+
+@pytest.mark.parametrize(
+    "style, text, calls",
+    [
+        (QWEN3_CODER, "<function=f>\n<parameter=a>\n1\n<parameter=b>\nx\n</parameter>" + END, [{"a": 1, "b": "x"}]),
+        (QWEN3_CODER, f"<function=f>\n<parameter=b>\nx{END}\n{MORE}{END}", [{"b": "x"}, {"b": "y"}]),
+        (QWEN3_CODER, f"<function=f>\n<parameter=b>\nx{END}\nz\n</parameter>{END}", [{"b": f"x{END}\nz"}]),
+        (QWEN3_CODER, f"<function=f>\n<parameter=b>\nx\n<parameter=c>\n</parameter>{END}", [{"b": "x\n<parameter=c>"}]),
+        (GLM, "<tool_call>f\n<arg_key>b</arg_key>\n<arg_value>x</tool_call>", [{"b": "x"}]),
+        (MINIMAX, '<invoke name="f">\n<parameter name="b">x\n</invoke>\n</minimax:tool_call>', [{"b": "x"}]),
+    ],
+)
+def test_a_value_whose_end_is_left_out_swallows_no_other(style, text, calls):
+    """Models leave it out in long conversations. What stands within a value that ends is part of it."""
+    assert read(style, text, 1000, OPEN) == ("", [("f", given) for given in calls])
+
+
 @pytest.mark.parametrize(
     "template, style",
     [
@@ -516,6 +539,7 @@ def test_a_list_may_be_written_in_python(written, value):
         ("plain <tool_call>", None),
         ("<|function_call|> + {'name': ...}", GIGACHAT),
         ('<function name="f"><param name="a">', MINICPM),
+        ("<seed:tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>", SEED_OSS),
         *((name, style) for name, style in STYLES.items()),
     ],
 )
@@ -604,6 +628,34 @@ def test_a_forced_call_needs_no_schema_that_a_grammar_can_follow(target, style):
         assert matcher.try_consume_tokens(ids) == len(ids)
     with pytest.raises(ValueError, match="be compiled"):
         grammars.lark(rules(strict=True))
+
+
+@pytest.mark.parametrize("style", [HERMES, QWEN3_CODER])
+@pytest.mark.parametrize(
+    "definition",
+    [
+        {"type": "any"},
+        {"type": "OBJECT", "properties": []},
+        {"type": ["text", "null"]},
+        None,
+    ],
+)
+def test_a_forced_call_needs_no_schema_without_mistakes(target, style, definition):
+    grammars = Grammars(target)
+    schema = {"type": "OBJECT", "properties": {"a": definition}, "required": ["a"]}
+    tool = Tool(type="function", function={"name": "f", "parameters": schema})
+    assert grammars.lark(call_rules([tool], style, False, grammars.special)).matcher.compute_bitmask()
+
+
+def test_a_schema_may_have_nulls_and_the_empty_lists_of_php(target):
+    """Check that both are left out, in a response_format too, and that a tool without parameters may have a list of them."""
+    nulls = {"type": "object", "properties": {"a": None, "b": {"type": "string", "enum": None}}, "required": None}
+    schema = {**nulls, "$defs": [], "patternProperties": [], "const": None}
+    left = {"type": "object", "properties": {"a": {}, "b": {"type": "string"}}, "const": None}
+    assert as_supported(schema) == as_supported(schema, lenient=True) == left
+    del schema["const"]
+    assert Grammars(target).json_schema({"anyOf": [schema, {"properties": []}]}).matcher.compute_bitmask()
+    assert Tool(type="function", function={"name": "f", "parameters": []}).function.parameters == {}
 
 
 def test_a_schema_may_name_formats_that_nobody_knows(target):
@@ -818,7 +870,8 @@ def test_a_forced_call_that_is_cut_arrives_alike_streamed_and_whole(client):
     )
 
 
+@pytest.mark.parametrize("recipient", ["functions.f", "f"])  # it leaves the namespace out in long conversations
 @pytest.mark.parametrize("facts, calls", [({}, ["f"]), ({"tool_choice": "none"}, []), ({"tools": None}, [])])
-def test_a_call_of_gpt_oss_is_one_of_the_tools_that_may_be_called(facts, calls):
-    choice = choice_of("<|channel|>commentary to=functions.f <|message|>{}<|call|>", "gpt_oss", **facts)
+def test_a_call_of_gpt_oss_is_one_of_the_tools_that_may_be_called(facts, calls, recipient):
+    choice = choice_of(f"<|channel|>commentary to={recipient} <|message|>{{}}<|call|>", "gpt_oss", **facts)
     assert named(choice) == calls and choice.text == ("" if calls else "{}")

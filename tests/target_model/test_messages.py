@@ -4,7 +4,13 @@ import re
 
 import pytest
 
-from foredraft.heads.target_model.messages import normalize_messages, normalize_tools, rendered, template_needs
+from foredraft.heads.target_model.messages import (
+    in_turns,
+    normalize_messages,
+    normalize_tools,
+    rendered,
+    template_needs,
+)
 from foredraft.inference.serve.openai.protocol import content_text
 from foredraft.inference.serve.openai.tools import new_call
 from tests.support import ROOT
@@ -159,6 +165,41 @@ def test_every_system_message_is_shown(name, roles):
     assert "s_a" in text and "s_b" in text
 
 
+def test_calls_of_one_id_have_their_results():
+    """Check Kimi-K2, whose results name their calls: servers give several calls one id, in one answer or in several."""
+    asked = [QUESTION, answer(call("f"), call("f")), result("1"), result("2"), answer(call("f")), result("3")]
+    messages = normalize_messages(asked, template("kimi_k2"))
+    ids = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
+    assert ids == ["functions.f:0", "functions.f:1", "functions.f:2"]
+
+
+SYSTEM, HELLO = {"role": "system", "content": "s_a"}, {"role": "assistant", "content": "c_a"}
+LATER = {"role": "user", "content": "q_b"}
+
+
+@pytest.mark.parametrize("name", ["mistral", "mistral_small3_2", "gemma3", "qwen3"])
+@pytest.mark.parametrize(
+    "asked, roles",
+    [
+        ([SYSTEM, QUESTION, LATER], "su"),
+        ([HELLO, LATER], "uau"),
+        ([QUESTION, HELLO, HELLO, LATER], "uau"),
+        ([QUESTION, answer(call()), result(), LATER], "uatau"),  # the user stopped the tool, and asks again
+        ([QUESTION, answer(call()), LATER], "uaau"),
+        ([QUESTION, answer(call()), result(), HELLO, LATER], "uatau"),
+        ([SYSTEM], "su"),
+    ],
+)
+def test_a_template_that_wants_turns_gets_them(name, asked, roles):
+    if name == "gemma3" and answer(call()) in asked:
+        return  # it shows no calls
+    normalized = normalize_messages(asked, template(name))
+    messages = in_turns(normalized, template(name))
+    assert messages == normalized if name == "qwen3" else "".join(message["role"][0] for message in messages) == roles
+    text = rendered(messages, template(name))
+    assert all(message["content"] in text for message in asked) and text
+
+
 def test_ids_that_are_empty_are_none():
     asked = [QUESTION, answer(call("f", id=""), call("g", id="")), result(tool_call_id=""), result(tool_call_id="")]
     messages = normalize_messages(asked, template("mistral"))
@@ -177,6 +218,13 @@ def test_ids_that_are_empty_are_none():
         ("tool", {"é": [1]}, '{"é": [1]}'),
         ("function", [{"a": 1}, None], '[{"a": 1}, null]'),
         ("tool", ["A map: ", {"type": "input_image", "image_url": "data:"}], "A map: [input_image omitted: not text]"),
+        ("tool", [{"type": "dir"}, {"type": "file", "name": "a"}], '[{"type": "dir"}, {"type": "file", "name": "a"}]'),
+        ("tool", {"type": ["text"]}, '{"type": ["text"]}'),
+        (
+            "tool",
+            [{"type": "text", "text": "a "}, {"type": "resource", "resource": {}}],
+            'a {"type": "resource", "resource": {}}',
+        ),
     ],
 )
 def test_a_content_is_the_text_of_its_parts(role, content, text):
@@ -185,7 +233,7 @@ def test_a_content_is_the_text_of_its_parts(role, content, text):
 
 @pytest.mark.parametrize(
     "role, content",
-    [("user", {"a": 1}), ("user", [None]), ("user", [{"type": "image_url"}]), ("tool", [{"type": ["text"]}])],
+    [("user", {"a": 1}), ("user", [None]), ("user", [{"type": "image_url"}]), ("user", [{"type": ["text"]}])],
 )
 def test_parts_that_are_not_text_are_refused(role, content):
     with pytest.raises(ValueError, match="only text is supported"):

@@ -16,14 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from foredraft.heads.target_model.images import ImageReader
-from foredraft.heads.target_model.messages import REFUSALS, as_parts, normalize_messages
+from foredraft.heads.target_model.messages import REFUSALS, as_parts, normalize_messages, reasoning_switches
 from foredraft.inference.text import answer_context, continuation
 from foredraft.train.data.answer_spans import OPENED, STAND_IN, Span, TurnEnd, common, learned, turn_end
 from foredraft.train.data.corpus import Document
 from foredraft.train.data.layouts import THOUGHTS, Message, SkippedRow, split_reasoning
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-SWITCH = re.compile(r"(?<![.\w'\"])(enable_)?thinking\b(?!['\"])")  # not message.thinking
 HARMONY = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\|(?:end|return|call|start)\|>|$)", re.DOTALL)
 
 
@@ -70,7 +69,7 @@ class ChatFormat:
         self.name = f"the chat template of {where}" if template is None else f"the chat template {template}"
         self.tagged = bool(GENERATION.search(self.template))
         self.supports_reasoning = bool(re.search("think|reasoning", self.template))
-        self.switch, self.thinking, self.options = bool(SWITCH.search(self.template)), thinking, switched(thinking)
+        self.switch, self.thinking, self.options = bool(reasoning_switches(self.template)), thinking, switched(thinking)
         if thinking is not None and not self.switch:
             raise ValueError(f"data.thinking={str(thinking).lower()}: {self.name} does not support thinking; set null")
         added = {token.content for token in tokenizer.added_tokens_decoder.values()} | {"<think>", "</think>"}

@@ -13,8 +13,11 @@ from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.messages import (
     REFUSALS,
     as_parts,
+    in_turns,
     normalize_messages,
     normalize_tools,
+    reasoning_switches,
+    rendered,
     shows_tools,
     take_reasoning,
     template_needs,
@@ -41,10 +44,12 @@ class PromptEncoder:
         marks.sort(key=lambda mark: -len(mark[0]))  # a mark may contain another one
         self.marks, self.special = [mark for mark, _ in marks], [special for _, special in marks]
         self.spellings: dict[int, list[int]] = {}
-        self.reads_effort, self.reads_thinking = "reasoning_effort" in template, "enable_thinking" in template
-        self.supports_developer_role, self.reasoning_field = "developer" in template, "reasoning_content"
-        if "message.thinking" in template:
-            self.reasoning_field = "thinking"
+        named = self.tokenizer.chat_template
+        default = named.get("default", "") if isinstance(named, dict) else template
+        self.reads_effort, self.switches = "reasoning_effort" in template, reasoning_switches(default)
+        told = rendered([{"role": "developer", "content": "d_a"}, {"role": "user", "content": "q"}], default)
+        self.supports_developer_role = "developer" in template and "d_a" in told
+        self.reasoning_field = "thinking" if "message.thinking" in template else "reasoning_content"
         self.reserved_names = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
 
     def chat(self, request: ChatRequest) -> list[list[int]]:
@@ -60,14 +65,14 @@ class PromptEncoder:
             )
         given = [message.model_dump(exclude_unset=True) for message in request.messages]
         given = [as_text(message) for message in given]
-        messages = normalize_messages(given, template)
+        messages = in_turns(normalize_messages(given, template), template)
         if template_needs(template).object_arguments:
             wrap_broken_arguments(messages)
         messages = [self.prepare_message(message) for message in messages]
         if tools is not None:
             given = [tool.model_dump(exclude_unset=True) for tool in tools]
             tools = self.replace_marks(normalize_tools(given, template))
-        facts = {**self.effort(request.reasoning_effort), **self.replace_marks(request.chat_template_kwargs)}
+        facts = {**self.effort(request), **self.replace_marks(request.chat_template_kwargs)}
         if reserved := [name for name in facts if name in self.reserved_names]:
             raise ValueError(f"chat_template_kwargs contains {reserved[0]!r}, which is reserved: remove it")
         try:
@@ -88,16 +93,19 @@ class PromptEncoder:
             self.check_length(len(tokens))
         return [tokens]
 
-    def effort(self, effort: str | None) -> dict[str, Any]:
-        """Return variables of the template for this effort. Raises ValueError if the template does not use any, unless it is
-        OpenAI's default, or "none" for a target without reasoning."""
-        if effort is None or self.reads_effort:
-            return {} if effort is None else {"reasoning_effort": effort}
-        if not self.reads_thinking:
-            if effort == "medium" or (effort == "none" and not any(reasoning_marks(self.tokenizer.chat_template))):
-                return {}
-            raise ValueError(f"reasoning_effort: the chat template of {self.target.name} lacks it: remove it")
-        return {"enable_thinking": effort != "none"}
+    def effort(self, request: ChatRequest) -> dict[str, Any]:
+        """Return variables of the template for the request's effort, or for its wish to reason. Raises ValueError if the
+        template does not use any, unless the model does this anyway, or it is OpenAI's default effort."""
+        effort, wanted, name = request.reasoning_effort, request.wants_reasoning, "thinking"
+        facts: dict[str, Any] = {"reasoning_effort": effort} if effort is not None and self.reads_effort else {}
+        if wanted is None and effort is not None and not facts:
+            wanted, name = effort != "none", "reasoning_effort"
+        if wanted is None or self.switches:
+            return facts | ({} if wanted is None else dict.fromkeys(self.switches, wanted))
+        reasons = self.reads_effort or any(reasoning_marks(self.tokenizer.chat_template))
+        if (reasons and not wanted) or (wanted and name == "reasoning_effort" and effort != "medium"):
+            raise ValueError(f"{name}: the chat template of {self.target.name} lacks it: remove it")
+        return facts
 
     def tokenize_as_text(self, number: int) -> list[int]:
         """Encode a mark as text. The tokenizer splits only special tokens, so the first character of others is cut off."""

@@ -18,20 +18,23 @@ UNSET_AT_MINUS_ONE = ("max_tokens", "max_completion_tokens", "seed")  # the maxi
 # Fields that would change an answer, and their values that would not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "web_search_options", "chat_template", "truncate_prompt_tokens", "prompt_logprobs"), ()),
-    **dict.fromkeys(("functions", "allowed_token_ids", "bad_words"), ([],)),
+    **dict.fromkeys(("functions", "allowed_token_ids", "bad_words", "suffix"), ()),
     **dict.fromkeys(("use_beam_search", "early_stopping", "continue_final_message"), (False,)),
     **dict.fromkeys(("detokenize", "include_reasoning", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("separate_reasoning", "stream_reasoning"), (True,)),
     **dict.fromkeys(("best_of", "length_penalty"), (1,)),
     "function_call": ("auto", "none"),
     "modalities": (["text"],),
-    "suffix": ("",),
     "verbosity": ("medium",),
     "spaces_between_special_tokens": (True, False),  # fast tokenizers never add them
     "priority": (0,),
 }
+# What clients send for a field that is not set: forms have empty texts, and PHP writes an empty object as a list.
+EMPTY: tuple[Any, ...] = (None, "", [], {})
 # Fields for identification, billing and caching, and predictions of the text for a faster answer.
 IGNORED = {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier"}
-IGNORED |= {"request_id", "cache_salt", "client_metadata", "prediction", "guided_decoding_backend"}
+IGNORED |= {"request_id", "cache_salt", "client_metadata", "prediction", "guided_decoding_backend", "cache_prompt"}
+IGNORED |= {"keep_alive", "session_id"}
 
 
 class StreamOptions(BaseModel):
@@ -86,12 +89,11 @@ class CommonRequest(BaseModel):
             return fields
         for name, harmless in cls.refused.items():
             value = fields.get(name)
-            if value is not None and value not in harmless and (name, value) != ("best_of", fields.get("n")):
+            if value not in ("", [], None, *harmless) and (name, value) != ("best_of", fields.get("n")):
                 raise ValueError(f"{name} is not supported here: {cls.remedies.get(name, 'remove it')}")
         dropped = {*cls.refused, *IGNORED, *(name for name in UNSET_AT_MINUS_ONE if fields.get(name) == -1)}
-        dropped |= (
-            {"logprobs"} if fields.get("logprobs") is False else set()
-        )  # which is 0 for pydantic: a request for them
+        dropped |= {"logprobs"} if fields.get("logprobs") is False else set()  # 0 for pydantic, which asks for them
+        dropped |= {name for name, value in fields.items() if value in EMPTY} - {"input", "messages", "prompt"}
         return converted({name: value for name, value in fields.items() if value is not None and name not in dropped})
 
     @model_validator(mode="after")
@@ -154,6 +156,7 @@ class Message(BaseModel):
 PARTS = {"text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text"}
 PARTS["refusal"] = "refusal"
 MEDIA = {"image_url", "input_image", "image", "input_file", "file", "input_audio", "audio"}  # as tools return them
+DATA = {*MEDIA, "source", "data", "file_data", "file_id", "file_url"}  # the names of what is in them
 
 
 def content_text(role: str, content: Any) -> str | None:
@@ -167,8 +170,10 @@ def content_text(role: str, content: Any) -> str | None:
     if all(isinstance(text, str) for text in texts):
         return "".join(texts)
     kinds = [part["type"] for part in parts if isinstance(part, dict) and "type" in part]
-    if is_result and not kinds:
+    if is_result and not any(isinstance(part, dict) and isinstance(text, str) for part, text in zip(parts, texts)):
         return json.dumps(content, ensure_ascii=False)
+    if is_result:  # parts next to others, such as resources of MCP
+        return "".join(text if isinstance(text, str) else json.dumps(part) for part, text in zip(parts, texts))
     of_type = f" of type {', '.join(map(str, kinds))}" if kinds else ""
     raise ValueError(f"messages contain parts{of_type} that are not text: only text is supported here")
 
@@ -177,7 +182,8 @@ def part_text(part: Any, is_result: bool) -> Any:
     if not isinstance(part, dict):
         return part
     kind = str(part.get("type"))
-    return f"[{kind} omitted: not text]" if is_result and kind in MEDIA else part.get(PARTS.get(kind))
+    is_media = is_result and kind in MEDIA and not DATA.isdisjoint(part)  # not an entry {"type": "file", "name": "a"}
+    return f"[{kind} omitted: not text]" if is_media else part.get(PARTS.get(kind))
 
 
 def as_mode(choice: Any) -> Any:
@@ -191,6 +197,11 @@ class Function(BaseModel):
 
     name: str = Field(pattern="^[a-zA-Z0-9_./-]{1,128}$")  # OpenAI's names, and those of MCP
     parameters: dict[str, Any] | None = None
+
+    @field_validator("parameters", mode="before")
+    @classmethod
+    def as_object(cls, parameters: Any) -> Any:
+        return {} if parameters in ("", []) else parameters
 
 
 class Tool(BaseModel):
@@ -227,7 +238,9 @@ class ChatRequest(CommonRequest):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = {}
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    enable_thinking: bool | None = Field(None, description="as in chat_template_kwargs, and like thinking")
+    thinking: bool | dict[str, Any] | None = Field(None, description='{"type": "disabled"} asks for no reasoning')
     tools: list[Tool] | None = Field(None, max_length=1024)
     tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool = True
@@ -257,6 +270,11 @@ class ChatRequest(CommonRequest):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
+
+    @property
+    def wants_reasoning(self) -> bool | None:
+        chosen = self.thinking.get("type") != "disabled" if isinstance(self.thinking, dict) else self.thinking
+        return self.enable_thinking if chosen is None else chosen
 
     @property
     def has_grammar(self) -> bool:

@@ -2,7 +2,8 @@
 
 <think>reasoning</think>answer (Qwen3, QwQ, DeepSeek-R1) or other MARKS, where the prompt may already contain the first mark
 <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>answer<|return|>: OpenAI's harmony
-format (cookbook.openai.com/articles/openai-harmony), whose calls are messages `to=functions.NAME` on channel commentary
+format (cookbook.openai.com/articles/openai-harmony), whose calls are messages `to=functions.NAME` on channel commentary, or
+`to=NAME` after long texts
 
 Both functions split the whole text so far, and what they return for a longer text only adds to it.
 """
@@ -25,7 +26,7 @@ HARMONY = "<|channel|>analysis", "<|channel|>final<|message|>"
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>", "<|endoftext|>")  # end a message's text
 END = re.compile("|".join(map(re.escape, ENDS)))
-CHANNEL, RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"to=functions\.([\w./-]+)")
+CHANNEL, RECIPIENT = re.compile(r"<\|channel\|>\s*(\w+)"), re.compile(r"to=(?:functions\.)?([\w./-]+)")
 
 
 def is_harmony(template: Any) -> bool:

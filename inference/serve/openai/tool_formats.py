@@ -95,6 +95,7 @@ QWEN3_CODER = ToolFormat(
     "\n",
     parameters=Parameters("<parameter=KEY>\n", "\n</parameter>\n"),
 )
+SEED_OSS = QWEN3_CODER._replace(opening="<seed:tool_call>\n<function=NAME>\n", closing="</function>\n</seed:tool_call>")
 GLM = ToolFormat(
     "<tool_call>NAME\n",
     "</tool_call>",
@@ -148,6 +149,7 @@ FORMATS: tuple[tuple[tuple[str, ...], ToolFormat], ...] = (  # the first one who
     (("<|tool_call_argument_begin|>",), KIMI),
     (("<minimax:tool_call>", "<invoke name="), MINIMAX),
     (("<tool_call>", "<arg_key>"), GLM),
+    (("<seed:tool_call>", "<parameter="), SEED_OSS),
     (("<function=", "<parameter="), QWEN3_CODER),
     (("[TOOL_CALLS]", "[CALL_ID]"), MISTRAL_ID),
     (("[TOOL_CALLS]", "[ARGS]"), MISTRAL_ARGS),
@@ -217,7 +219,7 @@ def call_rules(tools: list[Tool], style: ToolFormat, many: bool, special: Specia
             (tool.function.model_extra or {}).get("strict") is not True,
         )
         if style.parameters is None:
-            rules.append(f"arguments_{number}: {json_rule({'type': 'object', **parameters}, lenient)}")
+            rules.append(f"arguments_{number}: {json_rule({**parameters, 'type': 'object'}, lenient)}")
         else:
             rules += parameter_rules(f"arguments_{number}", parameters, style.parameters, special, lenient)
     return "\n".join([*rules, f"id: /{style.id}/"] if style.id else rules)

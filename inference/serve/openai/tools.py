@@ -119,7 +119,11 @@ class ToolReader:
             line = ("\n?" if opening.endswith("\n") else ""), ("\n?" if closing.startswith("\n") else "")
             value = rf"{line[0]}(?P<value>.*?){line[1]}"
             value = "(?:{}(?P<wrapped>.*?){}|{})".format(*map(re.escape, wrapper), value) if wrapper[0] else value
-            self.parameter = re.compile(rf"{pattern(opening)}{value}{re.escape(closing.strip())}\s*", re.DOTALL)
+            # Models may leave out the end of a value, before the next one or before the end of the call.
+            follows = "|".join([r"\Z", *map(re.escape, self.marks), *([pattern(after)] if after else [])])
+            end = rf"(?:{re.escape(closing.strip())}|(?=\s*{pattern(style.closing)}\s*(?:{follows})))"
+            self.parameter = re.compile(rf"{pattern(opening)}{value}{end}\s*", re.DOTALL)
+            self.next = re.compile(rf"\n\s*{pattern(opening)}")
 
     def split(self, text: str, is_end: bool, known: int = 0) -> tuple[str, list[dict[str, Any]]]:
         """Return the certain content, and at the end the calls. Malformed calls and calls of unknown tools are content.
@@ -233,15 +237,18 @@ class ToolReader:
     def parameters_at(self, text: str, at: int, schema: dict[str, Any]) -> tuple[dict[str, Any], int]:
         found, properties = dict[str, Any](), properties_of(schema)
         while one := self.parameter.match(text, at):
-            value = one.groupdict().get("wrapped")
-            found[one["key"]] = parse_argument(one["value"] if value is None else value, properties.get(one["key"]))
-            at = one.end()
+            value, at = one.groupdict().get("wrapped"), one.end()
+            value = one["value"] if value is None else value
+            if (later := self.next.search(value)) and later["key"] in properties.keys() - found.keys() - {one["key"]}:
+                value, at = value[: later.start()], one.start("value") + later.start() + 1
+            found[one["key"]] = parse_argument(value, properties.get(one["key"]))
         return found, at
 
 
 def pattern(text: str, id: str = "") -> str:
     """Return a regular expression for a text of a format, which accepts any white space."""
     found = r"\s*".join(re.escape(part) for part in text.replace("[", " [").split()).replace(re.escape(ID), id)
+    found = found.replace(re.escape("functions."), r"\s*(?:functions\.)?")  # Kimi-K2 may leave it out
     return found.replace(NAME, r"(?P<name>[\w./-]+)").replace(KEY, r"(?P<key>[^\n<>\"]+)")
 
 
