@@ -23,7 +23,6 @@ from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target_model import files, loading, resolve_path
-from foredraft.heads.target_model import model as model_module
 from foredraft.heads.target_model.capabilities import allclose
 from foredraft.heads.target_model.files import INDEX, WEIGHTS, weight_map
 from foredraft.heads.target_model.loading import read_config
@@ -31,6 +30,7 @@ from foredraft.heads.target_model.sharding import replicated_params
 from foredraft.inference import drafter_for, generate
 from foredraft.inference.drafters import NgramDrafter
 from tests.support.architectures import FAMILIES
+from tests.support.head_factory import edit
 from tests.support.tiny import tiny_config
 
 
@@ -198,13 +198,24 @@ def test_a_pointer_of_git_lfs_is_named(name, tiny_path, tmp_path):
         Target.from_pretrained(tmp_path, device="cpu")
 
 
-@pytest.mark.parametrize("keyword", ["token", "cache_dir", "local_files_only", "subfolder"])
-def test_keywords_that_reach_a_part_of_the_files_are_refused(keyword, tiny_path):
-    with pytest.raises(
-        ValueError, match=f"^{keyword}= would not reach the tokenizer and other files: (use|set|download)"
-    ):
+@pytest.mark.parametrize("keyword", ["token", "cache_dir", "local_files_only", "subfolder", "load_in_4bit"])
+def test_keywords_that_transformers_lacks_or_would_use_for_a_part_of_the_files_are_refused(keyword, tiny_path):
+    with pytest.raises(ValueError, match=f"^{keyword}= is not supported here: (use|set|download)"):
         Target.from_pretrained(tiny_path, device="cpu", **{keyword: "x"})
     Target.from_pretrained(tiny_path, device="cpu", **{keyword: "" if keyword == "subfolder" else None})
+
+
+@pytest.mark.parametrize("device", ["auto", "gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_one_sentence(device, tiny_path, capsys):
+    with pytest.raises(ValueError, match=f"^device={device} is not available .*set cpu, cuda or cuda:N"):
+        Target.from_pretrained(tiny_path, device=device)
+
+
+def test_a_checkpoint_for_mlx_is_named(tiny_path, tmp_path):
+    shutil.copytree(tiny_path, tmp_path, dirs_exist_ok=True)
+    edit(tmp_path, lambda config: config.update(quantization_config={"group_size": 64, "bits": 4}))
+    with pytest.raises(ValueError, match=r"^target .* has no quant_method, as in checkpoints for MLX. Use the model in"):
+        Target.from_pretrained(tmp_path, device="cpu")
 
 
 def test_an_adapter_is_not_left_out_silently(tmp_path):
@@ -298,8 +309,8 @@ def quantised(model, together: bool):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_target_whose_activations_are_quantised_together_is_decoded_plainly(tiny_path, monkeypatch, together):
-    load = model_module.load_model
-    monkeypatch.setattr(model_module, "load_model", lambda *args, **kwargs: quantised(load(*args, **kwargs), together))
+    load = loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda *args, **kwargs: quantised(load(*args, **kwargs), together))
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu", pack=False)
     assert target.capabilities.trees == (not together)
     if not together:
