@@ -32,7 +32,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from foredraft.heads.target_model.files import check_no_pointer
+from foredraft.heads.target_model.files import apply_own_rules, check_no_pointer
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import reads_images
 from foredraft.heads.target_model.norms import fuse_norms
@@ -291,10 +291,11 @@ def check_scales(path: str, model: PreTrainedModel, unexpected: Iterable[str]) -
 
 
 def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Read a model's tokenizer. AutoTokenizer uses the class of the model's family, which splits and normalizes as that
-    family's first models did; a GGUF file's own tokenizer may not."""
+    """Read a model's tokenizer, which splits and normalizes as its own file says, and not as the class of its family does."""
     kind = AutoTokenizer if record_of(path) is None else PreTrainedTokenizerFast
-    return kind.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    tokenizer = kind.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    apply_own_rules(tokenizer, path, revision)
+    return tokenizer
 
 
 def load_tokenizer(

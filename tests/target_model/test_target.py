@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,7 +26,7 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target_model import files, loading, resolve_path
 from foredraft.heads.target_model.capabilities import allclose
 from foredraft.heads.target_model.files import INDEX, WEIGHTS, weight_map
-from foredraft.heads.target_model.loading import read_config
+from foredraft.heads.target_model.loading import read_config, read_tokenizer
 from foredraft.heads.target_model.sharding import replicated_params
 from foredraft.inference import drafter_for, generate
 from foredraft.inference.drafters import NgramDrafter
@@ -126,6 +127,23 @@ def test_a_tokenizer_that_cannot_be_loaded_is_missed_where_text_is_read(tmp_path
     target = Target.from_pretrained(tmp_path, device="cpu")
     with pytest.raises(ValueError, match=rf"has no tokenizer \({error}\), which text needs"):
         target.text_tokenizer  # noqa: B018
+
+
+@pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer", None])
+def test_a_tokenizer_does_what_its_own_file_says(kind, tiny_path, tmp_path):
+    """transformers 5 applies the rules of the class, so that models of one family with other words got other ids."""
+    shutil.copytree(tiny_path, tmp_path, dirs_exist_ok=True)
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    digits = {"type": "Digits", "individual_digits": False}
+    rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, rules["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    settings = {"eos_token": "<|endoftext|>"} | ({} if kind is None else {"tokenizer_class": kind})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    own, text = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), "def add_1(self):\n    it's 3.14 cafe\u0301 "
+    same = AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == own.encode(text).ids
+    tokenizer = read_tokenizer(str(tmp_path), None)
+    assert same == (kind is None) and tokenizer(text).input_ids == own.encode(text).ids
+    assert tokenizer.decode(own.encode(text).ids) == text and type(tokenizer).__name__ in (kind, "TokenizersBackend")
 
 
 def test_a_model_that_needs_another_package_is_refused_by_its_name(tmp_path, monkeypatch):
