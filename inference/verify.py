@@ -61,8 +61,8 @@ class Outcome(NamedTuple):
 
 
 def validity(verification: Verification, no_choice: Tensor, too_few: Tensor | None = None) -> Tensor:
-    """Return the Validity of each sequence, (batch,) int64. no_choice (NaN logits, or every token is banned), too_few: (batch,
-    nodes) bool."""
+    """Return the Validity of each sequence, (batch,) int64. no_choice (NaN logits, or all tokens are banned), too_few:
+    (batch, nodes) bool."""
     path, counts = verification.path, verification.counts
     accepted = torch.arange(path.shape[1], device=path.device) < counts[:, None]
     invalid = (no_choice.gather(1, path) & accepted).any(1)

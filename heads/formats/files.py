@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 SAFE = ("model.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 WEIGHTS = (*SAFE, FILE, *PICKLED)  # in this order: if a directory has both, pickles are never read
-PREFIXES = ("model.", "draft_model.", "module.")  # SGLang's class has the first one, and reads files with and without it
+PREFIXES = ("model.", "draft_model.", "module.")  # the first one in classes of SGLang, which reads both, and NeMo
 LARGEST_JSON = 2**24  # bytes; a config has a few thousand
 # Published drafters that are not supported: parts of an architecture's or a model type's name, in lower case without _ ->
 # what it is, and the remedy.

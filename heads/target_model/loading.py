@@ -223,8 +223,8 @@ def load_model(
         if "quant_method" not in str(error):
             raise
         raise ValueError(
-            f"target {path} cannot be loaded: its quantization_config has no quant_method, as in checkpoints for MLX. Use the "
-            "model in bfloat16, or in another quantized format"
+            f"target {path} cannot be loaded: its quantization_config has no quant_method, as in checkpoints for MLX. Use "
+            "the model in bfloat16, or in another quantized format"
         ) from error
     check_complete(path, model, report["missing_keys"])
     check_scales(path, model, report["unexpected_keys"])

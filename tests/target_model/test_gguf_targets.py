@@ -248,7 +248,10 @@ def test_rope_scaling_is_taken_over_and_llama_3s_frequencies_are_recognised(file
 
 REFUSED = {
     "an unknown way to split words": ({"metadata": {"tokenizer.ggml.pre": "klingon"}}, "tokenizer.ggml.pre=klingon"),
-    "no merges": ({"metadata": {"tokenizer.ggml.merges": None}}, "its tokenizer cannot be read (KeyError: 'tokenizer.ggml.m"),
+    "no merges": (
+        {"metadata": {"tokenizer.ggml.merges": None}},
+        "its tokenizer cannot be read (KeyError: 'tokenizer.ggml.m",
+    ),
     "one token twice": ({"metadata": {"tokenizer.ggml.tokens": ["a"] * 320}}, "its tokenizer cannot be read"),
     "another kind of tokenizer": ({"metadata": {"tokenizer.ggml.model": "bert"}}, "has the kind 'bert'"),
     "an unknown architecture": ({"architecture": "perceptron"}, "its architecture 'perceptron'"),
