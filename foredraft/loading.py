@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from foredraft.heads import Target
-from foredraft.heads.target_model.loading import model_class, read_config, resolve_dtype
+from foredraft.heads.target_model.loading import model_class, read_config, resolve_device, resolve_dtype
 from foredraft.inference import Drafter, load_drafter
 
 
@@ -23,7 +23,7 @@ def shaped_target(path: str, dtype: str = "bfloat16", device: str | None = None,
     """Create a model of the shape that a config.json describes, with random weights and without a tokenizer."""
     config = read_config(path)
     torch.manual_seed(seed)
-    with torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")):
+    with torch.device(resolve_device(device)):
         model = model_class(config).from_config(config, dtype=resolve_dtype(dtype))
     return Target(model, name=path)
 

@@ -21,7 +21,8 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     stop_strings: Sequence[str] = ()  # also a single one
     trace: int | None = None  # return traces with this number of alternatives per token (inference/trace.py)
-    min_new_tokens: int = 0  # before this number, no end token is chosen and no stop string ends the text
+    # Before this number, no stop string ends the text, and no end token is chosen unless it is all that a grammar allows.
+    min_new_tokens: int = 0
     # Marks around a first part in which stop strings do not count; with ("", mark) the prompt opens it.
     reasoning: tuple[str, str] = ("", "")
 
@@ -45,7 +46,8 @@ class Request:
     def failure(self) -> str:
         """Describe the failure of a text with the finish reason "error"."""
         grammar = "" if self.params.grammar is None else ", or a step of its grammar exceeded the limits"
-        return f"the target's logits are not numbers (NaN){grammar}"
+        banned = ", or its settings ban every token" if self.params.grammar or self.params.logit_bias else ""
+        return f"the target's logits are not numbers (NaN){banned}{grammar}"
 
 
 class SequenceState:

@@ -127,17 +127,21 @@ def choose_and_verify(
     gumbel, seen, counts, allowed, starts, first, ends, *parts = state
     tree: Any = TokenTree(*parts[:4])  # type: ignore[arg-type]
     sampling = Sampling(*parts[4:], largest_k)  # type: ignore[call-arg,arg-type]
+    logits = process_logits(sampling, logits, tree, seen, counts)
+    logits = logits if allowed is None else mask_forbidden(logits, allowed)
     if starts is not None and first is not None and ends is not None:
         too_early = starts + tree.depths < first
-        logits = logits.masked_fill(too_early[..., None] & ends, float("-inf"))
-    logits = process_logits(sampling, logits, tree, seen, counts)
-    logits, too_few = sampling.warp(logits if allowed is None else mask_forbidden(logits, allowed), candidates)
+        longer = logits.masked_fill(too_early[..., None] & ends, float("-inf"))
+        is_complete = longer.amax(-1, keepdim=True) == float("-inf")  # the grammar only allows the end
+        logits = torch.where(is_complete, logits, longer)
+    logits, too_few = sampling.warp(logits, candidates)
     if gumbel is not None:
         rows = torch.arange(len(gumbel), device=logits.device)[:, None]
         logits = logits + gumbel[rows, tree.depths]
     verification = verify(tree, logits, depth)
-    best = logits.gather(-1, verification.choices[..., None])  # argmax treats NaN as the maximum
-    return verification, validity(verification, best[..., 0].isnan(), too_few)
+    best = logits.gather(-1, verification.choices[..., None])[..., 0]  # argmax treats NaN as the maximum
+    no_choice = ~(best > float("-inf"))
+    return verification, validity(verification, no_choice, too_few)
 
 
 def process_logits(

@@ -155,10 +155,16 @@ def answer_context(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) ->
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Tokenize, with the special tokens that the tokenizer adds. Those that the text starts with are not doubled."""
-    tokens = list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
-    start = start_tokens(tokenizer) if add_special_tokens else ()
-    return tokens[len(start) :] if start and tokens[: 2 * len(start)] == [*start, *start] else tokens
+    """Tokenize, with the special tokens that the tokenizer puts before a text. Those that the text starts with are not
+    doubled. An end token that it puts behind a text (`add_eos_token`) is left out: after it a model writes nothing."""
+    tokens = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return with_start(tokenizer, tokens) if add_special_tokens else tokens
+
+
+def with_start(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
+    """Return a text's tokens after those that every text starts with, unless the text has them itself."""
+    start = [*start_tokens(tokenizer)]
+    return tokens if tokens[: len(start)] == start else [*start, *tokens]
 
 
 @lru_cache(8)

@@ -26,7 +26,7 @@ class Validity(IntEnum):
 
     VALID = 0
     REJECTED_NAN = 1  # NaN logits at a padding or rejected node: erase its cache entries, because no mask hides a NaN
-    INVALID = 2  # NaN logits on the accepted path, or a failed grammar: the text cannot continue
+    INVALID = 2  # NaN logits or only banned tokens on the accepted path, or a failed grammar: the text cannot continue
     TOO_FEW = 3  # top-p considered too few tokens at an accepted node: verify again with more (`Sampling.warp`)
 
 
@@ -60,12 +60,13 @@ class Outcome(NamedTuple):
     tokens: list[list[int]]
 
 
-def validity(verification: Verification, has_nan: Tensor, too_few: Tensor | None = None) -> Tensor:
-    """Return the Validity of each sequence, (batch,) int64. has_nan, too_few: (batch, nodes) bool."""
+def validity(verification: Verification, no_choice: Tensor, too_few: Tensor | None = None) -> Tensor:
+    """Return the Validity of each sequence, (batch,) int64. no_choice (NaN logits, or all tokens are banned), too_few:
+    (batch, nodes) bool."""
     path, counts = verification.path, verification.counts
     accepted = torch.arange(path.shape[1], device=path.device) < counts[:, None]
-    invalid = (has_nan.gather(1, path) & accepted).any(1)
-    valid = has_nan.any(1).long()
+    invalid = (no_choice.gather(1, path) & accepted).any(1)
+    valid = no_choice.any(1).long()
     if too_few is not None:
         valid = torch.where((too_few.gather(1, path) & accepted).any(1), int(Validity.TOO_FEW), valid)
     return torch.where(invalid, int(Validity.INVALID), valid)

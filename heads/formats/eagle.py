@@ -40,7 +40,10 @@ class EagleFormat(Format):
         if not isinstance(config, dict):
             raise files.error("config.json has model_type=eagle without the settings under model that belong to it")
         check_settings(files, config, {"draft_vocab_size": target.vocab_size})
-        return layer_settings(files, config, target)
+        biased = "fc.bias" in files.weights
+        if biased and config.get("bias") is False:  # the authors' training writes one whatever their config says
+            files.notes.append("config.json has bias=false, but fc.bias is stored")
+        return layer_settings(files, config, target) | {"bias": biased or config.get("bias") is True}
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         if "lm_head.weight" in files.weights:

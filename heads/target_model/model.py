@@ -20,13 +20,12 @@ from foredraft.heads.caches.kv_cache import KEY_BLOCK, KVCache, key_block, to_de
 from foredraft.heads.caches.layers import Sliding
 from foredraft.heads.caches.stacked_cache import StackedCache
 from foredraft.heads.caches.state_cache import StateCache
-from foredraft.heads.target_model import packing
+from foredraft.heads.target_model import loading, packing
 from foredraft.heads.target_model.capabilities import Capabilities, cache_name, check_supported
 from foredraft.heads.target_model.config_names import max_positions
 from foredraft.heads.target_model.ends import load_ends, refuse
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import MROPE, ImageReader, add_features, model_inputs, reads_images
-from foredraft.heads.target_model.loading import check_keywords, check_tokens, end_tokens, load_model, load_tokenizer
 from foredraft.heads.target_model.logits import LogitScaling, TargetOutput, merge_streams, only_logits_at
 from foredraft.heads.target_model.resolve_path import full_name, resolve_path
 from foredraft.heads.target_model.sharding import COLLECTIVE, arguments, full_tensor
@@ -105,9 +104,8 @@ class Target:
         embeddings_only: do not load the decoder layers (ends.py): the target cannot write text.
         Further keywords are those of transformers' from_pretrained. Raises ValueError with the path if there is no model, or
         its tokenizer does not fit its vocabulary."""
-        if device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        check_keywords(kwargs)
+        loading.check_keywords(kwargs)
+        device = loading.resolve_device(device)
         name, path = full_name(path, gguf_file), resolve_path(path, dtype, device, gguf_file, revision)
         trusted = kwargs.setdefault("trust_remote_code", False)  # transformers would ask otherwise
         if embeddings_only:
@@ -116,8 +114,8 @@ class Target:
         else:
             if sharding is not None:
                 kwargs |= arguments(path, sharding, quantization)
-            model = load_model(path, dtype, device, quantization, revision, **kwargs)
-        tokenizer, reason = load_tokenizer(path, model, revision, trusted)
+            model = loading.load_model(path, dtype, device, quantization, revision, **kwargs)
+        tokenizer, reason = loading.load_tokenizer(path, model, revision, trusted)
         if tokenizer is not None:
             tokenizer.name_or_path = name  # for messages: the file that the user typed
         target = cls(model, tokenizer, name, context)
@@ -188,7 +186,7 @@ class Target:
     def eos_token_ids(self) -> list[int]:
         """Return the tokens that end a text: its generation config's, and the tokenizer's, which chat templates write."""
         extra = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        ends = [*end_tokens(self.model, self.name), *([] if extra is None else [extra])]
+        ends = [*loading.end_tokens(self.model, self.name), *([] if extra is None else [extra])]
         return [token for token in dict.fromkeys(ends) if 0 <= token < self.vocab_size]
 
     def new_cache(
@@ -240,7 +238,7 @@ class Target:
             return TargetOutput(states.new_empty(*tokens.shape, 0), states)
         self.capabilities.check_draftable()
         if cache is None:
-            check_tokens(self, tokens)
+            loading.check_tokens(self, tokens)
         kwargs: dict[str, Any] = {"use_cache": cache is not None}
         if mask is not None:
             kwargs["attention_mask"] = mask
@@ -298,7 +296,7 @@ class Target:
         """Run a forward of prompts (batch, longest), padded on the right, or of parts of them after the cached text if its
         capabilities have `chunks`. Return logits (batch, 1, vocab) of each prompt's last token and aux_hidden_states (batch,
         at least longest, width), undefined for padding."""
-        check_tokens(self, tokens)
+        loading.check_tokens(self, tokens)
         if isinstance(cache, StateCache):
             return cache.prefill(self, tokens, lengths, layers)
         copies = -(-FEWEST_ROWS // len(tokens)) if cache.keeps_bits else 1  # few rows round differently

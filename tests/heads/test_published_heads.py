@@ -105,6 +105,11 @@ def with_biases(config: dict[str, Any]) -> dict[str, Tensor]:
     return weights | {name.replace("weight", "bias"): random(len(weights[name])) for name in projections}
 
 
+def as_sglang_names(config: dict[str, Any]) -> dict[str, Tensor]:
+    outside = ("lm_head.weight", "d2t", "t2d")
+    return {name if name in outside else f"model.{name}": weight for name, weight in llama_layer(config).items()}
+
+
 WIDE = {"hidden_size": 2048, "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128}
 OLD = {k: v for k, v in MIXTRAL.items() if k != "max_position_embeddings"} | {"max_sequence_length": 2048}
 LENGTH = "max_position_embeddings: the head has 2048, the target 256"
@@ -141,6 +146,13 @@ TAKEN: dict[str, tuple[dict, Any, str]] = {
     "the same with the target's lm_head": ({"model_type": "eagle", "model": MIXTRAL}, with_lm_head, LENGTH),
     "EAGLE-1 of Qwen2": (MIXTRAL | {"model_type": "qwen2"}, with_biases, LENGTH),
     "EAGLE-1's max_sequence_length": (OLD, eagle1, LENGTH),
+    "EAGLE-1 with a bias that its config denies": (
+        MIXTRAL | {"bias": False},
+        lambda config: eagle1(config | {"bias": True}),
+        "bias=false, but fc.bias is stored",
+    ),
+    "EAGLE-1 without a bias": (MIXTRAL, lambda config: eagle1(config | {"bias": False}), LENGTH),
+    "names of SGLang's class": (NAMED, as_sglang_names, LENGTH),
 }
 
 

@@ -141,6 +141,7 @@ def test_a_generation_config_is_read_as_transformers_reads_it(target):
         ({"return_dict_in_generate": True}, "return_dict_in_generate=True"),
         ({"num_beams": True}, "num_beams=True"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
+        ({"token_type_ids": torch.ones(1, 6)}, "token_type_ids"),
         ({"temprature": 1.0}, "temprature=1.0 is not a setting.*temperature"),
         ({"bad_words_ids": [[3, 4]]}, r"bad_words_ids=\[3, 4\]"),
         ({"logit_bias": {400: 1.0}}, "token 400"),
@@ -159,6 +160,7 @@ def test_what_is_not_done_is_refused_by_name(target, settings, message):
 def test_settings_that_are_off_are_no_settings(target):
     off = {"num_beams": 1, "no_repeat_ngram_size": 0, "typical_p": 1.0, "use_cache": True, "output_scores": False}
     ids = torch.tensor([prompt(6, 2)])
+    off |= {"token_type_ids": torch.zeros_like(ids)}
     assert len(generate(target, None, ids, max_new_tokens=3, **off).new_tokens[0]) == 3
 
 

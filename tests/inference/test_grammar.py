@@ -1,5 +1,6 @@
 """Texts that follow a grammar: the same with drafts and without, and what the mask of every prefix allows."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -99,14 +100,29 @@ def test_after_the_end_only_ends_come(target, grammars):
     assert texts[0] == texts[1] == texts[2] and texts[0][-4:] == [*target.eos_token_ids] * 4
 
 
-def test_a_grammar_that_leaves_no_token_ends_its_text_alone(target, grammars):
-    """Let the user ban what it allows; a step that costs more than llguidance allows ends in the same way."""
+def test_a_text_that_its_grammar_completes_ends_before_its_minimum(fresh):
+    """The end token is not 0, which a maximum over nothing but banned tokens chooses."""
+    end, found = 7, []
+    fresh.model.generation_config.eos_token_id = end
+    fresh.tokenizer.eos_token = fresh.tokenizer.convert_ids_to_tokens(end)
+    one = SamplingParams(grammar=Grammars(fresh).json_schema({"enum": ["a"]}))
+    for drafter in (None, DraftModel(fresh, fresh, depth=3)):
+        asked = Request(prompt(5, 1)[0].tolist(), one, 12, eos_token_ids=frozenset([end]), min_new_tokens=9)
+        (text,), reasons = run(Engine(fresh, drafter), [asked])
+        found.append(text)
+        assert reasons == ["stop"] and text[-1] == end and fresh.tokenizer.decode(text[:-1]) == '"a"'
+    assert found[0] == found[1]
+
+
+def test_settings_that_leave_no_token_end_their_text_alone(target, grammars):
+    """Let the user ban all that is allowed; a step that costs more than llguidance allows ends in the same way."""
     bans = tuple((token, float("-inf")) for token in range(target.vocab_size))
     params = SamplingParams(grammar=grammars.json_schema(PAIR), logit_bias=bans)
     engine = Engine(target, DraftModel(target, target, depth=3))
-    asked = [Request(prompt(5, 1)[0].tolist(), one, 12) for one in (params, SamplingParams())]
+    every = params, SamplingParams(), replace(params, grammar=None)
+    asked = [Request(prompt(5, 1)[0].tolist(), one, 12) for one in every]
     texts, reasons = run(engine, asked)
-    assert reasons == ["error", "length"]
+    assert reasons == ["error", "length", "error"] and "ban every token" in asked[2].failure
     assert texts[1] == generate(target, None, prompt(5, 1), max_new_tokens=12).new_tokens[0]
 
 

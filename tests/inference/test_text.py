@@ -119,6 +119,14 @@ def test_a_prompt_has_one_bos_token():
     assert encode_prompt(byte_level(), "<s>a")[:1] == encode_prompt(byte_level(), "<s>a", add_special_tokens=False)[:1]
 
 
+def test_a_prompt_does_not_end_with_the_end_token_of_its_tokenizer():
+    """Tokenizers with `add_eos_token`, as fine-tunes leave it, put one behind every text: answers were empty."""
+    tokenizer = sentencepiece()
+    pairs = [("<s>", 1), ("</s>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=pairs)
+    assert tokenizer("The sky").input_ids == [*encode_prompt(tokenizer, "The sky"), tokenizer.eos_token_id]
+
+
 def test_all_tokens_that_a_text_starts_with_are_there_once():
     """GLM's tokenizer puts two before a text, and names neither of them as bos."""
     tokenizer = byte_level()

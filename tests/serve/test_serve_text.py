@@ -283,7 +283,6 @@ def test_what_load_generators_and_harnesses_send_is_answered(server, tool, route
         ("chat/completions", {"echo": True}, "echo"),
         ("chat/completions", {"add_special_tokens": True}, "add_special_tokens"),
         ("chat/completions", {"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos cannot be"),
-        ("chat/completions", {"min_tokens": 2, "response_format": {"type": "json_object"}}, "min_tokens cannot be"),
     ],
 )
 def test_what_would_change_an_answer_is_refused_by_name(server, route, more, message):

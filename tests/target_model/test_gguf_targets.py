@@ -66,6 +66,13 @@ def test_a_template_for_tools_is_used_with_tools(file, model, words):
     assert tokenizer.get_chat_template(tools=[{}]) == "{{ tools }}"
 
 
+@pytest.mark.parametrize("name", ["sha256-0123", "sha256:0123", "TINY.GGUF"])
+def test_a_gguf_file_of_another_name_is_one(name, file):
+    """Ollama names its files by their digests."""
+    blob = file.rename(file.with_name(name))
+    assert Target.from_pretrained(blob, dtype="float32").gguf["file"] == name
+
+
 def test_it_is_converted_once_for_each_dtype(file, capfd, monkeypatch):
     first = Target.from_pretrained(file, dtype="float32").checkpoint
     assert "dequantized once" in capfd.readouterr().err
@@ -241,6 +248,11 @@ def test_rope_scaling_is_taken_over_and_llama_3s_frequencies_are_recognised(file
 
 REFUSED = {
     "an unknown way to split words": ({"metadata": {"tokenizer.ggml.pre": "klingon"}}, "tokenizer.ggml.pre=klingon"),
+    "no merges": (
+        {"metadata": {"tokenizer.ggml.merges": None}},
+        "its tokenizer cannot be read (KeyError: 'tokenizer.ggml.m",
+    ),
+    "one token twice": ({"metadata": {"tokenizer.ggml.tokens": ["a"] * 320}}, "its tokenizer cannot be read"),
     "another kind of tokenizer": ({"metadata": {"tokenizer.ggml.model": "bert"}}, "has the kind 'bert'"),
     "an unknown architecture": ({"architecture": "perceptron"}, "its architecture 'perceptron'"),
     "weights without a place": ({"tensors": {"blk.0.attn_q.bias": np.ones(32, np.float32)}}, "weights"),
@@ -289,7 +301,7 @@ def test_files_that_are_none_are_named(tmp_path):
     with pytest.raises(ValueError, match=r"no.gguf does not exist"):
         Target.from_pretrained(tmp_path / "no.gguf")
     (tmp_path / "zip.gguf").write_bytes(b"PK\x03\x04 and more")
-    with pytest.raises(ValueError, match=r"zip.gguf is not a GGUF file: its first bytes are b'PK"):
+    with pytest.raises(ValueError, match=r"zip.gguf is not a GGUF file: it does not start with b'GGUF"):
         Target.from_pretrained(tmp_path / "zip.gguf")
     (tmp_path / "lfs.gguf").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n")
     with pytest.raises(ValueError, match=r"lfs.gguf is a pointer of Git LFS"):

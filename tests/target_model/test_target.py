@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -23,14 +24,14 @@ from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target_model import files, loading, resolve_path
-from foredraft.heads.target_model import model as model_module
 from foredraft.heads.target_model.capabilities import allclose
 from foredraft.heads.target_model.files import INDEX, WEIGHTS, weight_map
-from foredraft.heads.target_model.loading import read_config
+from foredraft.heads.target_model.loading import read_config, read_tokenizer
 from foredraft.heads.target_model.sharding import replicated_params
 from foredraft.inference import drafter_for, generate
 from foredraft.inference.drafters import NgramDrafter
 from tests.support.architectures import FAMILIES
+from tests.support.head_factory import edit
 from tests.support.tiny import tiny_config
 
 
@@ -128,6 +129,23 @@ def test_a_tokenizer_that_cannot_be_loaded_is_missed_where_text_is_read(tmp_path
         target.text_tokenizer  # noqa: B018
 
 
+@pytest.mark.parametrize("kind", ["Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer", None])
+def test_a_tokenizer_does_what_its_own_file_says(kind, tiny_path, tmp_path):
+    """transformers 5 applies the rules of the class, so that models of one family with other words got other ids."""
+    shutil.copytree(tiny_path, tmp_path, dirs_exist_ok=True)
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    digits = {"type": "Digits", "individual_digits": False}
+    rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, rules["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    settings = {"eos_token": "<|endoftext|>"} | ({} if kind is None else {"tokenizer_class": kind})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    own, text = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), "def add_1(self):\n    it's 3.14 cafe\u0301 "
+    same = AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == own.encode(text).ids
+    tokenizer = read_tokenizer(str(tmp_path), None)
+    assert same == (kind is None) and tokenizer(text).input_ids == own.encode(text).ids
+    assert tokenizer.decode(own.encode(text).ids) == text and type(tokenizer).__name__ in (kind, "TokenizersBackend")
+
+
 def test_a_model_that_needs_another_package_is_refused_by_its_name(tmp_path, monkeypatch):
     def fail(*args: object, **kwargs: object) -> None:
         raise ImportError("TimmWrapperModel requires the timm library\nbut it was not found")
@@ -198,13 +216,24 @@ def test_a_pointer_of_git_lfs_is_named(name, tiny_path, tmp_path):
         Target.from_pretrained(tmp_path, device="cpu")
 
 
-@pytest.mark.parametrize("keyword", ["token", "cache_dir", "local_files_only", "subfolder"])
-def test_keywords_that_reach_a_part_of_the_files_are_refused(keyword, tiny_path):
-    with pytest.raises(
-        ValueError, match=f"^{keyword}= would not reach the tokenizer and other files: (use|set|download)"
-    ):
+@pytest.mark.parametrize("keyword", ["token", "cache_dir", "local_files_only", "subfolder", "load_in_4bit"])
+def test_keywords_that_transformers_lacks_or_would_use_for_a_part_of_the_files_are_refused(keyword, tiny_path):
+    with pytest.raises(ValueError, match=f"^{keyword}= is not supported here: (use|set|download)"):
         Target.from_pretrained(tiny_path, device="cpu", **{keyword: "x"})
     Target.from_pretrained(tiny_path, device="cpu", **{keyword: "" if keyword == "subfolder" else None})
+
+
+@pytest.mark.parametrize("device", ["auto", "gpu", "cuda:99"])
+def test_a_device_that_is_not_there_is_one_sentence(device, tiny_path, capsys):
+    with pytest.raises(ValueError, match=f"^device={device} is not available .*set cpu, cuda or cuda:N"):
+        Target.from_pretrained(tiny_path, device=device)
+
+
+def test_a_checkpoint_for_mlx_is_named(tiny_path, tmp_path):
+    shutil.copytree(tiny_path, tmp_path, dirs_exist_ok=True)
+    edit(tmp_path, lambda config: config.update(quantization_config={"group_size": 64, "bits": 4}))
+    with pytest.raises(ValueError, match=r"^target .* has no quant_method, as in checkpoints for MLX"):
+        Target.from_pretrained(tmp_path, device="cpu")
 
 
 def test_an_adapter_is_not_left_out_silently(tmp_path):
@@ -298,8 +327,8 @@ def quantised(model, together: bool):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_target_whose_activations_are_quantised_together_is_decoded_plainly(tiny_path, monkeypatch, together):
-    load = model_module.load_model
-    monkeypatch.setattr(model_module, "load_model", lambda *args, **kwargs: quantised(load(*args, **kwargs), together))
+    load = loading.load_model
+    monkeypatch.setattr(loading, "load_model", lambda *args, **kwargs: quantised(load(*args, **kwargs), together))
     target = Target.from_pretrained(tiny_path, dtype="float32", device="cpu", pack=False)
     assert target.capabilities.trees == (not together)
     if not together:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from foredraft.inference.text import start_tokens
+from foredraft.inference.text import start_tokens, with_start
 from foredraft.train.data import stdlib
 from foredraft.train.data.documents import Document, Documents
 
@@ -92,12 +92,6 @@ def from_texts(
 def highest_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the highest id of a tokenizer, which may be above the number of its tokens: ids have holes."""
     return max(tokenizer.get_vocab().values(), default=0)
-
-
-def with_start(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[int]:
-    """Return a text's tokens after those that every text starts with, unless the text has them itself."""
-    start = [*start_tokens(tokenizer)]
-    return tokens if tokens[: len(start)] == start else [*start, *tokens]
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Documents:

@@ -15,9 +15,10 @@ from transformers import PreTrainedTokenizerBase
 
 from foredraft.inference.evaluation.benchmark import Prompt
 from foredraft.inference.evaluation.progress import report
+from foredraft.inference.text import with_start
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.columns import declared, system, template_options
-from foredraft.train.data.corpus import Corpus, has_chats, prompts, with_start
+from foredraft.train.data.corpus import Corpus, has_chats, prompts
 from foredraft.train.data.layouts import Message, SkippedRow, check_answers, has_system, turns, unicode
 from foredraft.train.data.sources import Row, Source
 

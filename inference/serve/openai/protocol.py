@@ -100,9 +100,8 @@ class CommonRequest(BaseModel):
     def check_stop(self) -> "CommonRequest":
         if len(self.stop_strings) > 16 or not all(len(stop) <= 1000 for stop in self.stop_strings):
             raise ValueError("stop supports at most 16 strings of at most 1000 characters")
-        if (self.min_tokens or self.ignore_eos) and self.has_grammar:
-            name = "min_tokens" if self.min_tokens else "ignore_eos"
-            raise ValueError(f"{name} cannot be combined with response_format or a forced tool: remove one of them")
+        if self.ignore_eos and self.has_grammar:
+            raise ValueError("ignore_eos cannot be combined with response_format or a forced tool: remove one of them")
         if self.budget is not None and self.min_tokens > self.budget:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.budget}")
         return self
