@@ -53,6 +53,11 @@ class LogitScaling(NamedTuple):
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
+def has_numbers(weight: Tensor) -> bool:
+    """Return whether the numbers of a weight are its own. Those of a quantized one, integers or FP8, also have scales."""
+    return weight.is_floating_point() and weight.itemsize > 1
+
+
 @contextlib.contextmanager
 def only_logits_at(lm_head: nn.Module, positions: Tensor, shape: torch.Size) -> Iterator[list[bool]]:
     """Compute logits only at these positions (batch, n, 1) int64 of each sequence. No argument of a model selects different

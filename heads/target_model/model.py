@@ -26,7 +26,7 @@ from foredraft.heads.target_model.config_names import max_positions
 from foredraft.heads.target_model.ends import load_ends, refuse
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import MROPE, ImageReader, add_features, model_inputs, reads_images
-from foredraft.heads.target_model.logits import LogitScaling, TargetOutput, merge_streams, only_logits_at
+from foredraft.heads.target_model.logits import LogitScaling, TargetOutput, has_numbers, merge_streams, only_logits_at
 from foredraft.heads.target_model.resolve_path import full_name, resolve_path
 from foredraft.heads.target_model.sharding import COLLECTIVE, arguments, full_tensor
 
@@ -152,7 +152,7 @@ class Target:
         if isinstance(head, packing.PackedLinear):
             return min(rows, head.out_features)
         # Of a quantized weight the shape is not the height.
-        return min(rows, head.weight.shape[0]) if head.weight.is_floating_point() else rows
+        return min(rows, head.weight.shape[0]) if has_numbers(head.weight) else rows
 
     @property
     def num_layers(self) -> int:
@@ -180,7 +180,7 @@ class Target:
     def lm_head_rows(self) -> Tensor | None:
         """Return the rows (vocab_size, hidden) of its lm_head, or None for a quantized one; as for `embeddings`."""
         rows = full_tensor(self.model.get_output_embeddings().weight)
-        return rows[: self.vocab_size] if rows.is_floating_point() else None
+        return rows[: self.vocab_size] if has_numbers(rows) else None
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -341,7 +341,7 @@ class Target:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the target's logits from its last hidden state (after the final norm). Gradients flow to `hidden`."""
         head = self.model.get_output_embeddings()
-        if not isinstance(head, packing.PackedLinear) and head.weight.is_floating_point():
+        if not isinstance(head, packing.PackedLinear) and has_numbers(head.weight):
             hidden = hidden.to(head.weight.dtype)
         logits = head(hidden).to(hidden.device)  # with sharding=layers it may be on the last device
         return self.scaled(logits[..., : self.vocab_size])

@@ -69,6 +69,17 @@ def test_a_target_without_rows_to_copy_leaves_the_new_ones(fresh, monkeypatch):
     assert not head.lm_head_is_targets and all(projection.weight.requires_grad for projection in head.projections)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_rows_in_fp8_are_not_copied_without_their_scales(dtype: torch.dtype):
+    """Check that FP8, which torch counts as floating point, is treated as other quantized numbers are."""
+    config = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    target = Target(GraniteForCausalLM(GraniteConfig(**config, num_attention_heads=2, num_key_value_heads=1)))
+    assert target.lm_head_rows is not None
+    quantized = target.model.get_output_embeddings().weight.detach().to(dtype)
+    target.model.get_output_embeddings().weight = torch.nn.Parameter(quantized, requires_grad=False)
+    assert target.lm_head_rows is None and target.vocab_size == 64
+
+
 @pytest.mark.parametrize("kind", PROJECTING)
 def test_files_may_leave_out_the_rows_of_the_target(fresh, kind, tmp_path, tmp_path_factory):
     whole = new_head(kind, fresh)
