@@ -20,8 +20,8 @@ from foredraft.train.runtime.run_state import seconds_of
 
 
 class StopOnSignal(TrainerCallback):
-    """Stop on Ctrl-C, SIGTERM or a closed terminal: finish the step, save a checkpoint. A second Ctrl-C stops at once; a second
-    SIGTERM, of a scheduler that signals both torchrun and its processes, changes nothing."""
+    """Stop on Ctrl-C, SIGTERM or a closed terminal: finish the step, save a checkpoint. A second Ctrl-C stops at once; a
+    second SIGTERM, of a scheduler that signals both torchrun and its processes, changes nothing."""
 
     def __init__(self) -> None:
         self.signalled = False  # has this process had a signal?
@@ -29,7 +29,7 @@ class StopOnSignal(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         numbers = [signal.SIGINT, signal.SIGTERM]
-        # With nohup a run outlives its terminal. But torchrun does not: it passes the signal on, and kills half a minute later.
+        # With nohup a run outlives its terminal. torchrun does not: it passes the signal on, and kills half a minute later.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
             numbers.append(signal.SIGHUP)
         self.before = {number: signal.getsignal(number) for number in numbers}

@@ -20,8 +20,8 @@ def check(report_to: str | Sequence[str]) -> None:
     for name in names:
         if name not in known + get_available_reporting_integrations():
             raise ValueError(
-                f"trainer.report_to={name} is not a logger that is installed and that transformers supports: leave it out, or "
-                f"pip install {name}"
+                f"trainer.report_to={name} is not a logger that is installed and that transformers supports: leave it out, "
+                f"or pip install {name}"
             )
 
 
