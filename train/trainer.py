@@ -58,7 +58,7 @@ NOT_HERE = {  # arguments of Trainer that would change nothing here, and what do
         ("push_to_hub", "foredraft push sends a finished head"),
         ("resume_from_checkpoint", "the same command resumes a run"),
         ("save_only_model", "it saves no optimizer to resume with: set save_total_limit=1"),
-        ("ignore_data_skip accelerator_config", "each process and a resumed run read the rows that come next: leave it out"),
+        ("ignore_data_skip accelerator_config", "processes and resumed runs read the rows that come next: omit it"),
     )
     for name in names.split()
 }

@@ -176,7 +176,7 @@ def load_model(
     try:
         config = read_config(path, revision, kwargs["trust_remote_code"])
         if config._attn_implementation not in (None, "eager", "sdpa") and "attn_implementation" not in kwargs:
-            config._attn_implementation = None  # of its training, such as flash_attention_2: it has no mask for draft trees
+            config._attn_implementation = None  # flash_attention_2, of its training, has no mask for draft trees
             kwargs["config"] = config
         elif config.model_type in SAME_KIND.values():
             kwargs["model_type"] = config.model_type  # which may differ in the file

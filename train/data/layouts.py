@@ -81,7 +81,8 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
     leaves images out."""
     if not items:
         raise SkippedRow("a conversation without a turn")
-    messages, count = [], len(images or [])
+    messages: list[Message] = []
+    count = len(images or [])
     for number, item in enumerate(chain.from_iterable(map(unpaired, items))):
         if isinstance(item, str):
             item = {"role": "user" if all_user or number % 2 == 0 else "assistant", "content": item}
@@ -119,7 +120,8 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
         nothing = is_blank(text) and role in ("tool", "assistant")
         kept = text if isinstance(text, str) else ""
         message["content"] = pictured or (unicode(kept) if nothing else content(text))
-        if named in CALLS and messages and messages[-1]["role"] == "assistant":  # ms-swift writes one answer as several turns
+        # ms-swift writes one answer as several turns.
+        if named in CALLS and messages and messages[-1]["role"] == "assistant":
             message["tool_calls"] = messages[-1].get("tool_calls", []) + message["tool_calls"]
             message = messages.pop() | {name: value for name, value in message.items() if name != "content"}
         messages.append(message)
