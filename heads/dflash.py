@@ -244,7 +244,8 @@ def spread_layers(n: int, count: int) -> list[int]:
 
 
 def mask_token(target: Target) -> int:
-    """Return an id that hardly occurs in text: the tokenizer's mask, an id beyond its tokens, or a special token."""
+    """Return an id that hardly occurs in text: the tokenizer's mask, an id beyond its tokens, or a special token, best one
+    that no chat has (<|reserved_special_token_9|>)."""
     tokenizer, last = target.tokenizer, target.vocab_size - 1
     if tokenizer is None:
         return last
@@ -252,6 +253,10 @@ def mask_token(target: Target) -> int:
         return tokenizer.mask_token_id
     used = set(tokenizer.get_vocab().values())
     special = max((token for token in tokenizer.all_special_ids if token <= last), default=last)
+    common = {tokenizer.bos_token_id, *target.eos_token_ids}
+    added = tokenizer.added_tokens_decoder.items()
+    rare = [token for token, form in added if form.special and form.content not in str(tokenizer.chat_template)]
+    special = max((token for token in rare if token <= last and token not in common), default=special)
     return next((token for token in range(last, -1, -1) if token not in used), special)
 
 

@@ -57,6 +57,8 @@ NOT_HERE = {  # arguments of Trainer that would change nothing here, and what do
         ("data_seed", "set data_seed, without trainer."),
         ("push_to_hub", "foredraft push sends a finished head"),
         ("resume_from_checkpoint", "the same command resumes a run"),
+        ("save_only_model", "it saves no optimizer to resume with: set save_total_limit=1"),
+        ("ignore_data_skip accelerator_config", "processes and resumed runs read the rows that come next: omit it"),
     )
     for name in names.split()
 }
@@ -81,8 +83,6 @@ class HeadTrainingArguments(TrainingArguments):
         for name in (name for name in NOT_HERE if name in defaults):  # versions of transformers have not all of them
             if (value := getattr(self, name)) != defaults[name]:
                 raise ValueError(f"trainer.{name}={value} has no effect on a head: {NOT_HERE[name]}")
-        if self.save_only_model:
-            raise ValueError("trainer.save_only_model=true saves no optimizer to resume with: set save_total_limit=1")
         if self.max_minutes < 0:
             raise ValueError(f"trainer.max_minutes={self.max_minutes} must not be negative; 0 sets no limit")
         if self.optim not in OPTIMIZERS:

@@ -51,7 +51,8 @@ def load_ends(
             )
             raise ValueError(message) from error
     with torch.device("meta"):
-        model = model_class(config).from_config(config, dtype=ends.dtype)
+        settings = {"dtype": ends.dtype, "attn_implementation": ends.config._attn_implementation}
+        model = model_class(config).from_config(config, **settings)
     for name, module in end_modules(ends):
         model.set_submodule(name, module)
     model.generation_config = ends.generation_config

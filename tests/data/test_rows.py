@@ -75,6 +75,8 @@ def test_a_system_prompt_among_the_messages_wins_unless_it_is_empty():
         ({"train_turn": False}, ["good"]),
         ({"training": False}, ["good"]),
         ({"loss": False}, ["good"]),
+        ({"loss_scale": 0}, ["good"]),
+        ({"loss_scale": 2.0}, ["bad", "good"]),
         ({"loss_mask": 0}, ["good"]),
         ({"mask": 0}, ["good"]),
         ({"weight": "0"}, ["good"]),
@@ -142,6 +144,8 @@ def test_blank_text_next_to_a_call_and_a_tool_that_prints_a_line_break_cost_no_r
         ({"messages": [ASKED, answer("x", train_detail=[{"begin_offset": 0, "train": False}])]}, "only parts"),
         ({"text": "hello", "loss_mask": [0, 1]}, "mask of tokens"),
         ({"text": "hello", "loss_mask": "[0, 1]"}, "mask of tokens"),
+        ({"text": "hello", "input_ids": [5, 6], "assistant_masks": [0, 1]}, "mask of tokens"),  # TRL's
+        ({"text": "hello", "input_ids": [5, 6], "completion_mask": [0, 1]}, "mask of tokens"),
         ({"text": "hello", "weight": 0}, "says that it is not learned"),
         ({"message_id": "1", "parent_id": None, "text": "hi", "role": "prompter"}, "without its conversation"),
         ({"content": "hello", "reasoning_content": "so", "topic": "x"}, "without its conversation"),
@@ -346,6 +350,7 @@ def test_roles_have_many_names(name: str, role: str):
     "messages",
     [
         [{"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}],
+        [{"role": "tool_call", "name": "f", "arguments": {"a": 1}}],
         [{"from": "tool-call", "value": '[{"name": "f", "arguments": "{\\"a\\": 1}"}]'}],
         [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}],
         [{"role": "assistant", "tool_calls": '[{"name": "f", "parameters": {"a": 1}}]'}],
@@ -355,6 +360,17 @@ def test_a_call_is_found_however_it_is_written(messages: list[dict]):
     """Try the forms of LLaMA-Factory, Glaive and the first function calling of OpenAI; a tool may return nothing."""
     found = said({"conversations": [ASKED, *messages, {"role": "tool", "content": ""}, answer("done")]})
     assert found == [ASKED, answer("", tool_calls=[CALL]), {"role": "tool", "content": ""}, answer("done")]
+
+
+@pytest.mark.parametrize("more", [{}, {"loss": False}])
+def test_an_answer_and_the_calls_that_follow_it_are_one_turn(more: dict):
+    """Read ms-swift's layout, in which the target would end its turn between its reasoning and its call
+    (NVIDIA-NeMo/Automodel#2325)."""
+    call, tool = {"role": "tool_call", "content": json.dumps(CALL["function"])}, {"role": "tool", "content": "1"}
+    thinks = answer("<think>so</think>Let me look.")
+    found = said({"messages": [ASKED, thinks, call, call | more, tool, tool, call, tool, answer("done")]})
+    first = thinks | {"tool_calls": [CALL, CALL]} | ({"weight": 0} if more else {})
+    assert found == [ASKED, first, tool, tool, answer("", tool_calls=[CALL]), tool, answer("done")]
 
 
 def test_answers_that_are_calls_and_tools_as_json_text():

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models
+from tokenizers import AddedToken, Tokenizer, models
 from torch import nn
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -148,6 +148,16 @@ def test_the_mask_token_is_one_that_the_target_has_a_row_for(fresh: Target) -> N
     assert check_mask_token(fresh, None) == 0
     with pytest.raises(ValueError, match=f"mask_token_id={rows} must lie between 0 and {rows - 1}"):
         check_mask_token(fresh, rows)
+
+
+def test_the_mask_token_is_not_one_that_every_chat_has(fresh: Target) -> None:
+    """Choose a reserved token as Llama 3 has them, whose last named one ends each turn (NVIDIA-NeMo/Automodel#2461)."""
+    tokenizer, reserved = fresh.text_tokenizer, "<|reserved_special_token_0|>"
+    words = [f"<{number}>" for number in range(fresh.vocab_size - len(tokenizer) - 3)]
+    tokenizer.add_tokens([*words, *(AddedToken(name, special=True) for name in (reserved, "<|eot|>", "<|user|>"))])
+    tokenizer.eos_token, tokenizer.chat_template = "<|eot|>", "<|user|>{{ messages[0].content }}"
+    assert len(tokenizer) == fresh.vocab_size
+    assert tokenizer.convert_ids_to_tokens(check_mask_token(fresh, None)) == reserved
 
 
 def test_a_token_beyond_the_embeddings_is_named_although_ids_have_holes(fresh: Target) -> None:

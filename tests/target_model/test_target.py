@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from foredraft.heads import Target, load_head, save_head
+from foredraft.heads.attention import masked
 from foredraft.heads.checkpoint import fingerprint
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.target_model import files, loading, resolve_path
@@ -95,6 +96,19 @@ def test_attention_that_takes_no_mask_of_ours_is_refused(named):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "kernels-community/flash-attn2"])
+@pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
+@pytest.mark.parametrize("embeddings_only", [False, True])
+def test_the_attention_of_a_training_is_not_that_of_drafting(key, name, embeddings_only, tiny_path, tmp_path):
+    """Load a fine-tune whose config.json says with which attention it was trained (QwenLM/Qwen3-VL#1682)."""
+    path = odd_target(tiny_path, tmp_path, "{}", **{key: name})
+    target = Target.from_pretrained(path, device="cpu", embeddings_only=embeddings_only)
+    assert target.model.config._attn_implementation == masked.NAME
+    if not embeddings_only:  # what somebody asks for is not replaced
+        with pytest.raises(ValueError, match=r"cannot be loaded|does not support the mask"):
+            Target.from_pretrained(path, device="cpu", attn_implementation=name)
+
+
 def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path):
     """Load files that name a kind which transformers does not have, and their own code, of which nothing is run or asked."""
     model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["deepseek_v3"]), dtype=torch.float32).eval()

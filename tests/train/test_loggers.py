@@ -1,6 +1,5 @@
 """trainer.report_to: where the loggers write, and under which name a run goes on."""
 
-import importlib.util
 import os
 from pathlib import Path
 
@@ -60,7 +59,22 @@ def test_where_a_key_of_wandb_is_found(environment, line, known, tmp_path: Path,
     assert loggers.has_wandb_key() is known
 
 
-def test_a_logger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="report_to=tensorboard: it is not installed: pip install tensorboard"):
-        loggers.check(["tensorboard"])
+@pytest.mark.parametrize("given", ["all", "none", "wandb", ["none"], ["wandb"], [], ["wandb", "mlflow"]])
+def test_known_loggers(given, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loggers, "get_available_reporting_integrations", lambda: ["mlflow", "wandb"])
+    loggers.check(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        (["tensorboard"], "tensorboard"),
+        ("mlflow", "mlflow"),
+        (["wandb", "none"], "none"),
+        (["wandb", "wandbs"], "wandbs"),
+    ],
+)
+def test_a_logger_that_is_not_installed(given, name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loggers, "get_available_reporting_integrations", lambda: ["wandb"])
+    with pytest.raises(ValueError, match=f"report_to={name} is not a logger that is installed .* pip install {name}"):
+        loggers.check(given)

@@ -118,6 +118,40 @@ def test_a_checkpoint_appears_only_when_it_is_whole(tmp_path: Path):
     assert checkpoints.newest(tmp_path) == str(tmp_path / "checkpoint-20")
 
 
+def test_copies_of_checkpoints_are_the_users(tmp_path: Path):
+    """Resume next to what a user or a converter has put there (NVIDIA-NeMo/RL#1107), and delete none of it."""
+    copies = {"checkpoint-9.bak", "checkpoint-3-hf", "best-copy", "checkpoint-old"}
+    for name in {"checkpoint-3", "checkpoint-9", "checkpoint-12", "best-3", *copies}:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / checkpoints.STATE).touch()
+    (tmp_path / checkpoints.UNFINISHED).mkdir()
+    assert checkpoints.newest(tmp_path) == str(tmp_path / "checkpoint-12")
+    checkpoints.rotate(tmp_path, 1, None)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-12", checkpoints.UNFINISHED, *copies}
+
+
+@pytest.mark.parametrize("content", [b"", b"half", None])
+@pytest.mark.parametrize("name", [checkpoints.STATE, "optimizer.pt", checkpoints.SIZES])
+def test_a_damaged_checkpoint_is_named(name: str, content: bytes | None, tmp_path: Path):
+    """Cut or remove files of a checkpoint, as a machine that goes down does (huggingface/transformers#35782). Without its
+    optimizer a run would go on with a new one."""
+    written, checkpoint = tmp_path / checkpoints.UNFINISHED / "checkpoint-5", tmp_path / "checkpoint-5"
+    (written / "head").mkdir(parents=True)
+    for file in (checkpoints.STATE, "optimizer.pt", "head/config.json"):
+        (written / file).write_text("whole file")
+    checkpoints.complete(tmp_path, 5)
+    (checkpoint / "head/config.json").unlink()  # no run resumes from it
+    checkpoints.check_whole(checkpoint)
+    (checkpoint / name).unlink()
+    if content is not None:
+        (checkpoint / name).write_bytes(content)
+    if (name, content) == (checkpoints.SIZES, None):
+        checkpoints.check_whole(checkpoint)  # of an earlier version
+        return
+    with pytest.raises(ValueError, match=f"{checkpoint} is damaged: {name} is .* go on from the checkpoint before"):
+        checkpoints.check_whole(checkpoint)
+
+
 def test_the_best_weights_are_those_that_drafted_best():
     history = [
         {"step": 2, "loss": 1.0},
@@ -139,6 +173,9 @@ def test_a_checkpoint_that_lacks_weights_is_not_resumed(given: list[str], here, 
     (tmp_path / "out/metrics.json").unlink()
     file = tmp_path / "out/checkpoints/checkpoint-3/model.safetensors"
     save_file({name: weight for name, weight in load_file(file).items() if name != "head.norm.weight"}, file)
+    message = complaint(here(*run, "trainer.max_steps=6"))
+    assert "checkpoint-3 is damaged: model.safetensors is missing or not of the size that was written" in message
+    file.with_name(checkpoints.SIZES).unlink()
     message = complaint(here(*run, "trainer.max_steps=6"))
     assert "were written by another version of foredraft, which has not the same weights (head.norm.weight)" in message
 

@@ -291,6 +291,33 @@ def test_a_signal_may_come_in_the_middle_of_a_print(monkeypatch: pytest.MonkeyPa
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
+@pytest.mark.parametrize(
+    ("before", "torchrun", "stops"), [("SIG_DFL", False, True), ("SIG_IGN", False, False), ("SIG_IGN", True, True)]
+)
+def test_a_closed_terminal_stops_a_run(before: str, torchrun: bool, stops: bool, monkeypatch: pytest.MonkeyPatch):
+    """Hang up, as a lost SSH connection does, also under nohup, which torchrun ignores (pytorch/pytorch#67538)."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    earlier = signal.signal(signal.SIGHUP, getattr(signal, before))
+    stop, (terminal, stream) = callbacks.StopOnSignal(), os.openpty()
+    try:
+        stop.on_train_begin(None, None, None)
+        stop.terminals = [stream]
+        os.close(terminal)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+        if stops:
+            os.write(stream, b"a step")
+        stop.restore()
+        assert signal.getsignal(signal.SIGHUP) == getattr(signal, before)
+    finally:
+        stop.restore()
+        signal.signal(signal.SIGHUP, earlier)
+        os.close(stream)
+    assert stop.stopped() == stops
+
+
 def test_what_was_trained_before_a_ctrl_c_in_the_measurement_is_not_trained_again(
     here, eagle: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -127,7 +127,7 @@ def raw_text(row: dict, column: str) -> str:
         raise SkippedRow("a message without its conversation")  # OpenAssistant's rows
     if not_learned(row, OF_ROWS):
         raise SkippedRow("the row says that it is not learned")
-    if any(isinstance(parsed(row.get(name)), list) for name in OF_ROWS):
+    if any(isinstance(parsed(row.get(name)), list) for name in (*OF_ROWS, "assistant_masks", "completion_mask")):
         raise SkippedRow("a mask of tokens, which another tokenizer made")
     return unicode(text)
 

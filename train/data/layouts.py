@@ -31,7 +31,7 @@ NAMES = {
 }
 ROLES = {name: role for role, names in NAMES.items() for name in names.split()}
 # Whether a message is learned, as OpenAI, axolotl, tinker, AgentInstruct and ms-swift name it: 0 or false if it is not.
-LEARNED = ("weight", "train", "train_turn", "training", "trainable", "loss", "loss_mask", "mask")
+LEARNED = ("weight", "train", "train_turn", "training", "trainable", "loss", "loss_scale", "loss_mask", "mask")
 
 # A model's reasoning, as engines, templates and data sets call them (DeepSeek and Qwen, vLLM, gpt-oss).
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
@@ -81,7 +81,8 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
     leaves images out."""
     if not items:
         raise SkippedRow("a conversation without a turn")
-    messages, count = [], len(images or [])
+    messages: list[Message] = []
+    count = len(images or [])
     for number, item in enumerate(chain.from_iterable(map(unpaired, items))):
         if isinstance(item, str):
             item = {"role": "user" if all_user or number % 2 == 0 else "assistant", "content": item}
@@ -103,7 +104,7 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
             # Nemotron has `reasoning` as a switch.
             reasoning = next((text for text in by_name if text.lower() not in ("on", "off")), "") or in_parts
             message |= {"reasoning_content": unicode(reasoning)} if reasoning.strip() else {}
-            calls = text if named in CALLS else item.get("tool_calls") or item.get("function_call")
+            calls = text or item if named in CALLS else item.get("tool_calls") or item.get("function_call")
             message |= {"tool_calls": tool_calls(calls)} if calls else {}
             text = None if named in CALLS else text
             message |= {"weight": 0} if not_learned(item, LEARNED) else {}
@@ -119,6 +120,10 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
         nothing = is_blank(text) and role in ("tool", "assistant")
         kept = text if isinstance(text, str) else ""
         message["content"] = pictured or (unicode(kept) if nothing else content(text))
+        # ms-swift writes one answer as several turns.
+        if named in CALLS and messages and messages[-1]["role"] == "assistant":
+            message["tool_calls"] = messages[-1].get("tool_calls", []) + message["tool_calls"]
+            message = messages.pop() | {name: value for name, value in message.items() if name != "content"}
         messages.append(message)
     shown = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     # Another image may be inside of a part.

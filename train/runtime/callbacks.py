@@ -20,22 +20,31 @@ from foredraft.train.runtime.run_state import seconds_of
 
 
 class StopOnSignal(TrainerCallback):
-    """Stop on Ctrl-C or SIGTERM: finish the step, save a checkpoint. A second Ctrl-C stops at once; a second SIGTERM, of a
-    scheduler that signals both torchrun and its processes, changes nothing."""
+    """Stop on Ctrl-C, SIGTERM or a closed terminal: finish the step, save a checkpoint. A second Ctrl-C stops at once; a
+    second SIGTERM, of a scheduler that signals both torchrun and its processes, changes nothing."""
 
     def __init__(self) -> None:
         self.signalled = False  # has this process had a signal?
         self.before: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self.before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        # With nohup a run outlives its terminal. torchrun does not: it passes the signal on, and kills half a minute later.
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
+            numbers.append(signal.SIGHUP)
+        self.before = {number: signal.getsignal(number) for number in numbers}
+        self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         for number in self.before:
             signal.signal(number, self.note)
 
     def note(self, number: int, frame: FrameType | None) -> None:
         self.signalled = True
         signal.signal(signal.SIGINT, self.before[signal.SIGINT])
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for other in self.before.keys() - {signal.SIGINT}:
+            signal.signal(other, signal.SIG_IGN)
+        if number == signal.SIGHUP:  # no write to the terminal may fail before the checkpoint is written
+            for stream in self.terminals:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         # Not `print`: the signal may have come in the middle of one, and Python's streams refuse to be entered twice.
         with contextlib.suppress(OSError):
             os.write(2, b"\nstopping after this step ...\n")

@@ -7,13 +7,17 @@ checkpoints/
   unfinished/               what a run is about to write or to delete; nothing in it is ever read
 """
 
+import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from foredraft.heads.hub.client import HEAD
 from foredraft.train.runtime import distributed
 
 STATE = "trainer_state.json"
+SIZES = "sizes.json"  # bytes of each file that a run resumes from
 UNFINISHED = "unfinished"  # the Trainer's output_dir
 
 
@@ -21,10 +25,36 @@ def step_of(path: Path) -> int:
     return int(path.name.split("-")[1])
 
 
+def written(directory: Path, kind: str) -> list[Path]:
+    """Return what a run has written as KIND-N, the newest last. Copies of other names (checkpoint-9.bak) are the user's."""
+    return sorted((path for path in directory.iterdir() if re.fullmatch(rf"{kind}-\d+", path.name)), key=step_of)
+
+
 def newest(directory: Path) -> str | None:
     """Return the newest complete checkpoint."""
-    found = [path for path in directory.glob("checkpoint-*") if (path / STATE).is_file()]
-    return str(max(found, key=step_of)) if found else None
+    found = written(directory, "checkpoint") if directory.is_dir() else []
+    return next((str(path) for path in reversed(found) if (path / STATE).is_file()), None)
+
+
+def sizes(path: Path) -> dict[str, int]:
+    files = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
+    return {name: file.stat().st_size for name, file in files.items() if not name.startswith(f"{HEAD}/")}
+
+
+def check_whole(path: Path) -> None:
+    """Raise ValueError for a checkpoint of which files are missing or cut, as by a machine that went down or in a copy."""
+    file, now = path / SIZES, sizes(path)
+    if not file.exists():  # of an earlier version
+        return
+    try:
+        damaged = [name for name, size in json.loads(file.read_bytes()).items() if now.get(name) != size]
+    except ValueError:
+        damaged = [SIZES]
+    if damaged:
+        raise ValueError(
+            f"{path} is damaged: {', '.join(damaged)} is missing or not of the size that was written. Restore it, or delete "
+            "this directory to go on from the checkpoint before"
+        )
 
 
 def clear_unfinished(directory: Path) -> None:
@@ -36,19 +66,20 @@ def complete(directory: Path, step: int) -> None:
     """Give checkpoint-`step` its name, once all processes have written their parts."""
     distributed.barrier()
     if distributed.rank() == 0:
-        written, final = directory / UNFINISHED / f"checkpoint-{step}", directory / f"checkpoint-{step}"
+        new, final = directory / UNFINISHED / f"checkpoint-{step}", directory / f"checkpoint-{step}"
         if final.exists():
-            shutil.rmtree(written)
+            shutil.rmtree(new)
         else:
-            written.rename(final)
+            (new / SIZES).write_text(json.dumps(sizes(new)))
+            new.rename(final)
     distributed.barrier()
 
 
 def rotate(directory: Path, limit: int | None, best: int | None) -> None:
     """Delete all but the newest `limit` checkpoints (None, 0 and -1: keep all), and heads that are no longer the best."""
-    for path in sorted(directory.glob("checkpoint-*"), key=step_of)[: -max(limit or 0, 0)]:
+    for path in written(directory, "checkpoint")[: -max(limit or 0, 0)]:
         shutil.rmtree(path.rename(directory / UNFINISHED / path.name))
-    for path in directory.glob("best-*"):
+    for path in written(directory, "best"):
         if step_of(path) != best:
             shutil.rmtree(path)
 

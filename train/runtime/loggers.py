@@ -1,22 +1,28 @@
 """wandb and tensorboard: what transformers' own callbacks (trainer.report_to) leave out. Only one process logs."""
 
-import importlib.util
 import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers.integrations import get_available_reporting_integrations
+
 from foredraft.train.runtime.locks import write_atomically
 
 OF_RUN: dict[str, str] = {}  # variables of the environment that the newest run of this process has set
 
 
-def check(report_to: Sequence[str]) -> None:
-    """Raise ValueError if a logger is not installed."""
-    for name in ("wandb", "tensorboard"):
-        if name in report_to and importlib.util.find_spec(name) is None:
-            raise ValueError(f"trainer.report_to={name}: it is not installed: pip install {name}")
+def check(report_to: str | Sequence[str]) -> None:
+    """Raise ValueError if transformers does not support a logger, or if it is not installed."""
+    names = [report_to] if isinstance(report_to, str) else list(report_to)
+    known = ["none", "all"] if len(names) == 1 else []
+    for name in names:
+        if name not in known + get_available_reporting_integrations():
+            raise ValueError(
+                f"trainer.report_to={name} is not a logger that is installed and that transformers supports: leave it out, "
+                f"or pip install {name}"
+            )
 
 
 def prepare(report_to: list[str], directory: Path) -> None:

@@ -64,6 +64,7 @@ def open_directory(cfg: DictConfig, need_bytes: int) -> tuple[Path, str | None]:
     if checkpoint is not None:
         before = saved_config(directory)
         check_same_run(directory, before, now)
+        checkpoints.check_whole(Path(checkpoint))
         now["written_tokens"] = before.get("written_tokens", now["written_tokens"])
         print(f"resuming from {checkpoint}", flush=True)
     checkpoints.clear_unfinished(directory / CHECKPOINTS)
