@@ -125,10 +125,11 @@ def checked_jobs(program: str, overrides: list[str], sweep: bool) -> list[DictCo
         found.append(check(program, list(job), number, sweep))
         folders.append(str(OmegaConf.select(found[-1], "output_dir")))  # which may name a choice of this job
     if "output_dir" in found[0] and max(Counter(folders).values()) > 1:
-        for cfg, folder, job in zip(found, folders, jobs, strict=True):
-            # No sign that would need quotes when the path is typed again in an override.
-            names = [re.sub(r"[^\w.+]", "-", override) for override in job if override.partition("=")[0] in swept]
-            cfg.output_dir = str(Path(folder) / "_".join(names))
+        # No sign that would need quotes when the path is typed again in an override.
+        values = [[re.sub(r"[^\w.+]", "-", line) for line in job if line.partition("=")[0] in swept] for job in jobs]
+        names = ["_".join(own).encode()[:200].decode(errors="ignore") for own in values]  # a name has at most 255 bytes
+        for number, (cfg, folder, name) in enumerate(zip(found, folders, names, strict=True)):
+            cfg.output_dir = str(Path(folder) / (name if names.count(name) == 1 else f"{name}_{number}"))
     return found
 
 

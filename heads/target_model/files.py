@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import get_token, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import safe_open
 from torch import Tensor
 
@@ -14,6 +14,31 @@ if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+REASONS = {
+    401: "the token is not valid (401): log in with `hf auth login`, or set HF_TOKEN",
+    403: "the token lacks permission (403): use one that may read, or write, that repository. A gated one has terms to "
+    "accept on its page",
+    412: "somebody else changed it meanwhile (412): look at it, and run the same command again",
+    429: "too many requests (429): wait some minutes and run the same command again",
+}
+NO_TOKEN = (
+    "it does not exist, or is private or gated (401): check the name. A gated one has terms to accept on its page. Then log "
+    "in with `hf auth login`, or set HF_TOKEN"
+)
+MOST_CAUSES = 8  # of an error: its chain may be a ring
+
+
+def hub_reason(error: BaseException) -> str:
+    """Return in a sentence, without the token, why the Hub does not do what its client asked for."""
+    causes: list[BaseException | None] = [error]
+    while causes[-1] is not None and len(causes) < MOST_CAUSES:
+        causes.append(causes[-1].__cause__)
+    status = next((cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)), 0)
+    if status == 401 and get_token() is None:
+        return NO_TOKEN
+    lines = [line for line in str(error).replace(get_token() or "<token>", "<token>").splitlines() if line.strip()]
+    # The first line may only be "404 Client Error. (Request ID: ...)".
+    return REASONS.get(status) or next((line.strip() for line in lines if " Client Error." not in line), str(error))
 
 
 def check_no_pointer(file: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+import foredraft as package
 from foredraft import __main__ as foredraft
 from foredraft import config, renamed_keys
 from foredraft.cli import NEEDS_TARGET, check_at_least, entry, reach_this_machine
@@ -155,6 +156,8 @@ def test_words_that_stand_for_keys(monkeypatch: pytest.MonkeyPatch, run: Run) ->
         "+data.path='~/a b.jsonl'": ["+data.path='/home/ada/a b.jsonl'"],
         "drafters=[~/one,draft:~/two]": ["drafters=[/home/ada/one,draft:/home/ada/two]"],
         "data.path=/d/date=2026-01-01/x.jsonl": ["data.path='/d/date=2026-01-01/x.jsonl'"],
+        "data.path=/d/rows (1).jsonl": ["data.path='/d/rows (1).jsonl'"],
+        "data.path=/d/R&D #2/x.jsonl": ["data.path='/d/R&D #2/x.jsonl'"],
         "data.path=/d/Größe 2/日本.jsonl": ["data.path='/d/Größe 2/日本.jsonl'"],
         "target=/home/jörg/m": ["target.path='/home/jörg/m'"],
         "target=/home/jo\u0308rg/m": ["target.path='/home/jo\u0308rg/m'"],  # two characters, as macOS writes them
@@ -164,10 +167,12 @@ def test_words_that_stand_for_keys(monkeypatch: pytest.MonkeyPatch, run: Run) ->
         "learn=true": ["learn.enabled=true"],
         "prompt=def f(x='a', y=${b}):": [r"prompt='def f(x=\'a\', y=\${b}):'"],
         "prompt=~/x is": ["prompt='~/x is'"],
+        "system=Be brief, matey: (1) ${x}": [r"system='Be brief, matey: (1) \${x}'"],
     }.items():
         assert expand(typed) == meant
     for same in (
         "trainer.max_steps=range(start=1,stop=3)",
+        "seed=shuffle(range(1,3))",
         "+a={b: 'c=d'}",
         "prompt='a'",
         "learn={keep: 3}",
@@ -186,6 +191,26 @@ def test_nearest_prefers_the_last_part_and_the_first_letter() -> None:
     assert nearest("heed", ["seed", "head"]) == "head"
     assert nearest("lr", ["trainer", "trainer.lr"]) == "trainer.lr"
     assert nearest("trainer.zzz", ["trainer", "trainer.lr"]) is None
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [("--max-steps=3", "max_steps=3"), ("--target", "target=..."), ("-v", "v=...")],
+)
+def test_a_flag_that_is_a_key_elsewhere(run: Run, capsys: pytest.CaptureFixture[str], typed: str, meant: str) -> None:
+    assert run("head=medusa", typed, "x")[0] == 2
+    assert capsys.readouterr().err == f"error: {typed} is not known: write {meant}, without dashes\n"
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    """Check `| head`: the process ends without a word when nobody reads its output any more."""
+    endless = "from foredraft.cli import sentences\nwith sentences():\n    while True: print('text', flush=True)"
+    with subprocess.Popen([sys.executable, "-c", endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"text\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
 
 
 def raising(error: BaseException) -> Callable[[DictConfig], None]:
@@ -268,6 +293,8 @@ def test_traceback_of_a_bug_and_on_demand(
     [
         ("head=medusa,eagle3 trainer.max_steps=3", ["outputs/medusa", "outputs/eagle3"]),
         ("seed=range(0,1) trainer.lr=1,-1 output_dir=x", ["x/seed-0_trainer.lr-1", "x/seed-0_trainer.lr--1"]),
+        ("seed=1 head.name=a/b,a-b,c output_dir=x", ["x/head.name-a-b_0", "x/head.name-a-b_1", "x/head.name-c"]),
+        (f"head.name={'n' * 300},b output_dir=x", [f"x/head.name-{'n' * 190}", "x/head.name-b"]),
     ],
 )
 def test_jobs_of_a_sweep_do_not_share_a_folder(run: Run, tmp_path: Path, typed: str, folders: list[str]) -> None:
@@ -312,6 +339,12 @@ def call(depth: int, width: int | None = None) -> None:
 def test_comments_of_a_yaml_are_the_meanings_of_its_keys() -> None:
     text = "# @package _global_\n# A file\na: 1   # one\nb:  # two\n  c: 'x # y'  # kept\n  d: 2\ne: {f: 3} # four\n"
     assert comments(text, "p") == {"p": "A file", "p.a": "one", "p.b": "two", "p.b.c": "kept", "p.e": "four"}
+
+
+def test_what_is_imported_when_it_is_used_is_completed() -> None:
+    """Check that dir() has the public names, and that a subpackage needs no import of its own."""
+    assert {*package.__all__, *package.SUBPACKAGES} <= {*dir(package)}
+    assert package.__getattr__("heads").Target is package.Target
 
 
 ROW = b'{"question": "a?", "answer": "b"}\n'

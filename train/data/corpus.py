@@ -1,8 +1,9 @@
 """A corpus of documents, and how raw text becomes one. Split by file: what measures was never trained on."""
 
 import hashlib
+import os
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, islice
 from pathlib import Path
@@ -38,7 +39,7 @@ def standard_library(tokenizer: PreTrainedTokenizerBase, max_files: int | None =
 
 
 def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*", val_split: float = 0.1) -> Corpus:
-    """Load every file below `path` that matches `glob`, or the one file `path`, as raw text.
+    """Load every file below `path` that matches `glob` (by default all but hidden ones), or the one file `path`, as raw text.
 
     A share of the files, picked by name, is held out; a single file is cut, its last part held out. Raises ValueError
     that names what is missing, empty, not UTF-8, or a file of rows.
@@ -46,7 +47,8 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
     root = Path(path)
     if not root.exists():
         raise ValueError(f"data.path={path} does not exist: give a text file or a folder of them")
-    files = [root] if root.is_file() else sorted(file for file in root.glob(glob) if file.is_file())
+    below = walk(root) if glob == "**/*" else root.glob(glob)
+    files = [root] if root.is_file() else sorted(file for file in below if file.is_file())
     for file in files:
         if file.suffix in (".jsonl", ".parquet"):
             raise ValueError(f"{file} holds rows, not raw text: give data=conversations data.path={path}")
@@ -67,6 +69,20 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
         held_out = {*validation, *test}  # another file may have the same text
         train = [text for _, text in ranked[count:] if text not in held_out]
     return from_texts(tokenizer, train, validation, test, {"source": str(path), "files": len(texts)})
+
+
+def walk(root: Path) -> Iterator[Path]:
+    """Yield the files below a folder, also in linked folders, and each once. Copies of editors and of macOS
+    (.ipynb_checkpoints, ._rows.jsonl) are hidden, and left out."""
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        place = os.path.realpath(folder)
+        if place in seen:  # a link may lead back to a folder above it
+            folders.clear()
+            continue
+        seen.add(place)
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def read_text(file: Path) -> str:

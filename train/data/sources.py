@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi
 
-from foredraft.heads.target_model.files import check_no_pointer
+from foredraft.heads.target_model.files import check_no_pointer, hub_reason
 from foredraft.train.data.columns import (
     LISTS,
     PROMPTS,
@@ -33,6 +33,7 @@ from foredraft.train.data.columns import (
     system,
     weighted,
 )
+from foredraft.train.data.corpus import walk
 from foredraft.train.data.layouts import (
     LIST,
     Message,
@@ -170,10 +171,8 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
             )
         return [root / part["filename"] for part in json.loads((root / "state.json").read_text())["_data_files"]]
     if root.is_dir():
-        found = sorted(file for file in root.rglob("*") if file.name.endswith(ENDINGS) and not file.is_dir())
+        found = sorted(file for file in walk(root) if file.name.lower().endswith(ENDINGS))
         found = [file for file in found if not file.name.endswith(".about.json")]  # written_rows.py
-        # Copies of editors and of macOS (.ipynb_checkpoints, ._rows.jsonl) are hidden.
-        found = [file for file in found if "/." not in f"/{file.relative_to(root).as_posix()}"]
         if not found:
             raise ValueError(f"data.path={path} contains no {', '.join(ENDINGS)} file (raw text: data=text)")
         if broken := next((file for file in found if not file.exists()), None):
@@ -182,7 +181,9 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
         if twice := next((file for file in found if file.with_name(f"{file.name}.gz") in names), None):
             raise ValueError(f"{twice} and {twice.name}.gz would both be read: remove one of them")
         if chosen is None:
-            rows = [file for file in found if file.suffix not in TABLES]  # next to rows, a table is metadata or a copy
+            rows = [
+                file for file in found if file.suffix.lower() not in TABLES
+            ]  # next to rows, a table is metadata or a copy
             return of_split(rows or found, root, split)
         patterns = [chosen] if isinstance(chosen, str) else chosen
         named = {file for one in patterns if not one.startswith("/") for file in root.glob(one)}
@@ -191,6 +192,8 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
         return [file for file in found if file in named]
     if root.is_file():
         return [root]
+    if root.exists():  # such as <(zcat rows.jsonl.gz)
+        raise ValueError(f"data.path={path} is a pipe or a device, which is read only once: write its rows to a file")
     if path.count("/") > 1 or path.startswith((".", "/", "~")) or path.endswith(ENDINGS):
         raise ValueError(f"data.path={path} does not exist: give a file, a folder, or a dataset's id on the Hub")
     return []
@@ -220,7 +223,7 @@ def shards(file: Path) -> list[Shard]:
             return [partial(arrow, file, None, 0)]
         if begins.startswith(b"\x1f\x8b"):
             return [partial(compressed, file)]
-        if file.suffix in TABLES:
+        if file.suffix.lower() in TABLES:
             return [partial(table_of_text, file)]
         if begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             return [partial(json_array, file)]
@@ -340,7 +343,7 @@ def hub(source: Source, streamed: bool) -> Any:
         HfApi().dataset_info(source.path, timeout=10)  # load_dataset would repeat its own requests for a long time
     except Exception as error:  # of the network or of the Hub, by one of two HTTP libraries
         datasets.config.HF_HUB_OFFLINE = True  # what was downloaded before can still be read
-        trouble += f" ({' '.join(str(error).split())[:300]})"
+        trouble += f" ({hub_reason(error)})"
     try:
         return datasets.load_dataset(
             source.path, name=source.name, data_files=source.data_files, split=source.split, streaming=streamed
