@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import get_token, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -67,6 +68,15 @@ def commit_of(target: "Target") -> str | None:
     """Return the commit of a target from the Hub, of which the cache has a folder; None for one from a directory."""
     file = checkpoint_file(target, "config.json")
     return None if file is None or Path(target.checkpoint).is_dir() else file.parent.name
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a file in safetensors, with the permissions of any new file. The library makes files private, and a server may
+    run as another user."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata=metadata)
+    file.chmod(mode)
 
 
 def weight_map(target: "Target", weights: str = WEIGHTS) -> dict[str, Path]:
