@@ -26,6 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
+from yaml import YAMLError
 
 from foredraft.config import checked_jobs, first_line, opened, without_hydra
 from foredraft.config_help import describe, docstring
@@ -163,8 +164,7 @@ def explain(error: Exception, folder: str) -> int:
 
 def has_no_reader() -> bool:
     """Return whether the program that read stdout (`| head`) has ended."""
-    stdout = select.poll()
-    stdout.register(1, 0)  # events: only errors
+    (stdout := select.poll()).register(1, 0)  # events: only errors
     return bool(stdout.poll(0))
 
 
@@ -176,7 +176,7 @@ def user_message(error: BaseException, folder: str) -> str | None:
         error = error.__cause__  # hydra.utils.instantiate wraps what a constructor raised
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}: write key=value, with quotes around a value with commas or brackets"
-    if isinstance(error, HydraException):
+    if isinstance(error, HydraException | YAMLError):
         return " ".join(f"{error} {error.__cause__ or ''}".split())
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"

@@ -30,11 +30,11 @@ from hydra.core.override_parser.types import OverrideType
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
 from hydra.utils import get_object
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, IntegerNode, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from foredraft.renamed_keys import new_choice, new_key
-from foredraft.words import BENCH_CONF, CONF, WORDS, overrides_of
+from foredraft.words import BENCH_CONF, CONF, TEXTS, WORDS, overrides_of
 
 
 def by_preset(preset: str, test_model: str, other: str) -> str:
@@ -144,6 +144,8 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
     values: list[str] = []
     for override in OverridesParser.create().parse_overrides(overrides):
         key, value = override.key_or_group, override.value()
+        if str(override.input_line).endswith("=") and key not in TEXTS:
+            raise HydraException(f"{key}= has no value: is a variable of the shell empty? {key}=null means none")
         if override.is_sweep_override():
             line = str(override.input_line)
             raise HydraException(f"{line} is a sweep, which needs -m; a list is written {line.replace('=', '=[', 1)}]")
@@ -225,7 +227,11 @@ def check_group(group: str, node: DictConfig, base: DictConfig, final: DictConfi
             continue
         schema = schema_of(parameters[name].annotation if name in parameters else Any, default)
         try:
-            many = isinstance(schema._get_node("value"), ListConfig) and isinstance(value, str | int | float | bool)
+            node = schema._get_node("value")
+            if isinstance(node, IntegerNode) and isinstance(value, float) and value.is_integer():  # 1e6
+                value = int(value)
+                OmegaConf.update(final, key, value)
+            many = isinstance(node, ListConfig) and isinstance(value, str | int | float | bool)
             schema.value = [value] if many else value  # a list of one may go without brackets
         except OmegaConfBaseException as error:
             shown = json.dumps(value) if value is None or isinstance(value, bool) else value

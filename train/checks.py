@@ -62,8 +62,7 @@ def check_config(cfg: DictConfig) -> None:
     check_context_parallel(cfg, distributed.world_size(), cfg.strategy)
     if cfg.init_from is not None:
         client.find(cfg.init_from)  # before data and text take their time
-    workers = cfg.trainer.get("dataloader_num_workers")
-    if workers:
+    if workers := cfg.trainer.get("dataloader_num_workers"):
         check_sockets()
     if not cfg.fresh_text:
         return

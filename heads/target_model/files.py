@@ -39,7 +39,7 @@ def hub_reason(error: BaseException) -> str:
         return NO_TOKEN
     lines = [line for line in str(error).replace(get_token() or "<token>", "<token>").splitlines() if line.strip()]
     # The first line may only be "404 Client Error. (Request ID: ...)".
-    return REASONS.get(status) or next((line.strip() for line in lines if " Client Error." not in line), str(error))
+    return REASONS.get(status) or next((line.strip() for line in lines if " Client Error." not in line), "".join(lines))
 
 
 def check_no_pointer(file: Path) -> None:

@@ -116,6 +116,7 @@ def test_a_plain_run_leaves_nothing_behind(run: Run, tmp_path: Path) -> None:
         ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
         ("head=medusa,eagle3", "head=medusa,eagle3 is a sweep, which needs -m"),
         ("head", "cannot read 'head': write key=value"),
+        ("output_dir=", "output_dir= has no value: is a variable of the shell empty? output_dir=null means none"),
         ("hydra.nope=1", "hydra.nope"),
         (["-m", "head=eagle3,medsua"], "did you mean head=medusa?"),  # no job runs
         (["-m", "seed=1,x"], "seed=x: Value 'x' of type 'str'"),
@@ -129,6 +130,13 @@ def test_mistyped(run: Run, capsys: pytest.CaptureFixture[str], typed: str | lis
     assert message in errors and errors.startswith("error: ") and errors.count("\n") == 1
 
 
+def test_a_yaml_of_the_users_that_cannot_be_read(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own" / "recipe").mkdir(parents=True)
+    (tmp_path / "own" / "recipe" / "tab.yaml").write_text("# @package _global_\ntrainer:\n\tmax_steps: 3\n")
+    assert run("--config-dir=own", "recipe=tab")[0] == 2
+    assert re.fullmatch(r"error: while scanning .*tab\.yaml\", line 3, column 1\n", capsys.readouterr().err)
+
+
 def test_well_typed(run: Run) -> None:
     wanted = {
         "trainer.lr=1": ("trainer.lr", 1),
@@ -138,6 +146,7 @@ def test_well_typed(run: Run) -> None:
         "++trainer.max_steps=null": ("trainer.max_steps", None),
         "+new.key=x": ("new.key", "x"),
         "head.name=7": ("head.name", "7"),
+        "trainer.max_steps=1e3": ("trainer.max_steps", 1000),
         "trainer.log={every: 3}": ("trainer.log", {"mode": "plain", "every": 3}),
         "output_dir=/tmp/a b": ("output_dir", "/tmp/a b"),
     }

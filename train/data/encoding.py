@@ -201,7 +201,7 @@ def encode(encoder: Encoder, cache_dir: str | None, num_proc: int | None) -> Any
         "where": datasets.Value("string"),
     }
     shards = encoder.source.shards()
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1  # macOS has no affinity
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     processes = min(num_proc or cores, len(shards)) if encoder.source.max_samples is None else 1
     if processes > 1:
         check_sockets()

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-# Bytes of a path for temporary files. Linux allows 107 for that of a socket, macOS 103, and multiprocessing appends 32.
-LONGEST = 71
+LONGEST = 71  # bytes of the folder of a socket, whose path has at most 103 on macOS; multiprocessing appends 32
 
 
 class EpochStream(Dataset):
@@ -65,9 +64,6 @@ def end_with_trainer() -> None:
 
 def check_sockets() -> None:
     """Raise ValueError if the sockets of processes that read rows would have too long paths. A run would wait for ever."""
-    folder = tempfile.gettempdir()
-    if len(os.fsencode(folder)) > LONGEST:
-        raise ValueError(
-            f"TMPDIR={folder} is too long for the sockets of processes that read rows: set it to a path of at most {LONGEST} "
-            "bytes, such as /tmp"
-        )
+    if len(os.fsencode(folder := tempfile.gettempdir())) > LONGEST:
+        need = f"set it to a path of at most {LONGEST} bytes, such as /tmp"
+        raise ValueError(f"TMPDIR={folder} is too long for the sockets of processes that read rows: {need}")
