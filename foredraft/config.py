@@ -227,11 +227,11 @@ def check_group(group: str, node: DictConfig, base: DictConfig, final: DictConfi
             continue
         schema = schema_of(parameters[name].annotation if name in parameters else Any, default)
         try:
-            node = schema._get_node("value")
-            if isinstance(node, IntegerNode) and isinstance(value, float) and value.is_integer():  # 1e6
+            wanted = schema._get_node("value")
+            if isinstance(wanted, IntegerNode) and isinstance(value, float) and value.is_integer():  # 1e6
                 value = int(value)
                 OmegaConf.update(final, key, value)
-            many = isinstance(node, ListConfig) and isinstance(value, str | int | float | bool)
+            many = isinstance(wanted, ListConfig) and isinstance(value, str | int | float | bool)
             schema.value = [value] if many else value  # a list of one may go without brackets
         except OmegaConfBaseException as error:
             shown = json.dumps(value) if value is None or isinstance(value, bool) else value

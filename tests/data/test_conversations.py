@@ -250,6 +250,14 @@ def test_files_of_linked_folders_are_read_once(tmp_path: Path):
     assert sorted(row.where for row in rows) == ["1.jsonl:1", "2.JSONL:1", "3.jsonl:1"]
 
 
+@pytest.mark.parametrize("count", [0, -1, 1e4, "all"])
+def test_a_number_of_rows_that_is_none_is_refused(count: Any):
+    with pytest.raises(
+        ValueError, match=rf"^data\.max_samples={count} is not a number of rows: give 1 or more, or null"
+    ):
+        Source("rows.jsonl", max_samples=count)
+
+
 def test_a_pipe_is_refused(tmp_path: Path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(

@@ -351,7 +351,7 @@ def test_comments_of_a_yaml_are_the_meanings_of_its_keys() -> None:
 
 
 def test_what_is_imported_when_it_is_used_is_completed() -> None:
-    """Check that dir() has the public names, and that a subpackage needs no import of its own."""
+    """Check that dir() has the public names, and that a subpackage needs no separate import."""
     assert {*package.__all__, *package.SUBPACKAGES} <= {*dir(package)}
     assert package.__getattr__("heads").Target is package.Target
 

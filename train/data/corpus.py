@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -20,6 +21,10 @@ from foredraft.train.data import stdlib
 from foredraft.train.data.documents import Document, Documents
 
 TEXTS = 64  # that are tokenized together
+# Names of splits in paths, as `datasets` knows them.
+SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
+SPLITS |= {"testing": "test", "eval": "test", "evaluation": "test"}
+SPLITS |= {split: split for split in ("train", "validation", "test")}
 Held = Sequence[str] | Documents  # raw texts, or what was held out of conversations
 
 
@@ -83,6 +88,18 @@ def walk(root: Path) -> Iterator[Path]:
             continue
         seen.add(place)
         yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def of_split(found: list[Path], root: Path, split: str) -> list[Path]:
+    """Return the files without those that are named for another split (data/test-00000.parquet), if some are for this one."""
+    words = {file: {*re.split(r"[^a-z0-9]+", str(file.relative_to(root)).lower())} for file in found}
+    ours = {*re.split(r"[^a-z0-9]+", split.lower())}
+    if not any(ours <= words[file] for file in found):  # training.jsonl is for the split train
+        ours = {SPLITS.get(word, word) for word in ours}
+        words = {file: {SPLITS.get(word, word) for word in names} for file, names in words.items()}
+    if not any(ours <= words[file] for file in found):
+        return found
+    return [file for file in found if ours <= words[file] or not words[file] & SPLITS.keys()]
 
 
 def read_text(file: Path) -> str:

@@ -7,7 +7,6 @@ import csv
 import gzip
 import hashlib
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from foredraft.train.data.columns import (
     system,
     weighted,
 )
-from foredraft.train.data.corpus import walk
+from foredraft.train.data.corpus import of_split, walk
 from foredraft.train.data.layouts import (
     LIST,
     Message,
@@ -49,10 +48,6 @@ from foredraft.train.data.layouts import parsed as parsed_json
 
 TABLES = (".csv", ".tsv")
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".parquet", *TABLES)  # of files in a directory
-# Names of splits in paths, as `datasets` knows them.
-SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
-SPLITS |= {"testing": "test", "eval": "test", "evaluation": "test"}
-SPLITS |= {split: split for split in ("train", "validation", "test")}
 SHARD = 1 << 24  # bytes of a file of JSON Lines that one process reads at a time
 SHARD_ROWS = 10_000  # and rows of a dataset from the Hub
 
@@ -78,6 +73,11 @@ class Source:
     prompt: str | None = None
     response: str | None = None
     text: str | None = None
+
+    def __post_init__(self) -> None:
+        count = self.max_samples
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ValueError(f"data.max_samples={count} is not a number of rows: give 1 or more, or null for all")
 
     def rows(self) -> Iterator[Row]:
         """Return every row, in order. Raise ValueError that names a path with nothing to read."""
@@ -197,18 +197,6 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
     if path.count("/") > 1 or path.startswith((".", "/", "~")) or path.endswith(ENDINGS):
         raise ValueError(f"data.path={path} does not exist: give a file, a folder, or a dataset's id on the Hub")
     return []
-
-
-def of_split(found: list[Path], root: Path, split: str) -> list[Path]:
-    """Return the files without those that are named for another split (data/test-00000.parquet), if some are for this one."""
-    words = {file: {*re.split(r"[^a-z0-9]+", str(file.relative_to(root)).lower())} for file in found}
-    ours = {*re.split(r"[^a-z0-9]+", split.lower())}
-    if not any(ours <= words[file] for file in found):  # training.jsonl is for the split train
-        ours = {SPLITS.get(word, word) for word in ours}
-        words = {file: {SPLITS.get(word, word) for word in names} for file, names in words.items()}
-    if not any(ours <= words[file] for file in found):
-        return found
-    return [file for file in found if ours <= words[file] or not words[file] & SPLITS.keys()]
 
 
 def shards(file: Path) -> list[Shard]:
