@@ -33,7 +33,13 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *SUBPACKAGES})
+
+
 def __getattr__(name: str) -> Any:
+    if name in SUBPACKAGES:
+        return importlib.import_module(f"foredraft.{name}")
     for subpackage, names in SUBPACKAGES.items():
         if name in names:
             return getattr(importlib.import_module(f"foredraft.{subpackage}"), name)

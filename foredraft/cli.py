@@ -4,8 +4,8 @@
     def main(cfg: DictConfig) -> None: ...
 
 The whole command line is checked before anything runs (foredraft/config.py); --help is written by foredraft/config_help.py.
-Exit codes: 0 done, 1 a bug (with its traceback), 2 bad input or a lost process, 130 interrupted. FOREDRAFT_TRACE=1
-shows the traceback of bad input too.
+Exit codes: 0 done, 1 a bug (with its traceback), 2 bad input or a lost process, 130 interrupted, 141 nobody reads the output
+any more. FOREDRAFT_TRACE=1 shows the traceback of bad input too.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import inspect
 import linecache
 import os
 import re
+import select
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue
+from yaml import YAMLError
 
 from foredraft.config import checked_jobs, first_line, opened, without_hydra
 from foredraft.config_help import describe, docstring
@@ -86,7 +88,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
     parser.add_argument("--local_rank")  # DeepSpeed's launcher adds it, and sets the variable LOCAL_RANK too
-    return parser.parse_intermixed_args()  # head=medusa --help all
+    args, unknown = parser.parse_known_intermixed_args()  # head=medusa --help all
+    if unknown:
+        key, _, value = unknown[0].lstrip("-").partition("=")
+        typed = f"{key.replace('-', '_')}={value or '...'}"
+        print(f"error: {unknown[0]} is not known: write {typed}, without dashes", file=sys.stderr)
+        raise SystemExit(2)
+    return args
 
 
 @contextlib.contextmanager
@@ -143,12 +151,21 @@ def check_at_least(cfg: DictConfig, least: int, *names: str) -> None:
 
 def explain(error: Exception, folder: str) -> int:
     """Print what a user needs to know of `error`; the exit code. `folder` is where the job writes."""
+    if isinstance(error, BrokenPipeError) and has_no_reader():
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what Python still has to write, at its end
+        return 141
     message = user_message(error, folder)
     if message is None or os.environ.get("FOREDRAFT_TRACE") == "1":
         traceback.print_exception(error)
     if message is not None:
         print(f"error: {message}", file=sys.stderr)
     return 1 if message is None else 2
+
+
+def has_no_reader() -> bool:
+    """Return whether the program that read stdout (`| head`) has ended."""
+    (stdout := select.poll()).register(1, 0)  # events: only errors
+    return bool(stdout.poll(0))
 
 
 def user_message(error: BaseException, folder: str) -> str | None:
@@ -158,8 +175,8 @@ def user_message(error: BaseException, folder: str) -> str | None:
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__  # hydra.utils.instantiate wraps what a constructor raised
     if isinstance(error, OverrideParseException):
-        return f"cannot read {error.override!r}: write key=value, with quotes around a value with commas, = or é"
-    if isinstance(error, HydraException):
+        return f"cannot read {error.override!r}: write key=value, with quotes around a value with commas or brackets"
+    if isinstance(error, HydraException | YAMLError):
         return " ".join(f"{error} {error.__cause__ or ''}".split())
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"

@@ -30,11 +30,11 @@ from hydra.core.override_parser.types import OverrideType
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
 from hydra.utils import get_object
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, IntegerNode, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from foredraft.renamed_keys import new_choice, new_key
-from foredraft.words import BENCH_CONF, CONF, WORDS, overrides_of
+from foredraft.words import BENCH_CONF, CONF, TEXTS, WORDS, overrides_of
 
 
 def by_preset(preset: str, test_model: str, other: str) -> str:
@@ -125,10 +125,11 @@ def checked_jobs(program: str, overrides: list[str], sweep: bool) -> list[DictCo
         found.append(check(program, list(job), number, sweep))
         folders.append(str(OmegaConf.select(found[-1], "output_dir")))  # which may name a choice of this job
     if "output_dir" in found[0] and max(Counter(folders).values()) > 1:
-        for cfg, folder, job in zip(found, folders, jobs, strict=True):
-            # No sign that would need quotes when the path is typed again in an override.
-            names = [re.sub(r"[^\w.+]", "-", override) for override in job if override.partition("=")[0] in swept]
-            cfg.output_dir = str(Path(folder) / "_".join(names))
+        # No sign that would need quotes when the path is typed again in an override.
+        values = [[re.sub(r"[^\w.+]", "-", line) for line in job if line.partition("=")[0] in swept] for job in jobs]
+        names = ["_".join(own).encode()[:200].decode(errors="ignore") for own in values]  # a name has at most 255 bytes
+        for number, (cfg, folder, name) in enumerate(zip(found, folders, names, strict=True)):
+            cfg.output_dir = str(Path(folder) / (name if names.count(name) == 1 else f"{name}_{number}"))
     return found
 
 
@@ -143,6 +144,8 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
     values: list[str] = []
     for override in OverridesParser.create().parse_overrides(overrides):
         key, value = override.key_or_group, override.value()
+        if str(override.input_line).endswith("=") and key not in TEXTS:
+            raise HydraException(f"{key}= has no value: is a variable of the shell empty? {key}=null means none")
         if override.is_sweep_override():
             line = str(override.input_line)
             raise HydraException(f"{line} is a sweep, which needs -m; a list is written {line.replace('=', '=[', 1)}]")
@@ -224,7 +227,11 @@ def check_group(group: str, node: DictConfig, base: DictConfig, final: DictConfi
             continue
         schema = schema_of(parameters[name].annotation if name in parameters else Any, default)
         try:
-            many = isinstance(schema._get_node("value"), ListConfig) and isinstance(value, str | int | float | bool)
+            wanted = schema._get_node("value")
+            if isinstance(wanted, IntegerNode) and isinstance(value, float) and value.is_integer():  # 1e6
+                value = int(value)
+                OmegaConf.update(final, key, value)
+            many = isinstance(wanted, ListConfig) and isinstance(value, str | int | float | bool)
             schema.value = [value] if many else value  # a list of one may go without brackets
         except OmegaConfBaseException as error:
             shown = json.dumps(value) if value is None or isinstance(value, bool) else value

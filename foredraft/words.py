@@ -12,7 +12,7 @@ SCRIPTS = ROOT / "scripts"
 BENCH_CONF = SCRIPTS / "bench" / "conf"  # not in the installed package
 WORDS = {"target": "target.path", "drafter": "drafter.path", "learn": "learn.enabled"}  # target=X is target.path=X
 LISTS = ("evaluate", "matched", "by_context")  # programs whose key `drafter` is a drafter or a list of drafters
-TEXTS = ("prompt", "system")  # keys whose values are not paths
+TEXTS = ("prompt", "system")  # keys whose values are text, whatever characters are in it
 DRAFTERS = {  # drafter=NAME; inference/drafters loads them
     "none": "No drafts: autoregressive decoding, by the same loop.",
     "ngram": "Prompt lookup: drafts are the continuation of the most recent occurrence of the last tokens.",
@@ -91,13 +91,13 @@ def overrides_of(program: str, words: Iterable[str]) -> list[str]:
 def expand(word: str, listed: bool = False) -> list[str]:
     """Return what `word` means in Hydra's language: target=ORG/NAME is target.path=ORG/NAME, drafter=DIRECTORY is
     drafter.path=DIRECTORY, data=NAME stands for a data set, a path may contain ~ and signs that Hydra uses itself, and a
-    prompt is text whatever characters are in it. listed: `drafter` is a key, not a group of keys."""
+    prompt or system message is text whatever characters are in it. listed: `drafter` is a key, not a group of keys."""
     key, sign, value = word.partition("=")
-    if not sign or (key == "prompt" and (value == "null" or value[:1] in "'\"")):
+    if not sign or (key in TEXTS and (value == "null" or value[:1] in "'\"")):
         return [word]
-    if key == "prompt":
+    if key in TEXTS:
         text = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # not OmegaConf's interpolation
-        return [f"prompt={quoted(text, always=True)}"]
+        return [f"{key}={quoted(text, always=True)}"]
     if key.lstrip("+") not in TEXTS:  # a shell expands ~ only at the start of a word
         value = re.sub(r"(^|[\[,:+'\"])~(?=/)", lambda match: match[1] + os.path.expanduser("~"), value)
     if key == "data" and value in DATA_SETS:
@@ -111,9 +111,10 @@ def expand(word: str, listed: bool = False) -> list[str]:
         if key == "target":
             value = target_path(value)
         return [f"{key if key == 'drafter' and listed else WORDS[key]}={quoted(value)}"]
-    # A partitioned data set has folders such as date=2026-01-01, and Hydra reads no letters but those of ASCII.
-    signs = r"[\w./:@+~=-]+" if value.isascii() else r"[^][{}()'\"\\$,]+"
-    path = ("=" in value or not value.isascii()) and re.fullmatch(r"\+*[.\w]+", key) and re.fullmatch(signs, value)
+    # Hydra reads no letters but those of ASCII, and not all signs: date=2026-01-01/x.jsonl, "rows (1).jsonl", R&D/x.jsonl.
+    # range(1,3) and choice(a,b) are its own.
+    foreign = re.search(r"[^ \w./:@+~%*?|-]", value, re.ASCII)
+    path = foreign and re.fullmatch(r"\+*[.\w]+", key) and not re.search(r"[][{}'\"\\$,]|^\w+\(", value)
     return [f"{key}={quoted(value) if path else value}"]
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from safetensors.torch import save_file
 
 from foredraft.cli import entry
 from foredraft.heads.target_model import Target
+from foredraft.heads.target_model.files import save_tensors
 from foredraft.inference.evaluation.progress import Progress
 from foredraft.inference.serve.address import check_address
 from foredraft.train.hidden_states.probe import final_norm, read_states
@@ -100,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
             except ConnectionError:
                 lock.unlink()
                 raise
-            save_file(tensors, path)
+            save_tensors(tensors, path)
 
 
 @entry("extract")

@@ -40,7 +40,7 @@ def main(cfg: DictConfig) -> None:
     if (cfg.prompt is None) == (cfg.prompts is None):
         raise ValueError("set either prompt=TEXT or prompts=FILE.jsonl")
     if cfg.prompts is not None and not Path(cfg.prompts).is_file():
-        raise ValueError(f"prompts={cfg.prompts} does not exist: give a JSON Lines file with a column `prompt`")
+        raise ValueError(f"prompts={cfg.prompts} is not a file: give a JSON Lines file with a column `prompt`")
     rows = [Row("prompt", {"prompt": cfg.prompt})] if cfg.prompts is None else list(Source(cfg.prompts).rows())
     check_at_least(cfg, 1, "batch_size", "max_new_tokens")
     if cfg.output is not None and cfg.prompts is None:

@@ -26,6 +26,7 @@ from foredraft.train import losses, parity_gate
 from foredraft.train.data import long_prompts, prompt_sets
 from foredraft.train.data.corpus import Corpus, has_prompts, prompts
 from foredraft.train.data.documents import Document
+from foredraft.train.data.row_order import check_sockets
 from foredraft.train.runtime import distributed
 
 ONLINE = "foredraft.train.hidden_states.online.online"
@@ -61,13 +62,15 @@ def check_config(cfg: DictConfig) -> None:
     check_context_parallel(cfg, distributed.world_size(), cfg.strategy)
     if cfg.init_from is not None:
         client.find(cfg.init_from)  # before data and text take their time
+    if workers := cfg.trainer.get("dataloader_num_workers"):
+        check_sockets()
     if not cfg.fresh_text:
         return
     if not cfg.self_generated_tokens:
         raise ValueError("fresh_text=true writes text anew, and self_generated_tokens=0 lets the target write none")
     if cfg.hidden_states._target_ != ONLINE:
         raise ValueError("fresh_text=true trains on text that is not there at the start: set hidden_states=online")
-    if workers := cfg.trainer.get("dataloader_num_workers"):
+    if workers:
         raise ValueError(
             f"trainer.dataloader_num_workers={workers}: with fresh_text=true the process that reads rows runs the target, "
             "which a worker cannot. Set 0"

@@ -9,26 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelInfo, get_token, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import validate_repo_id
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from foredraft.heads.formats.files import CONFIG, FILE, INDEX, PICKLED, SAFE, WEIGHTS, read_config, shards, weights_file
 from foredraft.heads.target_model.cache_directory import file_sha256
+from foredraft.heads.target_model.files import hub_reason
 
 HEAD = "head"  # directory in that of a run, and of each of its checkpoints
 # The files of a head in any layout: a repository contains those of the newest head, and no others.
 HEAD_FILES = (*WEIGHTS, "*.safetensors", "config.json", "config.yaml", "metrics.json", "report.html")
 TEXTS = ["*.json", "*.md", "mask_embedding.pt"]  # the last is refused, and never opened
-REASONS = {
-    401: "the token is not valid (401): log in with `hf auth login`, or set HF_TOKEN",
-    403: "the token lacks permission (403): use one that may read, or write, that repository",
-    412: "somebody else changed it meanwhile (412): look at it, and run the same command again",
-    429: "too many requests (429): wait some minutes and run the same command again",
-}
-
-MOST_CAUSES = 8  # of an error: its chain may be a ring
 
 
 def find(path_or_id: str | Path, revision: str | None = None) -> Path:
@@ -160,10 +153,4 @@ def one_sentence_errors(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # from the client's transport, which may be one of two libraries
-        causes: list[BaseException | None] = [error]
-        while causes[-1] is not None and len(causes) < MOST_CAUSES:
-            causes.append(causes[-1].__cause__)
-        status = next((cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)), 0)
-        without_token = str(error).replace(get_token() or "<token>", "<token>")
-        reason = REASONS.get(status) or without_token.strip().partition("\n")[0]
-        raise ValueError(f"{what}: {reason}") from None
+        raise ValueError(f"{what}: {hub_reason(error)}") from None

@@ -14,8 +14,12 @@ from typing import Any
 
 
 def cache_directory() -> Path:
-    """Return the directory of the variable FOREDRAFT_CACHE, or ~/.cache/foredraft."""
-    return Path(os.environ.get("FOREDRAFT_CACHE") or Path.home() / ".cache" / "foredraft")
+    """Return the directory of the variable FOREDRAFT_CACHE, or ~/.cache/foredraft. Raise ValueError if the user has no home,
+    as in some containers."""
+    try:
+        return Path(os.environ.get("FOREDRAFT_CACHE") or "~/.cache/foredraft").expanduser()
+    except RuntimeError:
+        raise ValueError("this user has no home directory: set FOREDRAFT_CACHE to a directory for the cache") from None
 
 
 def measured_before(kind: str, about: dict[str, Any]) -> Any:
@@ -33,13 +37,13 @@ def remember(kind: str, about: dict[str, Any], measured: Any) -> None:
     """Write what was measured, completely or not at all. about: what must be equal for it to hold."""
     if os.environ.get("FOREDRAFT_REMEMBER") == "0":
         return
-    file = file_of(kind, about)
     try:
+        file = file_of(kind, about)
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".part", delete=False, encoding="utf-8") as part:
             json.dump({"about": about, "measured": measured}, part)
         os.replace(part.name, file)
-    except OSError:
+    except (OSError, ValueError):
         pass  # a cache that cannot be written: the next run measures again
 
 

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import get_token, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import safe_open
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -17,6 +18,31 @@ if TYPE_CHECKING:
 
 PROBE = "It's 12345, DON'T\n\n  x==3.1;\r\n cafe\u0301 日本 "  # a text that shows how words are split
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+REASONS = {
+    401: "the token is not valid (401): log in with `hf auth login`, or set HF_TOKEN",
+    403: "the token lacks permission (403): use one that may read, or write, that repository. A gated one has terms to "
+    "accept on its page",
+    412: "somebody else changed it meanwhile (412): look at it, and run the same command again",
+    429: "too many requests (429): wait some minutes and run the same command again",
+}
+NO_TOKEN = (
+    "it does not exist, or is private or gated (401): check the name. A gated one has terms to accept on its page. Then log "
+    "in with `hf auth login`, or set HF_TOKEN"
+)
+MOST_CAUSES = 8  # of an error: its chain may be a ring
+
+
+def hub_reason(error: BaseException) -> str:
+    """Return in a sentence, without the token, why the Hub does not do what its client asked for."""
+    causes: list[BaseException | None] = [error]
+    while causes[-1] is not None and len(causes) < MOST_CAUSES:
+        causes.append(causes[-1].__cause__)
+    status = next((cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)), 0)
+    if status == 401 and get_token() is None:
+        return NO_TOKEN
+    lines = [line for line in str(error).replace(get_token() or "<token>", "<token>").splitlines() if line.strip()]
+    # The first line may only be "404 Client Error. (Request ID: ...)".
+    return REASONS.get(status) or next((line.strip() for line in lines if " Client Error." not in line), "".join(lines))
 
 
 def check_no_pointer(file: Path) -> None:
@@ -62,6 +88,15 @@ def commit_of(target: "Target") -> str | None:
     """Return the commit of a target from the Hub, of which the cache has a folder; None for one from a directory."""
     file = checkpoint_file(target, "config.json")
     return None if file is None or Path(target.checkpoint).is_dir() else file.parent.name
+
+
+def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a file in safetensors, with the permissions of any new file. The library makes files private, and a server may
+    run as another user."""
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(tensors, file, metadata=metadata)
+    file.chmod(mode)
 
 
 def weight_map(target: "Target", weights: str = WEIGHTS) -> dict[str, Path]:

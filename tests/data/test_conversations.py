@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,33 @@ def test_a_file_next_to_its_compressed_copy_is_refused(tmp_path: Path):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
     with pytest.raises(ValueError, match=r"a\.jsonl and a\.jsonl\.gz would both be read: remove one of them"):
         Source(str(tmp_path)).shards()
+
+
+def test_files_of_linked_folders_are_read_once(tmp_path: Path):
+    for name in ("data/far/1.jsonl", "data/2.JSONL", "shards/3.jsonl", ".old/4.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / name, [{"messages": HI}])
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "shards")
+    (tmp_path / "data" / "again").symlink_to(tmp_path / "data" / "far")
+    (tmp_path / "data" / "far" / "up").symlink_to(tmp_path)
+    rows = Source(str(tmp_path / "data")).rows()
+    assert sorted(row.where for row in rows) == ["1.jsonl:1", "2.JSONL:1", "3.jsonl:1"]
+
+
+@pytest.mark.parametrize("count", [0, -1, 1e4, "all"])
+def test_a_number_of_rows_that_is_none_is_refused(count: Any):
+    with pytest.raises(
+        ValueError, match=rf"^data\.max_samples={count} is not a number of rows: give 1 or more, or null"
+    ):
+        Source("rows.jsonl", max_samples=count)
+
+
+def test_a_pipe_is_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(
+        ValueError, match="pipe is a pipe or a device, which is read only once: write its rows to a file"
+    ):
+        Source(str(tmp_path / "pipe")).shards()
 
 
 def test_hidden_files_and_folders_with_the_name_of_a_file_are_not_read(tmp_path: Path):

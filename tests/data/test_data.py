@@ -50,6 +50,14 @@ def test_text_files_are_split_by_file_and_a_text_that_is_held_out_is_trained_on_
     assert len(held) + len(trained) == 20 and 4 <= len(held) <= 8 and not trained & held
 
 
+def test_text_files_of_linked_folders_are_read_and_hidden_ones_are_not(target, tmp_path):
+    for name in ("texts/1.txt", "more/2.txt", "texts/.git/index", "texts/.3.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"\xff" if "index" in name else f"{name}\n{TEXT}".encode())
+    (tmp_path / "texts" / "linked").symlink_to(tmp_path / "more")
+    assert corpus.text_files(target.tokenizer, str(tmp_path / "texts")).card["files"] == 2
+
+
 def test_prompts_start_at_lines_and_have_their_length(target):
     rows = corpus.prompts(target.tokenizer, [TEXT, TEXT], 6, 20)
     assert len(rows) == 6 and all(len(row) == 20 for row in rows)

@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import os
 import pickle
 import sys
+import tempfile
 from pathlib import Path
 
 import datasets
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from foredraft.train.checks import check_config
 from foredraft.train.data import conversations, sources
 from foredraft.train.data.conversations import corpus
 from foredraft.train.data.documents import Documents
@@ -19,6 +22,7 @@ from foredraft.train.data.packing import Packed, collate
 from tests.support import ROOT
 from tests.support.batches import documents
 from tests.support.chats import CHATML, tokenizer
+from tests.support.configs import composed
 from tests.support.processes import end, start
 
 COLUMNS = {"tokens": "int32", "flags": "uint8"}
@@ -81,6 +85,26 @@ def test_several_processes_give_the_documents_of_one(tmp_path: Path, monkeypatch
     several = corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path / "two"), num_proc=2)
     assert list(several.train) == list(alone.train) and several.card == alone.card
     assert not several.train.chunks[0].tokens.flags.owndata  # but mapped
+
+
+def test_a_system_without_affinity_takes_one_process_per_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    file = write(tmp_path / "rows.jsonl", 9)
+    assert len(corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path / "cache")).train)
+
+
+def test_a_path_that_is_too_long_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Check before processes read rows, which would wait for ever."""
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: f"/scratch/{'long' * 20}")
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.jsonl", 9)
+    with pytest.raises(
+        ValueError, match=r"TMPDIR=/scratch/long.* is too long for the sockets .*set it to a path of at most"
+    ):
+        corpus(tokenizer(CHATML), path=str(tmp_path), cache_dir=str(tmp_path / "cache"), num_proc=2)
+    with pytest.raises(ValueError, match="TMPDIR=/scratch/long"):
+        check_config(composed("train", "target.path=none", "hidden_states=offline"))
 
 
 PREPARE = """

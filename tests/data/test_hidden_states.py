@@ -115,7 +115,7 @@ def test_a_file_of_rows_is_bounded_in_bytes(target, tmp_path: Path, monkeypatch,
 
 def test_killed_writers_go_on_and_leave_the_same_manifest(target, whole: Path, tmp_path: Path):
     """End two writers in their second files, which stay half written."""
-    path, calls, save_file = tmp_path / "features", itertools.count(), offline.save_file
+    path, calls, save_file = tmp_path / "features", itertools.count(), offline.save_tensors
 
     def save(tensors: dict, file: Path, **facts) -> None:
         if next(calls) % 2:
@@ -125,7 +125,7 @@ def test_killed_writers_go_on_and_leave_the_same_manifest(target, whole: Path, t
 
     for rank in (0, 1):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(offline, "save_file", save)
+            patch.setattr(offline, "save_tensors", save)
             facts = offline.describe(rows(), target, LAYERS, "float32", 2)
             offline.write(rows(), target, facts, path, 2, rank, 2)
     there = {file.name: file.stat().st_mtime_ns for file in path.glob("shard-*.safetensors")}
@@ -141,6 +141,7 @@ def test_killed_writers_go_on_and_leave_the_same_manifest(target, whole: Path, t
         assert (path / file.name).read_bytes() == file.read_bytes()
     assert all((path / name).stat().st_mtime_ns == time for name, time in there.items())  # not written twice
     assert len(list(path.glob("shard-*.part"))) == 1 and fresh.exists()  # a newer one may still have its writer
+    assert len({file.stat().st_mode for file in whole.iterdir()}) == 1  # others may read all or nothing
 
 
 def test_all_processes_decide_alike_whether_there_are_states(target, whole: Path, monkeypatch):

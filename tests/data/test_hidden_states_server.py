@@ -328,7 +328,7 @@ def main(path: str, folder: str, seed: str, deaths: str) -> None:
         Mortal.left = draw.randint(1, 7) if life < int(deaths) else -1
         pid = os.fork()
         if pid == 0:
-            extract.Handler, extract.save_file = Mortal, save_or_die
+            extract.Handler, extract.save_tensors = Mortal, save_or_die
             extract.Extractor(target, LAYERS, Path(folder), "127.0.0.1", port).serve_forever()
         os.waitpid(pid, 0)
         time.sleep(draw.random() / 2)

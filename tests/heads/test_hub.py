@@ -17,7 +17,9 @@ from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.heads.hub.card import model_card
 from foredraft.heads.hub.client import file_sha256
+from foredraft.heads.target_model import files
 from foredraft.heads.target_model.files import weight_map
+from foredraft.heads.target_model.resolve_path import check_path, gguf_of
 from foredraft.inference import load_drafter
 from foredraft.scripts import plan, preview
 from foredraft.train import publish
@@ -269,6 +271,29 @@ def test_what_the_hub_refuses_is_said_in_a_sentence(server, folder, capfd, statu
     assert TOKEN not in str(error.value) + shown.out + shown.err
     assert NAME in str(error.value) and "\n" not in str(error.value)
     assert not (server.repos.get(NAME) and server.repos[NAME].commits)
+
+
+@pytest.mark.parametrize(
+    "status, token, words",
+    [
+        (401, None, "private or gated .401.: check the name. A gated one has terms to accept .*`hf auth login`"),
+        (401, TOKEN, "the token is not valid .401."),
+        (403, TOKEN, "the token lacks permission .403.: .*terms to accept on its page"),
+        (None, TOKEN, "Repository Not Found for url: http"),
+    ],
+)
+def test_why_the_hub_gives_no_model_is_said(server, target, monkeypatch, status, token, words):
+    """Check heads, targets and GGUF files. The first line of the client's messages has no reason."""
+    server.trouble = lambda method, path: status
+    monkeypatch.setattr(files, "get_token", lambda: token)
+    for ask in (
+        lambda: load_head(NAME, target),
+        lambda: check_path(NAME),
+        lambda: gguf_of(f"{NAME}/a.gguf", None, None),
+    ):
+        with pytest.raises(ValueError, match=f"does not provide it: .*{words}") as error:
+            ask()
+        assert "\n" not in str(error.value)
 
 
 def test_words_of_other_errors_are_told_without_the_token(server, folder, monkeypatch):

@@ -17,6 +17,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+import foredraft as package
 from foredraft import __main__ as foredraft
 from foredraft import config, renamed_keys
 from foredraft.cli import NEEDS_TARGET, check_at_least, entry, reach_this_machine
@@ -115,6 +116,7 @@ def test_a_plain_run_leaves_nothing_behind(run: Run, tmp_path: Path) -> None:
         ("seed=${nope}", "seed: Interpolation key 'nope' not found"),
         ("head=medusa,eagle3", "head=medusa,eagle3 is a sweep, which needs -m"),
         ("head", "cannot read 'head': write key=value"),
+        ("output_dir=", "output_dir= has no value: is a variable of the shell empty? output_dir=null means none"),
         ("hydra.nope=1", "hydra.nope"),
         (["-m", "head=eagle3,medsua"], "did you mean head=medusa?"),  # no job runs
         (["-m", "seed=1,x"], "seed=x: Value 'x' of type 'str'"),
@@ -128,6 +130,13 @@ def test_mistyped(run: Run, capsys: pytest.CaptureFixture[str], typed: str | lis
     assert message in errors and errors.startswith("error: ") and errors.count("\n") == 1
 
 
+def test_a_yaml_of_the_users_that_cannot_be_read(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own" / "recipe").mkdir(parents=True)
+    (tmp_path / "own" / "recipe" / "tab.yaml").write_text("# @package _global_\ntrainer:\n\tmax_steps: 3\n")
+    assert run("--config-dir=own", "recipe=tab")[0] == 2
+    assert re.fullmatch(r"error: while scanning .*tab\.yaml\", line 3, column 1\n", capsys.readouterr().err)
+
+
 def test_well_typed(run: Run) -> None:
     wanted = {
         "trainer.lr=1": ("trainer.lr", 1),
@@ -137,6 +146,7 @@ def test_well_typed(run: Run) -> None:
         "++trainer.max_steps=null": ("trainer.max_steps", None),
         "+new.key=x": ("new.key", "x"),
         "head.name=7": ("head.name", "7"),
+        "trainer.max_steps=1e3": ("trainer.max_steps", 1000),
         "trainer.log={every: 3}": ("trainer.log", {"mode": "plain", "every": 3}),
         "output_dir=/tmp/a b": ("output_dir", "/tmp/a b"),
     }
@@ -155,6 +165,8 @@ def test_words_that_stand_for_keys(monkeypatch: pytest.MonkeyPatch, run: Run) ->
         "+data.path='~/a b.jsonl'": ["+data.path='/home/ada/a b.jsonl'"],
         "drafters=[~/one,draft:~/two]": ["drafters=[/home/ada/one,draft:/home/ada/two]"],
         "data.path=/d/date=2026-01-01/x.jsonl": ["data.path='/d/date=2026-01-01/x.jsonl'"],
+        "data.path=/d/rows (1).jsonl": ["data.path='/d/rows (1).jsonl'"],
+        "data.path=/d/R&D #2/x.jsonl": ["data.path='/d/R&D #2/x.jsonl'"],
         "data.path=/d/Größe 2/日本.jsonl": ["data.path='/d/Größe 2/日本.jsonl'"],
         "target=/home/jörg/m": ["target.path='/home/jörg/m'"],
         "target=/home/jo\u0308rg/m": ["target.path='/home/jo\u0308rg/m'"],  # two characters, as macOS writes them
@@ -164,10 +176,12 @@ def test_words_that_stand_for_keys(monkeypatch: pytest.MonkeyPatch, run: Run) ->
         "learn=true": ["learn.enabled=true"],
         "prompt=def f(x='a', y=${b}):": [r"prompt='def f(x=\'a\', y=\${b}):'"],
         "prompt=~/x is": ["prompt='~/x is'"],
+        "system=Be brief, matey: (1) ${x}": [r"system='Be brief, matey: (1) \${x}'"],
     }.items():
         assert expand(typed) == meant
     for same in (
         "trainer.max_steps=range(start=1,stop=3)",
+        "seed=shuffle(range(1,3))",
         "+a={b: 'c=d'}",
         "prompt='a'",
         "learn={keep: 3}",
@@ -186,6 +200,26 @@ def test_nearest_prefers_the_last_part_and_the_first_letter() -> None:
     assert nearest("heed", ["seed", "head"]) == "head"
     assert nearest("lr", ["trainer", "trainer.lr"]) == "trainer.lr"
     assert nearest("trainer.zzz", ["trainer", "trainer.lr"]) is None
+
+
+@pytest.mark.parametrize(
+    "typed, meant",
+    [("--max-steps=3", "max_steps=3"), ("--target", "target=..."), ("-v", "v=...")],
+)
+def test_a_flag_that_is_a_key_elsewhere(run: Run, capsys: pytest.CaptureFixture[str], typed: str, meant: str) -> None:
+    assert run("head=medusa", typed, "x")[0] == 2
+    assert capsys.readouterr().err == f"error: {typed} is not known: write {meant}, without dashes\n"
+
+
+def test_a_reader_that_has_read_enough_is_no_error() -> None:
+    """Check `| head`: the process ends without a word when nobody reads its output any more."""
+    endless = "from foredraft.cli import sentences\nwith sentences():\n    while True: print('text', flush=True)"
+    with subprocess.Popen([sys.executable, "-c", endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == b"text\n"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141
 
 
 def raising(error: BaseException) -> Callable[[DictConfig], None]:
@@ -268,6 +302,8 @@ def test_traceback_of_a_bug_and_on_demand(
     [
         ("head=medusa,eagle3 trainer.max_steps=3", ["outputs/medusa", "outputs/eagle3"]),
         ("seed=range(0,1) trainer.lr=1,-1 output_dir=x", ["x/seed-0_trainer.lr-1", "x/seed-0_trainer.lr--1"]),
+        ("seed=1 head.name=a/b,a-b,c output_dir=x", ["x/head.name-a-b_0", "x/head.name-a-b_1", "x/head.name-c"]),
+        (f"head.name={'n' * 300},b output_dir=x", [f"x/head.name-{'n' * 190}", "x/head.name-b"]),
     ],
 )
 def test_jobs_of_a_sweep_do_not_share_a_folder(run: Run, tmp_path: Path, typed: str, folders: list[str]) -> None:
@@ -312,6 +348,12 @@ def call(depth: int, width: int | None = None) -> None:
 def test_comments_of_a_yaml_are_the_meanings_of_its_keys() -> None:
     text = "# @package _global_\n# A file\na: 1   # one\nb:  # two\n  c: 'x # y'  # kept\n  d: 2\ne: {f: 3} # four\n"
     assert comments(text, "p") == {"p": "A file", "p.a": "one", "p.b": "two", "p.b.c": "kept", "p.e": "four"}
+
+
+def test_what_is_imported_when_it_is_used_is_completed() -> None:
+    """Check that dir() has the public names, and that a subpackage needs no separate import."""
+    assert {*package.__all__, *package.SUBPACKAGES} <= {*dir(package)}
+    assert package.__getattr__("heads").Target is package.Target
 
 
 ROW = b'{"question": "a?", "answer": "b"}\n'

