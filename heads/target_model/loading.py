@@ -214,21 +214,16 @@ def load_model(
         for file in Path(path).glob("*.safetensors"):
             check_no_pointer(file)
         raise ValueError(f"target {path} cannot be loaded: {reason_of(error)}") from error
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if "ignore_mismatched_sizes" in str(error):
             reason = "its weights have other sizes than its config.json"
         elif "PytorchStreamReader" in str(error):
             reason = "a .bin file of its weights is damaged or incomplete"
+        elif "quant_method" in str(error):
+            reason = "its quantization_config lacks quant_method, as in checkpoints for MLX. Use the model in bfloat16"
         else:
             raise
         raise ValueError(f"target {path} cannot be loaded: {reason}") from error
-    except ValueError as error:
-        if "quant_method" not in str(error):
-            raise
-        raise ValueError(
-            f"target {path} cannot be loaded: its quantization_config has no quant_method, as in checkpoints for MLX. Use "
-            "the model in bfloat16, or in another quantized format"
-        ) from error
     check_complete(path, model, report["missing_keys"])
     check_scales(path, model, report["unexpected_keys"])
     if isinstance(dtype, torch.dtype) and not hasattr(model.config, "quantization_config"):

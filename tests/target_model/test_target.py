@@ -246,7 +246,7 @@ def test_a_device_that_is_not_there_is_one_sentence(device, tiny_path, capsys):
 def test_a_checkpoint_for_mlx_is_named(tiny_path, tmp_path):
     shutil.copytree(tiny_path, tmp_path, dirs_exist_ok=True)
     edit(tmp_path, lambda config: config.update(quantization_config={"group_size": 64, "bits": 4}))
-    with pytest.raises(ValueError, match=r"^target .* has no quant_method, as in checkpoints for MLX"):
+    with pytest.raises(ValueError, match=r"^target .* lacks quant_method, as in checkpoints for MLX"):
         Target.from_pretrained(tmp_path, device="cpu")
 
 
