@@ -317,6 +317,12 @@ TEXTS: list[tuple[ToolFormat, str, str, list]] = [
         [F],
     ),
     (HERMES, '<tool_call>{"name": "f"}</tool_call>', "", [NOTHING]),
+    (
+        HERMES,
+        '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>',
+        '<tool_call>{"name": "f", "args": {"a": 1}}</tool_call>',
+        [],
+    ),
     (HERMES, '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [NOTHING]),
     (HERMES, '<tool_call>{"name": "f", "arguments": ""}</tool_call>', "", [NOTHING]),
     (HERMES, '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "f"}</tool_call>', "", [ONE]),

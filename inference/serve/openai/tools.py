@@ -215,15 +215,15 @@ class ToolReader:
         return found, match_end(self.closing, text, end)
 
     def object_call(self, value: Any, on_its_line: bool) -> dict[str, Any] | None:
-        """Parse a call in the format's form or OpenAI's. In the middle of a line, an object with only a name is content."""
+        """Parse a call in the format's form or OpenAI's. Other keys, or only a name in the middle of a line, are content."""
         inner = value.get("function") if isinstance(value, dict) else None
         value = inner if isinstance(inner, dict) else value
         if not isinstance(value, dict):
             return None
-        arguments = value.get("arguments") or value.get("parameters")
-        if self.style.is_bare and not on_its_line and not value.keys() & {"arguments", "parameters"}:
+        is_unsure = value.keys() - {"name", "function", "type", "id"} or (self.style.is_bare and not on_its_line)
+        if is_unsure and not value.keys() & {"arguments", "parameters"}:
             return None
-        return self.call(value.get("name", inner), arguments)
+        return self.call(value.get("name", inner), value.get("arguments") or value.get("parameters"))
 
     def call(self, name: Any, arguments: Any) -> dict[str, Any] | None:
         arguments = parsed_arguments(arguments)
