@@ -511,23 +511,39 @@ def test_a_list_may_be_written_in_python(written, value):
 
 
 OPEN = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+TWO, XML = "<tool_call>f</tool_call><tool_call>f\n</tool_call>", '<a>\n<param name="a">1</param>\n</a>'
 END, MORE = "\n</function>\n</tool_call>", "<tool_call>\n<function=f>\n<parameter=b>\ny\n</parameter>"
 
 
 @pytest.mark.parametrize(
     "style, text, calls",
     [
-        (QWEN3_CODER, "<function=f>\n<parameter=a>\n1\n<parameter=b>\nx\n</parameter>" + END, [{"a": 1, "b": "x"}]),
-        (QWEN3_CODER, f"<function=f>\n<parameter=b>\nx{END}\n{MORE}{END}", [{"b": "x"}, {"b": "y"}]),
+        (QWEN3_CODER, f"{MORE}{END}\n<function=f>\n<parameter=b>\nx  {END}", [{"b": "y"}, {"b": "x"}]),
+        (QWEN3_CODER, f"<function=f>\n<parameter=b>\n{END}\n", [{"b": ""}]),
+        (QWEN3_CODER, f"<function=f>\n<parameter=b>\nx{END}\nz{END}", [{"b": f"x{END}\nz"}]),
         (QWEN3_CODER, f"<function=f>\n<parameter=b>\nx{END}\nz\n</parameter>{END}", [{"b": f"x{END}\nz"}]),
+        (QWEN3_CODER, f"<function=f>\n<parameter=b>\nx{END}\n{MORE}{END}", [{"b": f"x{END}\n{MORE[:-13]}"}]),
+        (
+            QWEN3_CODER,
+            f"<function=f>\n<parameter=b>\nx\n<parameter=a>\n1\n</parameter>{END}",
+            [{"b": "x\n<parameter=a>\n1"}],
+        ),
         (QWEN3_CODER, f"<function=f>\n<parameter=b>\nx\n<parameter=c>\n</parameter>{END}", [{"b": "x\n<parameter=c>"}]),
         (GLM, "<tool_call>f\n<arg_key>b</arg_key>\n<arg_value>x</tool_call>", [{"b": "x"}]),
+        (GLM, f"<tool_call>f\n<arg_key>b</arg_key>\n<arg_value>{TWO}</arg_value>\n</tool_call>", [{"b": TWO}]),
+        (MINICPM, f'<function name="f"><param name="b"><![CDATA[{XML}]]></param></function>', [{"b": XML}]),
         (MINIMAX, '<invoke name="f">\n<parameter name="b">x\n</invoke>\n</minimax:tool_call>', [{"b": "x"}]),
     ],
 )
-def test_a_value_whose_end_is_left_out_swallows_no_other(style, text, calls):
-    """Models leave it out in long conversations. What stands within a value that ends is part of it."""
+def test_the_last_value_may_lack_its_end(style, text, calls):
+    """Models leave it out in long conversations. What stands within a value that ends is part of it, whatever it is."""
     assert read(style, text, 1000, OPEN) == ("", [("f", given) for given in calls])
+
+
+@pytest.mark.parametrize("value", ["x\n<parameter=a>\n1" + END, "x" + "\n" * 60_000 + "y"])  # the latter took a minute
+def test_a_call_whose_values_have_no_ends_is_content(value):
+    text = "<function=f>\n<parameter=b>\n" + value
+    assert read(QWEN3_CODER, text, len(text), OPEN) == (text, [])
 
 
 @pytest.mark.parametrize(

@@ -119,11 +119,11 @@ class ToolReader:
             line = ("\n?" if opening.endswith("\n") else ""), ("\n?" if closing.startswith("\n") else "")
             value = rf"{line[0]}(?P<value>.*?){line[1]}"
             value = "(?:{}(?P<wrapped>.*?){}|{})".format(*map(re.escape, wrapper), value) if wrapper[0] else value
-            # Models may leave out the end of a value, before the next one or before the end of the call.
+            self.parameter = re.compile(rf"{pattern(opening)}{value}{re.escape(closing.strip())}\s*", re.DOTALL)
+            # Models may leave out the end of the last value. Without the lookbehind, white space would cost its square.
             follows = "|".join([r"\Z", *map(re.escape, self.marks), *([pattern(after)] if after else [])])
-            end = rf"(?:{re.escape(closing.strip())}|(?=\s*{pattern(style.closing)}\s*(?:{follows})))"
-            self.parameter = re.compile(rf"{pattern(opening)}{value}{end}\s*", re.DOTALL)
-            self.next = re.compile(rf"\n\s*{pattern(opening)}")
+            end = rf"(?<!\s)(?=\s*{pattern(style.closing)}\s*(?:{follows}))"
+            self.unended, self.key_mark = re.compile(pattern(opening) + value + end, re.DOTALL), opening.split(KEY)[0]
 
     def split(self, text: str, is_end: bool, known: int = 0) -> tuple[str, list[dict[str, Any]]]:
         """Return the certain content, and at the end the calls. Malformed calls and calls of unknown tools are content.
@@ -236,12 +236,12 @@ class ToolReader:
 
     def parameters_at(self, text: str, at: int, schema: dict[str, Any]) -> tuple[dict[str, Any], int]:
         found, properties = dict[str, Any](), properties_of(schema)
-        while one := self.parameter.match(text, at):
-            value, at = one.groupdict().get("wrapped"), one.end()
-            value = one["value"] if value is None else value
-            if (later := self.next.search(value)) and later["key"] in properties.keys() - found.keys() - {one["key"]}:
-                value, at = value[: later.start()], one.start("value") + later.start() + 1
-            found[one["key"]] = parse_argument(value, properties.get(one["key"]))
+        while one := self.parameter.match(text, at) or self.unended.match(text, at):
+            value = one.groupdict().get("wrapped")
+            value, end = one["value"] if value is None else value, one.end()
+            if one.re is self.unended and self.key_mark in value:  # another end is missing, too: where is not certain
+                break
+            found[one["key"]], at = parse_argument(value, properties.get(one["key"])), end
         return found, at
 
 
