@@ -50,20 +50,20 @@ FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6",
 # What its regular expressions lack: looking around, boundaries of words, and references to groups.
 LACKING = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[bB1-9]|\\k<)")
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # contain schemas by any name
-TYPES = {"array", "boolean", "integer", "null", "number", "object", "string"}
+TYPES = "array", "boolean", "integer", "null", "number", "object", "string"
 
 
 def as_supported(schema: Any, lenient: bool = False) -> Any:
     """Return a schema without what `is_dropped` names."""
     if isinstance(schema, list):
-        return [as_supported(part, lenient) for part in schema]
+        return [as_supported(part, lenient) for part in schema if part is not None]
     if not isinstance(schema, dict):
         return schema
 
     def inside(name: str, value: Any) -> Any:
         if name in NAMED and isinstance(value, dict):
-            return {key: {} if part is None else as_supported(part, lenient) for key, part in value.items()}
-        return value if name in ("const", "enum") else as_supported(value, lenient)
+            return {key: {} if part in (None, []) else as_supported(part, lenient) for key, part in value.items()}
+        return value if name in ("const", "default", "enum", "examples") else as_supported(value, lenient)
 
     return {name: inside(name, value) for name, value in schema.items() if not is_dropped(name, value, lenient)}
 
@@ -72,12 +72,12 @@ def is_dropped(name: str, value: Any, lenient: bool) -> bool:
     """Return whether a grammar leaves out a key of a schema: a null where nothing is given, an empty list in place of an
     object (PHP writes both alike), a format that is not one of FORMATS. lenient: also types of other languages, and patterns
     that llguidance lacks."""
-    if value is None or (name in NAMED and value == []):
+    if value is None or (name in (*NAMED, "additionalProperties") and value == []):
         return name != "const"
     if name == "format" and isinstance(value, str):
         return value not in FORMATS
     if name == "type":
-        return lenient and not TYPES.issuperset(value if isinstance(value, list) else [value])
+        return lenient and any(name not in TYPES for name in (value if isinstance(value, list) else [value]))
     return lenient and name == "pattern" and LACKING.search(str(value)) is not None
 
 

@@ -49,8 +49,8 @@ def template_needs(template: str) -> TemplateNeeds:
     text = rendered([{"role": role, "content": content} for role, content in said], template)
     needs, call = call_needs(template), {"function": {"name": "f", "arguments": "broken_x"}}
     calling = arrange([{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}], needs)
-    is_shown, asked = "broken_x" in rendered(calling, template), [{"role": "user", "content": "q"}]
-    needs = needs._replace(turns=bool(rendered(asked, template)) and not rendered(asked * 2, template))
+    is_shown, question = "broken_x" in rendered(calling, template), [{"role": "user", "content": "q"}]
+    needs = needs._replace(turns=bool(rendered(question, template)) and not rendered(question * 2, template))
     return needs._replace(object_arguments=not is_shown, one_system="s_a" not in text or "s_b" not in text)
 
 
@@ -87,21 +87,26 @@ def as_list(value: Any) -> list[Any]:
 
 
 def in_turns(messages: list[Message], template: str) -> list[Message]:
-    """Return messages in which user and assistant take turns, for a template that refuses others. Texts of one role are
-    joined. A turn that is missing, such as that after a tool's result, becomes an empty one."""
+    """Return messages in which user and assistant take turns, for a template that requires it and does not show them unchanged.
+    Texts of one role are joined. A turn that is missing, such as that after a tool's result, becomes an empty one. Messages
+    that the template refuses in any case are unchanged, so that its error is about what the client sent."""
     if not template_needs(template).turns:
         return messages
-    found, turn = list[Message](), "user"
+    text = rendered(messages, template)
+    if text and all(str(message["content"] or "").strip() in text for message in messages):
+        return messages
+    turns, turn = list[Message](), "user"
     for message in messages:
-        role, last = message["role"], found[-1] if found else {}
+        role, last = message["role"], turns[-1] if turns else {}
         if role in ("user", "assistant") and "tool_calls" not in message:
             if role != turn and last.get("role") == role and "tool_calls" not in last:
-                found[-1] = last | {"content": f"{last['content']}\n\n{message['content']}"}
+                turns[-1] = last | {"content": "\n\n".join(filter(None, (last["content"], message["content"])))}
                 continue
-            found += [] if role == turn else [{"role": turn, "content": ""}]
+            turns += [] if role == turn else [{"role": turn, "content": ""}]
             turn = "assistant" if role == "user" else "user"
-        found.append(message)
-    return found if any(message["role"] != "system" for message in found) else [*found, {"role": turn, "content": ""}]
+        turns.append(message)
+    turns += [] if any(message["role"] not in SYSTEM for message in turns) else [{"role": turn, "content": ""}]
+    return turns if rendered(turns, template) else messages
 
 
 def as_parts(messages: Sequence[Mapping[str, Any]], template: str) -> list[Message]:

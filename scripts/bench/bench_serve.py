@@ -35,7 +35,7 @@ class Answer(NamedTuple):
 
 class Asker:
     def __init__(self, cfg: DictConfig, url: str):
-        key = os.environ.get("FOREDRAFT_API_KEY", "none")
+        key = os.environ.get("FOREDRAFT_API_KEY", "none").strip()
         self.cfg, self.client = cfg, OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=600)
         try:
             self.model = self.client.models.list().data[0].id

@@ -196,7 +196,7 @@ def test_an_address_may_end_with_a_slash_and_a_body_must_be_utf_8(target: Target
         return next(parts)
 
     (start, body) = call(app, receive)
-    assert start["status"] == 400 and "not JSON in UTF-8" in json.loads(body["body"])["error"]["message"]
+    assert start["status"] == 400 and "send JSON in UTF-8" in json.loads(body["body"])["error"]["message"]
 
 
 def test_idle_connections_are_kept_longer_than_clients_keep_them(target: Target, monkeypatch):

@@ -181,6 +181,20 @@ def test_developers_are_heard_by_a_template_that_names_them_and_refuses_them(tin
     assert "Be brief." in encoder.tokenizer.decode(encoder.chat(ChatRequest(messages=asked))[0])
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+def test_a_developer_without_anybody_else_is_heard(tiny_path, name):
+    encoder = encoder_of(tiny_path, name)
+    asked = [{"role": "developer", "content": "Be brief."}]
+    assert "Be brief." in encoder.tokenizer.decode(encoder.chat(ChatRequest(messages=asked))[0])
+
+
+def test_no_effort_is_no_reasoning_for_a_template_with_both(tiny_path, monkeypatch):
+    encoder = encoder_of(tiny_path, "qwen3")
+    monkeypatch.setattr(encoder, "reads_effort", True)
+    asked = ChatRequest(messages=[{"role": "user", "content": "a"}], reasoning_effort="none")
+    assert encoder.tokenizer.decode(encoder.chat(asked)[0]).endswith("</think>\n\n")
+
+
 @pytest.mark.parametrize("name, closed", [("qwen3", "<think>\n\n</think>\n\n"), ("deepseek_v3_1", "</think>")])
 def test_reasoning_is_turned_off_by_any_of_its_names(tiny_path, name, closed):
     """Check what Dify, clients of DeepSeek and GLM, and OpenAI's send."""
@@ -197,8 +211,13 @@ def test_reasoning_that_cannot_be_turned_off_is_named(tiny_path):
     encoder = encoder_of(tiny_path, "qwq")
     messages = [{"role": "user", "content": "a"}]
     assert encoder.chat(ChatRequest(messages=messages, thinking=True)) == encoder.chat(ChatRequest(messages=messages))
-    with pytest.raises(ValueError, match=r"thinking: the chat template of .* lacks it"):
-        encoder.chat(ChatRequest(messages=messages, enable_thinking=False))
+    for name in ("thinking", "enable_thinking"):
+        with pytest.raises(ValueError, match=rf"^{name}: the chat template of .* lacks it"):
+            encoder.chat(ChatRequest(messages=messages, **{name: False}))
+    encoder = encoder_of(tiny_path, "llama3")
+    assert encoder.chat(ChatRequest(messages=messages, thinking=False)) == encoder.chat(ChatRequest(messages=messages))
+    with pytest.raises(ValueError, match=r"^enable_thinking: the chat template of .* lacks it"):
+        encoder.chat(ChatRequest(messages=messages, enable_thinking=True))
 
 
 def test_an_effort_that_changes_nothing_is_accepted_by_a_template_without_it(encoder, monkeypatch):

@@ -151,6 +151,12 @@ def test_a_constraint_holds_by_the_name_of_another_server(client, constraint, pa
         assert re.fullmatch(pattern, text), text
 
 
+@pytest.mark.parametrize("name", ["guided_json", "json_schema"])
+def test_an_empty_schema_asks_for_json(name):
+    asked = ChatRequest(messages=ASKED["messages"], **{name: {}})
+    assert asked.response_format.type == "json_schema" and asked.response_format.json_schema.definition == {}
+
+
 @pytest.mark.parametrize("grammar", [LARK, 'root ::= "x" | "y/z"'])
 @pytest.mark.parametrize("closing", ["", "</think>"])
 def test_a_grammar_may_stand_next_to_tools_and_follow_reasoning(target, grammar, closing):
@@ -659,6 +665,9 @@ def test_a_forced_call_needs_no_schema_that_a_grammar_can_follow(target, style):
         {"type": "any"},
         {"type": "OBJECT", "properties": []},
         {"type": ["text", "null"]},
+        {"type": {"type": "string"}},
+        {"anyOf": [None, {"type": [{"type": "string"}]}]},
+        [],
         None,
     ],
 )
@@ -672,8 +681,16 @@ def test_a_forced_call_needs_no_schema_without_mistakes(target, style, definitio
 def test_a_schema_may_have_nulls_and_the_empty_lists_of_php(target):
     """Check that both are left out, in a response_format too, and that a tool without parameters may have a list of them."""
     nulls = {"type": "object", "properties": {"a": None, "b": {"type": "string", "enum": None}}, "required": None}
-    schema = {**nulls, "$defs": [], "patternProperties": [], "const": None}
-    left = {"type": "object", "properties": {"a": {}, "b": {"type": "string"}}, "const": None}
+    default = {"type": {"format": [None]}}  # a value, not a schema
+    schema = {
+        **nulls,
+        "$defs": [],
+        "patternProperties": [],
+        "additionalProperties": [],
+        "const": None,
+        "default": default,
+    }
+    left = {"type": "object", "properties": {"a": {}, "b": {"type": "string"}}, "const": None, "default": default}
     assert as_supported(schema) == as_supported(schema, lenient=True) == left
     del schema["const"]
     assert Grammars(target).json_schema({"anyOf": [schema, {"properties": []}]}).matcher.compute_bitmask()

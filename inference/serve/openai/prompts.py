@@ -44,11 +44,11 @@ class PromptEncoder:
         marks.sort(key=lambda mark: -len(mark[0]))  # a mark may contain another one
         self.marks, self.special = [mark for mark, _ in marks], [special for _, special in marks]
         self.spellings: dict[int, list[int]] = {}
-        named = self.tokenizer.chat_template
-        default = named.get("default", "") if isinstance(named, dict) else template
+        templates = self.tokenizer.chat_template
+        default = templates.get("default", "") if isinstance(templates, dict) else template
         self.reads_effort, self.switches = "reasoning_effort" in template, reasoning_switches(default)
-        told = rendered([{"role": "developer", "content": "d_a"}, {"role": "user", "content": "q"}], default)
-        self.supports_developer_role = "developer" in template and "d_a" in told
+        text = rendered([{"role": "developer", "content": "d_a"}, {"role": "user", "content": "q"}], default)
+        self.supports_developer_role = "developer" in template and "d_a" in text
         self.reasoning_field = "thinking" if "message.thinking" in template else "reasoning_content"
         self.reserved_names = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
 
@@ -65,10 +65,10 @@ class PromptEncoder:
             )
         given = [message.model_dump(exclude_unset=True) for message in request.messages]
         given = [as_text(message) for message in given]
-        messages = in_turns(normalize_messages(given, template), template)
+        messages = normalize_messages(given, template)
         if template_needs(template).object_arguments:
             wrap_broken_arguments(messages)
-        messages = [self.prepare_message(message) for message in messages]
+        messages = in_turns([self.prepare_message(message) for message in messages], template)
         if tools is not None:
             given = [tool.model_dump(exclude_unset=True) for tool in tools]
             tools = self.replace_marks(normalize_tools(given, template))
@@ -94,16 +94,17 @@ class PromptEncoder:
         return [tokens]
 
     def effort(self, request: ChatRequest) -> dict[str, Any]:
-        """Return variables of the template for the request's effort, or for its wish to reason. Raises ValueError if the
+        """Return variables of the template for the request's effort, and for reasoning on or off. Raises ValueError if the
         template does not use any, unless the model does this anyway, or it is OpenAI's default effort."""
-        effort, wanted, name = request.reasoning_effort, request.wants_reasoning, "thinking"
+        effort, wanted = request.reasoning_effort, request.wants_reasoning
+        name = "enable_thinking" if request.thinking is None else "thinking"
         facts: dict[str, Any] = {"reasoning_effort": effort} if effort is not None and self.reads_effort else {}
-        if wanted is None and effort is not None and not facts:
+        if wanted is None and effort is not None and (not facts or (effort == "none" and self.switches)):
             wanted, name = effort != "none", "reasoning_effort"
         if wanted is None or self.switches:
             return facts | ({} if wanted is None else dict.fromkeys(self.switches, wanted))
         reasons = self.reads_effort or any(reasoning_marks(self.tokenizer.chat_template))
-        if (reasons and not wanted) or (wanted and name == "reasoning_effort" and effort != "medium"):
+        if not (effort == "medium" if wanted and name == "reasoning_effort" else wanted == reasons):
             raise ValueError(f"{name}: the chat template of {self.target.name} lacks it: remove it")
         return facts
 

@@ -18,13 +18,14 @@ UNSET_AT_MINUS_ONE = ("max_tokens", "max_completion_tokens", "seed")  # the maxi
 # Fields that would change an answer, and their values that would not.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("audio", "web_search_options", "chat_template", "truncate_prompt_tokens", "prompt_logprobs"), ()),
-    **dict.fromkeys(("functions", "allowed_token_ids", "bad_words", "suffix"), ()),
+    **dict.fromkeys(("functions", "allowed_token_ids", "bad_words"), ([],)),
     **dict.fromkeys(("use_beam_search", "early_stopping", "continue_final_message"), (False,)),
     **dict.fromkeys(("detokenize", "include_reasoning", "add_generation_prompt"), (True,)),
     **dict.fromkeys(("separate_reasoning", "stream_reasoning"), (True,)),
     **dict.fromkeys(("best_of", "length_penalty"), (1,)),
     "function_call": ("auto", "none"),
-    "modalities": (["text"],),
+    "modalities": (["text"], []),
+    "suffix": (),
     "verbosity": ("medium",),
     "spaces_between_special_tokens": (True, False),  # fast tokenizers never add them
     "priority": (0,),
@@ -89,11 +90,12 @@ class CommonRequest(BaseModel):
             return fields
         for name, harmless in cls.refused.items():
             value = fields.get(name)
-            if value not in ("", [], None, *harmless) and (name, value) != ("best_of", fields.get("n")):
+            if value not in ("", None, *harmless) and (name, value) != ("best_of", fields.get("n")):
                 raise ValueError(f"{name} is not supported here: {cls.remedies.get(name, 'remove it')}")
         dropped = {*cls.refused, *IGNORED, *(name for name in UNSET_AT_MINUS_ONE if fields.get(name) == -1)}
         dropped |= {"logprobs"} if fields.get("logprobs") is False else set()  # 0 for pydantic, which asks for them
-        dropped |= {name for name, value in fields.items() if value in EMPTY} - {"input", "messages", "prompt"}
+        known = {*cls.model_fields, "structured_outputs"} - {"input", "messages", "prompt"}
+        dropped |= {name for name in known & fields.keys() if fields[name] in EMPTY}
         return converted({name: value for name, value in fields.items() if value is not None and name not in dropped})
 
     @model_validator(mode="after")
@@ -154,8 +156,26 @@ class Message(BaseModel):
 # Type of a text part -> its text field. Clients send those of the Responses API to chat completions, too.
 PARTS = {"text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text"}
 PARTS["refusal"] = "refusal"
-MEDIA = {"image_url", "input_image", "image", "input_file", "file", "input_audio", "audio"}  # as tools return them
-DATA = {*MEDIA, "source", "data", "file_data", "file_id", "file_url"}  # the names of what is in them
+MEDIA = {
+    "image_url",
+    "input_image",
+    "image",
+    "input_file",
+    "file",
+    "input_audio",
+    "audio",
+    "media",
+}  # as tools return them
+DATA = {
+    "file",
+    "source",
+    "data",
+    "file_data",
+    "file_id",
+    "file_url",
+    "base64",
+    "blob",
+}  # what a file has, and its entry not
 
 
 def content_text(role: str, content: Any) -> str | None:
@@ -172,7 +192,9 @@ def content_text(role: str, content: Any) -> str | None:
     if is_result and not any(isinstance(part, dict) and isinstance(text, str) for part, text in zip(parts, texts)):
         return json.dumps(content, ensure_ascii=False)
     if is_result:  # parts next to others, such as resources of MCP
-        return "".join(text if isinstance(text, str) else json.dumps(part) for part, text in zip(parts, texts))
+        return "".join(
+            text if isinstance(text, str) else json.dumps(p, ensure_ascii=False) for p, text in zip(parts, texts)
+        )
     of_type = f" of type {', '.join(map(str, kinds))}" if kinds else ""
     raise ValueError(f"messages contain parts{of_type} that are not text: only text is supported here")
 
@@ -180,9 +202,12 @@ def content_text(role: str, content: Any) -> str | None:
 def part_text(part: Any, is_result: bool) -> Any:
     if not isinstance(part, dict):
         return part
-    kind = str(part.get("type"))
-    is_media = is_result and kind in MEDIA and not DATA.isdisjoint(part)  # not an entry {"type": "file", "name": "a"}
-    return f"[{kind} omitted: not text]" if is_media else part.get(PARTS.get(kind))
+    kind, resource = str(part.get("type")), part.get("resource")
+    is_entry = kind == "file" and DATA.isdisjoint(part) and not str(part.get("url")).startswith("data:")  # of a listing
+    is_media = (kind in MEDIA and not is_entry) or (
+        isinstance(resource, dict) and "blob" in resource
+    )  # the latter is MCP's
+    return f"[{kind} omitted: not text]" if is_result and is_media else part.get(PARTS.get(kind))
 
 
 def as_mode(choice: Any) -> Any:

@@ -25,7 +25,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt": ((), STORED),
     "background": ((False,), STORED),
     "truncation": (("disabled",), "shorten the input instead"),
-    "context_management": ((), "shorten the input instead"),
+    "context_management": (([],), "shorten the input instead"),
     "n": ((1,), CHAT),
     "trace": ((False,), CHAT),
     "return_token_ids": ((False,), CHAT),
