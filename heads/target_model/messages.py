@@ -87,7 +87,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def in_turns(messages: list[Message], template: str) -> list[Message]:
-    """Return messages in which user and assistant take turns, for a template that requires it and does not show them unchanged.
+    """Return messages in which user and assistant alternate, if the template requires it and does not show them unchanged.
     Texts of one role are joined. A turn that is missing, such as that after a tool's result, becomes an empty one. Messages
     that the template refuses in any case are unchanged, so that its error is about what the client sent."""
     if not template_needs(template).turns:

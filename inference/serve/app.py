@@ -138,9 +138,7 @@ def add_error_handlers(app: FastAPI) -> None:
             if error.status_code == 404:
                 message = f"{path} is not served here: /openapi.json lists all paths. A client's base URL ends with /v1"
             elif error.status_code == 400:
-                message = (
-                    "the body cannot be read: send JSON in UTF-8, uncompressed, without extreme nesting or numbers"
-                )
+                message = "the body cannot be read: send JSON in UTF-8, uncompressed, without extreme depth or numbers"
             elif error.status_code == 405:
                 message = f"{raw_request.method} is not supported by {path}: use {headers['Allow']}"
             error = ApiError(error.status_code, message, headers=headers)

@@ -156,26 +156,9 @@ class Message(BaseModel):
 # Type of a text part -> its text field. Clients send those of the Responses API to chat completions, too.
 PARTS = {"text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text"}
 PARTS["refusal"] = "refusal"
-MEDIA = {
-    "image_url",
-    "input_image",
-    "image",
-    "input_file",
-    "file",
-    "input_audio",
-    "audio",
-    "media",
-}  # as tools return them
-DATA = {
-    "file",
-    "source",
-    "data",
-    "file_data",
-    "file_id",
-    "file_url",
-    "base64",
-    "blob",
-}  # what a file has, and its entry not
+# The types of media as tools return them, and what a file has, but not its entry in a listing.
+MEDIA = {"image_url", "input_image", "image", "input_file", "file", "input_audio", "audio", "media"}
+DATA = {"file", "source", "data", "file_data", "file_id", "file_url", "base64", "blob"}
 
 
 def content_text(role: str, content: Any) -> str | None:
@@ -192,9 +175,8 @@ def content_text(role: str, content: Any) -> str | None:
     if is_result and not any(isinstance(part, dict) and isinstance(text, str) for part, text in zip(parts, texts)):
         return json.dumps(content, ensure_ascii=False)
     if is_result:  # parts next to others, such as resources of MCP
-        return "".join(
-            text if isinstance(text, str) else json.dumps(p, ensure_ascii=False) for p, text in zip(parts, texts)
-        )
+        written = (json.dumps(part, ensure_ascii=False) for part in parts)
+        return "".join(text if isinstance(text, str) else other for text, other in zip(texts, written))
     of_type = f" of type {', '.join(map(str, kinds))}" if kinds else ""
     raise ValueError(f"messages contain parts{of_type} that are not text: only text is supported here")
 
@@ -203,10 +185,9 @@ def part_text(part: Any, is_result: bool) -> Any:
     if not isinstance(part, dict):
         return part
     kind, resource = str(part.get("type")), part.get("resource")
-    is_entry = kind == "file" and DATA.isdisjoint(part) and not str(part.get("url")).startswith("data:")  # of a listing
-    is_media = (kind in MEDIA and not is_entry) or (
-        isinstance(resource, dict) and "blob" in resource
-    )  # the latter is MCP's
+    is_entry = kind == "file" and DATA.isdisjoint(part) and not str(part.get("url")).startswith("data:")
+    has_blob = isinstance(resource, dict) and "blob" in resource  # in MCP
+    is_media = has_blob or (kind in MEDIA and not is_entry)
     return f"[{kind} omitted: not text]" if is_result and is_media else part.get(PARTS.get(kind))
 
 
