@@ -180,7 +180,7 @@ def read_settings(
     given = {} if config is None else {k: v for k, v in config.to_diff_dict().items() if not k.startswith("_")}
     given |= keywords
     kinds = given.get("token_type_ids")
-    if kinds is None or isinstance(kinds, Tensor) and not kinds.any():  # all zeros, as some tokenizers return them
+    if kinds is None or (isinstance(kinds, Tensor) and not kinds.any()):  # all zeros, as some tokenizers return them
         given.pop("token_type_ids", None)
     known = set(GenerationConfig().to_dict()) | PARAMS | LIMITS
     for name, value in given.items():

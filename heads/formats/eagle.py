@@ -1,7 +1,7 @@
 """EAGLE-1 and EAGLE-2, which share their weights: SafeAILab's files, and the variants of vLLM and SGLang.
 
-They differ in `fc.bias` (the authors' training always writes it, vLLM has none, SGLang requires one), in the name of the architecture,
-and in whether the target's embeddings are stored too.
+They differ in `fc.bias` (the authors' training always writes it, vLLM has none, SGLang requires one), in the name of the
+architecture, and in whether the target's embeddings are stored too.
 """
 
 from typing import Any, Self

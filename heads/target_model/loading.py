@@ -68,8 +68,8 @@ def resolve_dtype(name: str) -> torch.dtype:
 
 
 def resolve_device(device: str | torch.device | None, check: bool = True) -> str | torch.device:
-    """Return the device, by default a GPU if available. Raises ValueError if torch does not have it here. check: try it, which
-    opens a context on the first GPU unless the process has chosen another one."""
+    """Return the device, by default a GPU if available. Raises ValueError if torch does not have it here. check: try it,
+    which opens a context on the first GPU unless the process has chosen another one."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
     try:
         if check:

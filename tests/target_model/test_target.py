@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -306,10 +307,14 @@ def test_a_device_is_not_tried_before_processes_share_devices(tiny_path, monkeyp
         Target.from_pretrained(tiny_path, dtype="float32", sharding="fsdp")
 
 
-def test_a_checkpoint_for_mlx_is_named(tiny_path, tmp_path):
+def test_a_checkpoint_for_mlx_is_named(tiny_path, tmp_path, monkeypatch):
     shutil.copytree(tiny_path, tmp_path, dirs_exist_ok=True)
     edit(tmp_path, lambda config: config.update(quantization_config={"group_size": 64, "bits": 4}))
     with pytest.raises(ValueError, match=r"^target .* lacks quant_method, as in checkpoints for MLX"):
+        Target.from_pretrained(tmp_path, device="cpu")
+    error = ValueError("Found `quant_method=bitsandbytes` but `quantization_config` is not a `BitsAndBytesConfig`.")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", mock.Mock(side_effect=error))
+    with pytest.raises(ValueError, match=r"^Found `quant_method=bitsandbytes`"):
         Target.from_pretrained(tmp_path, device="cpu")
 
 
