@@ -72,8 +72,8 @@ def is_gguf(file: Path) -> bool:
 def check_file(file: Path) -> None:
     if not file.is_file():
         raise ValueError(f"target {file} does not exist: give a GGUF file, a directory, or a Hub id")
-    check_no_pointer(file)
     if not is_gguf(file):
+        check_no_pointer(file)
         raise ValueError(f"target {file} is not a GGUF file: it does not start with {MAGIC!r}")
     for package in ("gguf", "accelerate"):  # transformers needs both to read GGUF
         if find_spec(package) is None:

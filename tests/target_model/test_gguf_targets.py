@@ -75,8 +75,9 @@ def test_a_gguf_file_of_another_name_is_one(name, file):
     assert Target.from_pretrained(blob, dtype="float32").gguf["file"] == name
 
 
-def test_a_blob_in_the_home_directory_and_a_file_that_cannot_be_read(file, monkeypatch):
-    blob = file.rename(file.with_name("sha256-0123"))
+@pytest.mark.parametrize("name", ["sha256-0123", "tiny.gguf"])
+def test_a_file_in_the_home_directory_and_one_that_cannot_be_read(name, file, monkeypatch):
+    blob = file.rename(file.with_name(name))
     monkeypatch.setenv("HOME", str(blob.parent))
     assert resolve_path.gguf_of(f"~/{blob.name}", None, None) == blob
 
