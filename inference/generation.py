@@ -179,7 +179,8 @@ def read_settings(
     check_kind("generation_config", config, GenerationConfig | None, "a GenerationConfig of transformers")
     given = {} if config is None else {k: v for k, v in config.to_diff_dict().items() if not k.startswith("_")}
     given |= keywords
-    if not torch.as_tensor(given.get("token_type_ids", 0)).any():  # of one kind, which some tokenizers return
+    kinds = given.get("token_type_ids")
+    if kinds is None or (isinstance(kinds, Tensor) and not kinds.any()):  # all zeros, as some tokenizers return them
         given.pop("token_type_ids", None)
     known = set(GenerationConfig().to_dict()) | PARAMS | LIMITS
     for name, value in given.items():

@@ -132,7 +132,7 @@ def choose_and_verify(
     if starts is not None and first is not None and ends is not None:
         too_early = starts + tree.depths < first
         longer = logits.masked_fill(too_early[..., None] & ends, float("-inf"))
-        is_complete = longer.amax(-1, keepdim=True) == float("-inf")  # the grammar only allows the end
+        is_complete = longer.amax(-1, keepdim=True) == float("-inf")  # a grammar or a bias only allows the end
         logits = torch.where(is_complete, logits, longer)
     logits, too_few = sampling.warp(logits, candidates)
     if gumbel is not None:

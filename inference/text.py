@@ -167,7 +167,6 @@ def with_start(tokenizer: PreTrainedTokenizerBase, tokens: list[int]) -> list[in
     return tokens if tokens[: len(start)] == start else [*start, *tokens]
 
 
-@lru_cache(8)
 def start_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return what the tokenizer puts before every text by default: its bos token, GLM's [gMASK]<sop>, or nothing. A model
     that was trained with them drafts and writes badly without them."""

@@ -1,7 +1,7 @@
 """EAGLE-1 and EAGLE-2, which share their weights: SafeAILab's files, and the variants of vLLM and SGLang.
 
-They differ in `fc.bias` (in the authors' code it exists unless config.json denies it; vLLM has none, SGLang requires one),
-in the name of the architecture, and in whether the target's embeddings are stored too.
+They differ in `fc.bias` (the authors' training always writes it, vLLM has none, SGLang requires one), in the name of the
+architecture, and in whether the target's embeddings are stored too.
 """
 
 from typing import Any, Self
@@ -43,7 +43,9 @@ class EagleFormat(Format):
         biased = "fc.bias" in files.weights
         if biased and config.get("bias") is False:  # the authors' training writes one whatever their config says
             files.notes.append("config.json has bias=false, but fc.bias is stored")
-        return layer_settings(files, config, target) | {"bias": biased or config.get("bias") is True}
+        elif not biased and config.get("bias") is None:
+            files.notes.append("fc.bias is not stored, and config.json does not say whether there is one")
+        return layer_settings(files, config, target) | {"bias": biased or bool(config.get("bias"))}
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
         if "lm_head.weight" in files.weights:

@@ -25,7 +25,7 @@ INDEX = "model.safetensors.index.json"
 SAFE = ("model.safetensors", INDEX, "medusa_lm_head.safetensors", "hydra_lm_head.safetensors")
 PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 WEIGHTS = (*SAFE, FILE, *PICKLED)  # in this order: if a directory has both, pickles are never read
-PREFIXES = ("model.", "draft_model.", "module.")  # the first one in classes of SGLang, which reads both, and NeMo
+PREFIXES = ("model.", "draft_model.", "module.")  # of classes: SGLang and NeMo have the first one
 LARGEST_JSON = 2**24  # bytes; a config has a few thousand
 # Published drafters that are not supported: parts of an architecture's or a model type's name, in lower case without _ ->
 # what it is, and the remedy.
@@ -61,8 +61,10 @@ def read(directory: Path) -> HeadFiles:
 
 def without_prefix(config: dict, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors by the names of their layout, before which the classes of engines and trainers have a prefix."""
-    found = [prefix for prefix in PREFIXES if f"{prefix}fc.weight" in tensors and "foredraft" not in config]
-    return {name.removeprefix(found[0]): tensor for name, tensor in tensors.items()} if found else tensors
+    prefix = next((prefix for prefix in PREFIXES if f"{prefix}fc.weight" in tensors), "")
+    if "foredraft" in config or "fc.weight" in tensors:
+        return tensors
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
 def weights_file(directory: Path) -> Path:

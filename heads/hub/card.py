@@ -141,11 +141,11 @@ def front_matter(head: dict) -> dict[str, Any]:
     """Return the metadata that the Hub reads."""
     fields: dict[str, Any] = {"library_name": "foredraft", "pipeline_tag": "text-generation"}
     target = head["target"]
-    name = "/".join(target.split("/")[:2]) if target.endswith(".gguf") else target  # of ORG/NAME/FILE.gguf
+    name = "/".join(target.split("/")[:2]) if target.lower().endswith(".gguf") else target  # of ORG/NAME/FILE.gguf
     try:
         validate_repo_id(name)
         # The path of a local directory or file may look like a Hub id.
-        if not Path(target).exists() and not name.endswith(".gguf"):
+        if not Path(target).exists() and not name.lower().endswith(".gguf"):
             fields["base_model"] = name
     except HFValidationError:
         pass  # a path on somebody's disk: the Hub refuses a card with it as base model

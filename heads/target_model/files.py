@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
 
-PROBE = "It's 12345, DON'T\n\n  x==3.1;\r\n cafe\u0301 日本 "  # a text that shows how words are split
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 REASONS = {
     401: "the token is not valid (401): log in with `hf auth login`, or set HF_TOKEN",
@@ -72,16 +71,27 @@ def stored_file(checkpoint: str, name: str, revision: str | None) -> Path | None
     return Path(cached) if isinstance(cached, str) else None
 
 
-def apply_own_rules(tokenizer: PreTrainedTokenizerBase, checkpoint: str, revision: str | None) -> None:
+def apply_file_rules(tokenizer: PreTrainedTokenizerBase, checkpoint: str, revision: str | None) -> None:
     """Let a tokenizer split and merge words as its tokenizer.json says. transformers 5 replaces that by what the class of the
-    model's family does, for example Qwen2's for each model of this kind, which changes ids silently."""
-    file = stored_file(checkpoint, "tokenizer.json", revision)
+    model's family does, for example Qwen2's for each model of this kind, which changes ids silently. An `add_prefix_space`
+    in tokenizer_config.json that contradicts the file is followed as the class does. A class of the checkpoint's own code
+    is left unchanged."""
+    file, config = (stored_file(checkpoint, name, revision) for name in ("tokenizer.json", "tokenizer_config.json"))
     if file is None or type(tokenizer) is PreTrainedTokenizerFast or not isinstance(tokenizer, PreTrainedTokenizerFast):
         return
-    own, applied = Tokenizer.from_file(str(file)), tokenizer.backend_tokenizer
-    if own.encode(PROBE, add_special_tokens=False).ids != applied.encode(PROBE, add_special_tokens=False).ids:
-        for part in ("model", "normalizer", "pre_tokenizer", "decoder"):
-            setattr(applied, part, getattr(own, part))
+    if not type(tokenizer).__module__.startswith("transformers."):
+        return
+    rules, backend = Tokenizer.from_file(str(file)), tokenizer.backend_tokenizer
+    wanted = None if config is None else json.loads(config.read_text()).get("add_prefix_space")
+    if wanted is None or puts_space(rules) == wanted or puts_space(backend) != wanted:
+        backend.normalizer, backend.pre_tokenizer = rules.normalizer, rules.pre_tokenizer
+        backend.decoder = rules.decoder
+    backend.model = rules.model
+
+
+def puts_space(rules: Tokenizer) -> bool:
+    """Return whether a text gets a space before its first word."""
+    return "".join(rules.encode("a", add_special_tokens=False).tokens).startswith(("Ġ", "▁"))
 
 
 def commit_of(target: "Target") -> str | None:

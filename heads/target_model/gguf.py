@@ -58,18 +58,22 @@ def converted(file: Path, dtype: torch.dtype) -> Path:
 
 
 def is_gguf(file: Path) -> bool:
-    """Return whether this is a GGUF file, whatever its name: Ollama names its files by their digests."""
-    if not file.is_file():
-        return False
-    with file.open("rb") as opened:
-        return opened.read(len(MAGIC)) == MAGIC
+    """Return whether this is a GGUF file, whatever its name: Ollama names its files by their digests. Raises ValueError for
+    a file that cannot be read."""
+    try:
+        if not file.is_file():
+            return False
+        with file.open("rb") as opened:
+            return opened.read(len(MAGIC)) == MAGIC
+    except OSError as error:
+        raise ValueError(f"target {file} cannot be read: {error.strerror}") from None
 
 
 def check_file(file: Path) -> None:
     if not file.is_file():
         raise ValueError(f"target {file} does not exist: give a GGUF file, a directory, or a Hub id")
-    check_no_pointer(file)
     if not is_gguf(file):
+        check_no_pointer(file)
         raise ValueError(f"target {file} is not a GGUF file: it does not start with {MAGIC!r}")
     for package in ("gguf", "accelerate"):  # transformers needs both to read GGUF
         if find_spec(package) is None:

@@ -32,7 +32,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from foredraft.heads.target_model.files import apply_own_rules, check_no_pointer
+from foredraft.heads.target_model.files import apply_file_rules, check_no_pointer
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import reads_images
 from foredraft.heads.target_model.norms import fuse_norms
@@ -41,13 +41,13 @@ if TYPE_CHECKING:
     from foredraft.heads.target_model.model import Target
 
 
-# Keywords of transformers that would reach the model alone, not its tokenizer and files, or that it no longer has. What to
-# use in their place.
+# Keywords that only the model would get, and not the tokenizer and other files, or that transformers no longer has -> what to
+# use instead.
 ELSEWHERE = {
-    "token": "use `hf auth login`, or set HF_TOKEN",
-    "cache_dir": "set HF_HUB_CACHE",
-    "local_files_only": "set HF_HUB_OFFLINE=1",
-    "subfolder": "download the repository, and give the directory",
+    "token": "it only reaches the model: use `hf auth login`, or set HF_TOKEN",
+    "cache_dir": "it only reaches the model: set HF_HUB_CACHE",
+    "local_files_only": "it only reaches the model: set HF_HUB_OFFLINE=1",
+    "subfolder": "it only reaches the model: download the repository, and give the directory",
     "load_in_4bit": "set quantization=4bit",
     "load_in_8bit": "set quantization=8bit",
 }
@@ -67,12 +67,14 @@ def resolve_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def resolve_device(device: str | torch.device | None) -> str | torch.device:
-    """Return the device, by default a GPU if available. Raises ValueError if torch does not have it here."""
+def resolve_device(device: str | torch.device | None, check: bool = True) -> str | torch.device:
+    """Return the device, by default a GPU if available. Raises ValueError if torch does not have it here. check: try it,
+    which opens a context on the first GPU unless the process has chosen another one."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if device is None else device
     try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        if check:
+            torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError, TypeError) as error:
         raise ValueError(
             f"device={device} is not available ({first_line(error)}): set cpu, cuda or cuda:N, or leave it out for a GPU if "
             "there is one"
@@ -219,7 +221,7 @@ def load_model(
             reason = "its weights have other sizes than its config.json"
         elif "PytorchStreamReader" in str(error):
             reason = "a .bin file of its weights is damaged or incomplete"
-        elif "quant_method" in str(error):
+        elif "has no `quant_method`" in str(error):
             reason = "its quantization_config lacks quant_method, as in checkpoints for MLX. Use the model in bfloat16"
         else:
             raise
@@ -292,7 +294,7 @@ def read_tokenizer(path: str, revision: str | None, trust_remote_code: bool = Fa
     """Read a model's tokenizer, which splits and normalizes as its own file says, and not as the class of its family does."""
     kind = AutoTokenizer if record_of(path) is None else PreTrainedTokenizerFast
     tokenizer = kind.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
-    apply_own_rules(tokenizer, path, revision)
+    apply_file_rules(tokenizer, path, revision)
     return tokenizer
 
 

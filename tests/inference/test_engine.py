@@ -142,6 +142,7 @@ def test_a_generation_config_is_read_as_transformers_reads_it(target):
         ({"num_beams": True}, "num_beams=True"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens=3"),
         ({"token_type_ids": torch.ones(1, 6)}, "token_type_ids"),
+        ({"token_type_ids": "x"}, "token_type_ids=x"),
         ({"temprature": 1.0}, "temprature=1.0 is not a setting.*temperature"),
         ({"bad_words_ids": [[3, 4]]}, r"bad_words_ids=\[3, 4\]"),
         ({"logit_bias": {400: 1.0}}, "token 400"),
@@ -162,6 +163,7 @@ def test_settings_that_are_off_are_no_settings(target):
     ids = torch.tensor([prompt(6, 2)])
     off |= {"token_type_ids": torch.zeros_like(ids)}
     assert len(generate(target, None, ids, max_new_tokens=3, **off).new_tokens[0]) == 3
+    assert generate(target, None, ids, max_new_tokens=3, token_type_ids=None).new_tokens
 
 
 def test_a_row_that_fills_the_context_writes_nothing_alone_and_in_a_batch(target):

@@ -102,16 +102,16 @@ def test_after_the_end_only_ends_come(target, grammars):
 
 def test_a_text_that_its_grammar_completes_ends_before_its_minimum(fresh):
     """The end token is not 0, which a maximum over nothing but banned tokens chooses."""
-    end, found = 7, []
+    end, texts = 7, []
     fresh.model.generation_config.eos_token_id = end
     fresh.tokenizer.eos_token = fresh.tokenizer.convert_ids_to_tokens(end)
     one = SamplingParams(grammar=Grammars(fresh).json_schema({"enum": ["a"]}))
     for drafter in (None, DraftModel(fresh, fresh, depth=3)):
         asked = Request(prompt(5, 1)[0].tolist(), one, 12, eos_token_ids=frozenset([end]), min_new_tokens=9)
         (text,), reasons = run(Engine(fresh, drafter), [asked])
-        found.append(text)
+        texts.append(text)
         assert reasons == ["stop"] and text[-1] == end and fresh.tokenizer.decode(text[:-1]) == '"a"'
-    assert found[0] == found[1]
+    assert texts[0] == texts[1]
 
 
 def test_settings_that_leave_no_token_end_their_text_alone(target, grammars):

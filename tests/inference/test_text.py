@@ -116,6 +116,9 @@ def test_a_prompt_has_one_bos_token():
     assert encode_prompt(tokenizer, "<s>The sky")[:2] == [1, ids(tokenizer, "<s>The sky")[1]]
     assert encode_prompt(tokenizer, "<s><s>The")[:3].count(1) == 2  # as it was written
     assert encode_prompt(tokenizer, "The sky", add_special_tokens=False) == once[1:]
+    single = TemplateProcessing(single="$A", special_tokens=[])
+    tokenizer.backend_tokenizer.post_processor = single  # as `add_bos_token = False` sets it
+    assert encode_prompt(tokenizer, "The sky") == once[1:]
     assert encode_prompt(byte_level(), "<s>a")[:1] == encode_prompt(byte_level(), "<s>a", add_special_tokens=False)[:1]
 
 

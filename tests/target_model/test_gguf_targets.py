@@ -75,6 +75,20 @@ def test_a_gguf_file_of_another_name_is_one(name, file):
     assert Target.from_pretrained(blob, dtype="float32").gguf["file"] == name
 
 
+@pytest.mark.parametrize("name", ["sha256-0123", "tiny.gguf"])
+def test_a_file_in_the_home_directory_and_one_that_cannot_be_read(name, file, monkeypatch):
+    blob = file.rename(file.with_name(name))
+    monkeypatch.setenv("HOME", str(blob.parent))
+    assert resolve_path.gguf_of(f"~/{blob.name}", None, None) == blob
+
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(ValueError, match=f"^target {blob} cannot be read: Permission denied$"):
+        resolve_path.resolve_path(blob, "float32")
+
+
 def test_it_is_converted_once_for_each_dtype(file, capfd, monkeypatch):
     first = Target.from_pretrained(file, dtype="float32").checkpoint
     assert "dequantized once" in capfd.readouterr().err

@@ -6,12 +6,14 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -32,6 +34,7 @@ from foredraft.heads.target_model.sharding import replicated_params
 from foredraft.inference import drafter_for, generate
 from foredraft.inference.drafters import NgramDrafter
 from tests.support.architectures import FAMILIES
+from tests.support.chats import byte_level, sentencepiece
 from tests.support.head_factory import edit
 from tests.support.tiny import tiny_config
 
@@ -150,14 +153,65 @@ def test_a_tokenizer_does_what_its_own_file_says(kind, tiny_path, tmp_path):
     rules = json.loads((tmp_path / "tokenizer.json").read_text())
     digits = {"type": "Digits", "individual_digits": False}
     rules["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, rules["pre_tokenizer"]]}
+    rules["normalizer"] = {"type": "Replace", "pattern": {"String": "\u201c"}, "content": '"'}
+    word = rules["model"]["vocab"]["zebras"] = len(rules["model"]["vocab"])  # no merges make this word
+    rules["model"]["ignore_merges"] = True
     (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
     settings = {"eos_token": "<|endoftext|>"} | ({} if kind is None else {"tokenizer_class": kind})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    own, text = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), "def add_1(self):\n    it's 3.14 cafe\u0301 "
-    same = AutoTokenizer.from_pretrained(tmp_path)(text).input_ids == own.encode(text).ids
+    file, classes = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), AutoTokenizer.from_pretrained(tmp_path)
     tokenizer = read_tokenizer(str(tmp_path), None)
-    assert same == (kind is None) and tokenizer(text).input_ids == own.encode(text).ids
-    assert tokenizer.decode(own.encode(text).ids) == text and type(tokenizer).__name__ in (kind, "TokenizersBackend")
+    for text in ("def add_1(self):\n    it's 3.14 cafe\u0301 ", "zebras", "\u201ca"):
+        assert (classes(text).input_ids == file.encode(text).ids) == (kind is None)
+        assert tokenizer(text).input_ids == file.encode(text).ids
+        assert tokenizer.decode(file.encode(text).ids) == text.replace("\u201c", '"')
+    assert tokenizer("zebras").input_ids == [word] and type(tokenizer).__name__ in (kind, "TokenizersBackend")
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_file", "setting"),
+    [
+        ("LlamaTokenizer", True, None),
+        ("LlamaTokenizer", True, True),
+        ("LlamaTokenizer", True, False),
+        ("GPT2Tokenizer", False, None),
+        ("GPT2Tokenizer", False, False),
+        ("GPT2Tokenizer", False, True),
+        ("GPTNeoXTokenizer", True, None),
+    ],
+)
+def test_a_space_before_the_first_word_is_as_the_settings_say(kind, in_file, setting, tmp_path):
+    """The rest follows the file: there, a text behind a special token of Llama starts with a space, too."""
+    LlamaForCausalLM(tiny_config()).save_pretrained(tmp_path)
+    raw = copy.deepcopy((sentencepiece() if kind == "LlamaTokenizer" else byte_level()).backend_tokenizer)
+    if kind != "LlamaTokenizer":
+        raw.pre_tokenizer = ByteLevel(add_prefix_space=in_file)
+    raw.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": kind, "eos_token": "</s>", "legacy": False}
+    settings |= {} if setting is None else {"add_prefix_space": setting}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = read_tokenizer(str(tmp_path), None)
+    spaced = in_file if setting is None else setting
+    assert tokenizer.convert_ids_to_tokens(tokenizer("sky", add_special_tokens=False).input_ids)[0][0] in (
+        "\u0120\u2581" if spaced else "s"
+    )
+    if spaced == in_file:
+        for text in ("sky", "</s>sky", "a</s> sky is"):
+            assert tokenizer(text).input_ids == raw.encode(text).ids
+
+
+def test_a_tokenizer_of_own_code_is_left_unchanged(tiny_path, tmp_path):
+    shutil.copytree(tiny_path, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "mine.py").write_text(
+        "from tokenizers import normalizers\nfrom transformers import PreTrainedTokenizerFast\n\n\n"
+        "class Mine(PreTrainedTokenizerFast):\n    def __init__(self, *args, **kwargs):\n"
+        "        super().__init__(*args, **kwargs)\n"
+        "        self.backend_tokenizer.normalizer = normalizers.Lowercase()\n"
+    )
+    settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = read_tokenizer(str(tmp_path), None, trust_remote_code=True)
+    assert tokenizer("ABC").input_ids == tokenizer("abc").input_ids
 
 
 def test_a_model_that_needs_another_package_is_refused_by_its_name(tmp_path, monkeypatch):
@@ -232,21 +286,35 @@ def test_a_pointer_of_git_lfs_is_named(name, tiny_path, tmp_path):
 
 @pytest.mark.parametrize("keyword", ["token", "cache_dir", "local_files_only", "subfolder", "load_in_4bit"])
 def test_keywords_that_transformers_lacks_or_would_use_for_a_part_of_the_files_are_refused(keyword, tiny_path):
-    with pytest.raises(ValueError, match=f"^{keyword}= is not supported here: (use|set|download)"):
+    with pytest.raises(
+        ValueError, match=f"^{keyword}= is not supported here: (it only reaches the model: )?(use|set|download)"
+    ):
         Target.from_pretrained(tiny_path, device="cpu", **{keyword: "x"})
     Target.from_pretrained(tiny_path, device="cpu", **{keyword: "" if keyword == "subfolder" else None})
 
 
-@pytest.mark.parametrize("device", ["auto", "gpu", "cuda:99"])
-def test_a_device_that_is_not_there_is_one_sentence(device, tiny_path, capsys):
+@pytest.mark.parametrize("device", ["auto", "gpu", "cuda:99", "hpu", 3.5])
+def test_a_device_that_is_not_there_is_one_sentence(device, tiny_path):
     with pytest.raises(ValueError, match=f"^device={device} is not available .*set cpu, cuda or cuda:N"):
         Target.from_pretrained(tiny_path, device=device)
 
 
-def test_a_checkpoint_for_mlx_is_named(tiny_path, tmp_path):
+def test_a_device_is_not_tried_before_processes_share_devices(tiny_path, monkeypatch):
+    """Each process would open a context on the first GPU, because `sharding.arguments` chooses the process's own."""
+    monkeypatch.setattr(loading.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(loading.torch, "empty", lambda *args, **kwargs: pytest.fail("a device was tried"))
+    with pytest.raises(ValueError, match="sharding=fsdp needs processes that torchrun starts"):
+        Target.from_pretrained(tiny_path, dtype="float32", sharding="fsdp")
+
+
+def test_a_checkpoint_for_mlx_is_named(tiny_path, tmp_path, monkeypatch):
     shutil.copytree(tiny_path, tmp_path, dirs_exist_ok=True)
     edit(tmp_path, lambda config: config.update(quantization_config={"group_size": 64, "bits": 4}))
     with pytest.raises(ValueError, match=r"^target .* lacks quant_method, as in checkpoints for MLX"):
+        Target.from_pretrained(tmp_path, device="cpu")
+    error = ValueError("Found `quant_method=bitsandbytes` but `quantization_config` is not a `BitsAndBytesConfig`.")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", mock.Mock(side_effect=error))
+    with pytest.raises(ValueError, match=r"^Found `quant_method=bitsandbytes`"):
         Target.from_pretrained(tmp_path, device="cpu")
 
 
