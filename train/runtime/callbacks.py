@@ -33,7 +33,8 @@ class StopOnSignal(TrainerCallback):
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
             numbers.append(signal.SIGHUP)
         self.before = {number: signal.getsignal(number) for number in numbers}
-        self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+        # A reader such as `tee` ends with the terminal.
+        self.terminals = [stream for stream in (1, 2) if os.isatty(stream) or Path(f"/dev/fd/{stream}").is_fifo()]
         for number in self.before:
             signal.signal(number, self.note)
 
