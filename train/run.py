@@ -187,7 +187,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     directory, checkpoint = distributed.broadcast(opened)
     distributed.check_shared(directory, "output_dir")
     if checkpoint is not None and isinstance(head, DFlashHead | PEagleHead):  # another version may choose another one
-        head.mask_token_id = read_head(Path(checkpoint) / HEAD, target).mask_token_id  # type: ignore[assignment]
+        head.mask_token_id = read_head(Path(checkpoint) / HEAD, target).mask_token_id
     tokens = saved_config(directory)["written_tokens"]
     later = partial(fresh_rows, cfg, target, data.train, directory, tokens) if cfg.fresh_text else None
     data, measured_on = with_self_generated_text(cfg, target, data, directory, tokens)
