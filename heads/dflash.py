@@ -13,6 +13,7 @@ With the wrong one of the two every draft is off by one. Inside a block attentio
 JetSpec; also in sliding layers, as in SpecForge, SGLang and vLLM).
 """
 
+import re
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +30,8 @@ from foredraft.heads.layers import DecoderLayer, NormedAttention, RMSNorm, Rotar
 from foredraft.heads.target_model import Target
 
 FULL = "full_attention"  # as SLIDING
+# Special tokens that a chat may have, also one without a template or whose template builds them.
+MARKS = re.compile(r"im_|image|audio|video|vision|think|system|user|assistant|tool|turn|start|end|eot", re.IGNORECASE)
 
 
 class BlockLayer(DecoderLayer):
@@ -256,7 +259,8 @@ def mask_token(target: Target) -> int:
     common = {tokenizer.bos_token_id, *target.eos_token_ids}
     added = tokenizer.added_tokens_decoder.items()
     rare = [token for token, form in added if form.special and form.content not in str(tokenizer.chat_template)]
-    special = max((token for token in rare if token <= last and token not in common), default=special)
+    marks = {token for token, form in added if MARKS.search(form.content)}
+    special = max((token for token in rare if token <= last and token not in common | marks), default=special)
     return next((token for token in range(last, -1, -1) if token not in used), special)
 
 

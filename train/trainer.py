@@ -40,8 +40,8 @@ from foredraft.train.runtime.run_state import CHECKPOINTS
 from foredraft.train.runtime.strategy import shard_on_cpus_too, without_weights
 
 SMALLER_BATCHES = "lower trainer.per_device_train_batch_size or max_length"
-NOT_HERE = {  # arguments of Trainer that would change nothing here, and what does
-    name: remedy
+NOT_HERE = {  # arguments of Trainer that change nothing here, or do harm, and the remedy
+    name: f"has no effect on a head: {remedy}"
     for names, remedy in (
         ("optim_args", "set trainer.learning_rate"),
         ("optim_target_modules", "choose trainer.optim=adamw or trainer.optim=muon"),
@@ -57,10 +57,11 @@ NOT_HERE = {  # arguments of Trainer that would change nothing here, and what do
         ("data_seed", "set data_seed, without trainer."),
         ("push_to_hub", "foredraft push sends a finished head"),
         ("resume_from_checkpoint", "the same command resumes a run"),
-        ("save_only_model", "it saves no optimizer to resume with: set save_total_limit=1"),
-        ("ignore_data_skip accelerator_config", "processes and resumed runs read the rows that come next: omit it"),
     )
     for name in names.split()
+} | {
+    "save_only_model": "saves no optimizer to resume with: set save_total_limit=1",
+    "ignore_data_skip": "lets a resumed run learn its first rows once more: leave it out",
 }
 
 
@@ -76,13 +77,11 @@ class HeadTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         if self.compile_head is not None and self.compile_head not in (known := torch.compiler.list_backends(())):
-            raise ValueError(
-                f"trainer.compile_head={self.compile_head} is not a backend of torch.compile: {', '.join(known)}"
-            )
+            raise ValueError(f"trainer.compile_head={self.compile_head} is not one of {', '.join(known)}")
         defaults = {field.name: field.default for field in fields(TrainingArguments)}
         for name in (name for name in NOT_HERE if name in defaults):  # versions of transformers have not all of them
             if (value := getattr(self, name)) != defaults[name]:
-                raise ValueError(f"trainer.{name}={value} has no effect on a head: {NOT_HERE[name]}")
+                raise ValueError(f"trainer.{name}={value} {NOT_HERE[name]}")
         if self.max_minutes < 0:
             raise ValueError(f"trainer.max_minutes={self.max_minutes} must not be negative; 0 sets no limit")
         if self.optim not in OPTIMIZERS:
@@ -93,6 +92,8 @@ class HeadTrainingArguments(TrainingArguments):
         # `accelerate launch` may have said otherwise. A model that it compiles has other names of weights.
         os.environ["ACCELERATE_MIXED_PRECISION"] = os.environ["ACCELERATE_DYNAMO_BACKEND"] = "no"
         super().__post_init__()
+        if self.accelerator_config.split_batches:
+            raise ValueError("trainer.accelerator_config.split_batches gives processes the rows of one: leave it out")
         optimizer.schedule(self, 100)
 
     @property
@@ -121,9 +122,8 @@ def arguments(cfg: Any, target: Target, **strategy: Any) -> HeadTrainingArgument
         "train_sampling_strategy": "sequential",  # train/data/row_order.py has the order
         "logging_nan_inf_filter": False,  # it waits for the loss of every batch, to hide one that is not a number
     }
-    for name in sorted(fixed.keys() & settings.keys()):
-        if settings[name] != fixed[name]:
-            raise ValueError(f"trainer.{name}={settings[name]} has no effect on a head: leave it out")
+    for name in sorted(name for name in fixed.keys() & settings.keys() if settings[name] != fixed[name]):
+        raise ValueError(f"trainer.{name}={settings[name]} has no effect on a head: leave it out")
     if settings.bf16 is None:
         strategy["bf16"] = optimizer.multiplies_faster_in_bfloat16(target.device)
     return instantiate(settings, **fixed, **strategy)

@@ -194,10 +194,10 @@ def load_model(
     check_generation_config(path)
     try:
         config = read_config(path, revision, kwargs["trust_remote_code"])
-        if config._attn_implementation not in (None, "eager", "sdpa") and "attn_implementation" not in kwargs:
-            config._attn_implementation = None  # flash_attention_2, of its training, has no mask for draft trees
-            kwargs["config"] = config
-        elif config.model_type in SAME_KIND.values():
+        if config._attn_implementation not in (None, "eager", "sdpa"):
+            # flash_attention_2, of its training, has no mask for draft trees
+            kwargs["_attn_implementation"] = kwargs.pop("attn_implementation", None)
+        if config.model_type in SAME_KIND.values():
             kwargs["model_type"] = config.model_type  # which may differ in the file
         if dtype == "auto" and quantization is None and not has_bfloat16_products(device):
             dtype = torch.float32

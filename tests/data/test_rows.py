@@ -145,6 +145,7 @@ def test_blank_text_next_to_a_call_and_a_tool_that_prints_a_line_break_cost_no_r
         ({"text": "hello", "loss_mask": [0, 1]}, "mask of tokens"),
         ({"text": "hello", "loss_mask": "[0, 1]"}, "mask of tokens"),
         ({"text": "hello", "input_ids": [5, 6], "assistant_masks": [0, 1]}, "mask of tokens"),  # TRL's
+        ({"text": "hello", "input_ids": [5, 6], "assistant_mask": [0, 1]}, "mask of tokens"),
         ({"text": "hello", "input_ids": [5, 6], "completion_mask": [0, 1]}, "mask of tokens"),
         ({"text": "hello", "weight": 0}, "says that it is not learned"),
         ({"message_id": "1", "parent_id": None, "text": "hi", "role": "prompter"}, "without its conversation"),
@@ -351,6 +352,7 @@ def test_roles_have_many_names(name: str, role: str):
     [
         [{"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'}],
         [{"role": "tool_call", "name": "f", "arguments": {"a": 1}}],
+        [{"role": "tool_calls", "content": "", "tool_calls": [CALL]}],
         [{"from": "tool-call", "value": '[{"name": "f", "arguments": "{\\"a\\": 1}"}]'}],
         [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}],
         [{"role": "assistant", "tool_calls": '[{"name": "f", "parameters": {"a": 1}}]'}],
@@ -371,6 +373,18 @@ def test_an_answer_and_the_calls_that_follow_it_are_one_turn(more: dict):
     found = said({"messages": [ASKED, thinks, call, call | more, tool, tool, call, tool, answer("done")]})
     first = thinks | {"tool_calls": [CALL, CALL]} | ({"weight": 0} if more else {})
     assert found == [ASKED, first, tool, tool, answer("", tool_calls=[CALL]), tool, answer("done")]
+
+
+@pytest.mark.parametrize("weights", [[0, 1, 1, 1], [0, 0, 1, 1, 0, 1]])
+def test_a_mask_counts_the_turns_that_the_row_has(weights: list[int]):
+    """Weight each turn of an answer that ms-swift writes as three: it is learned if all of them are."""
+    call = {"role": "tool_call", "content": json.dumps(CALL["function"])}
+    turns, tool = [ASKED, answer("bad"), call, call], {"role": "tool", "content": "1"}
+    found = said({"messages": [*turns, tool, answer("done")], "weights": weights})
+    assert found == [ASKED, answer("bad", tool_calls=[CALL, CALL], weight=0), tool, answer("done")]
+    thinks = call | {"reasoning_content": "second"}
+    found = said({"messages": [ASKED, answer("x", reasoning_content="first"), thinks]})
+    assert [message["reasoning_content"] for message in found[1:]] == ["first", "second"]
 
 
 def test_answers_that_are_calls_and_tools_as_json_text():

@@ -150,12 +150,15 @@ def test_the_mask_token_is_one_that_the_target_has_a_row_for(fresh: Target) -> N
         check_mask_token(fresh, rows)
 
 
-def test_the_mask_token_is_not_one_that_every_chat_has(fresh: Target) -> None:
+@pytest.mark.parametrize(
+    "template", ["<|user|>{{ messages[0].content }}", None, "{{ '<|' + messages[0].role + '|>' }}"]
+)
+def test_the_mask_token_is_not_one_that_every_chat_has(template: str | None, fresh: Target) -> None:
     """Choose a reserved token as Llama 3 has them, whose last named one ends each turn (NVIDIA-NeMo/Automodel#2461)."""
     tokenizer, reserved = fresh.text_tokenizer, "<|reserved_special_token_0|>"
     words = [f"<{number}>" for number in range(fresh.vocab_size - len(tokenizer) - 3)]
     tokenizer.add_tokens([*words, *(AddedToken(name, special=True) for name in (reserved, "<|eot|>", "<|user|>"))])
-    tokenizer.eos_token, tokenizer.chat_template = "<|eot|>", "<|user|>{{ messages[0].content }}"
+    tokenizer.eos_token, tokenizer.chat_template = "<|eot|>", template
     assert len(tokenizer) == fresh.vocab_size
     assert tokenizer.convert_ids_to_tokens(check_mask_token(fresh, None)) == reserved
 

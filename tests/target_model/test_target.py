@@ -98,7 +98,6 @@ def test_attention_that_takes_no_mask_of_ours_is_refused(named):
         Target(model)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "kernels-community/flash-attn2"])
 @pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation"])
 @pytest.mark.parametrize("embeddings_only", [False, True])
@@ -107,11 +106,17 @@ def test_the_attention_of_a_training_is_not_that_of_drafting(key, name, embeddin
     path = odd_target(tiny_path, tmp_path, "{}", **{key: name})
     target = Target.from_pretrained(path, device="cpu", embeddings_only=embeddings_only)
     assert target.model.config._attn_implementation == masked.NAME
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    more = {"rope_parameters": rope, "attn_implementation": "sdpa", "num_hidden_layers": 1}
+    if not embeddings_only:
+        config = Target.from_pretrained(path, device="cpu", **more).model.config
+        assert config.rope_parameters == rope and config.num_hidden_layers == 1
     if not embeddings_only:  # what somebody asks for is not replaced
         with pytest.raises(ValueError, match=r"cannot be loaded|does not support the mask"):
             Target.from_pretrained(path, device="cpu", attn_implementation=name)
 
 
+@torch.no_grad()
 def test_kimi_k2_is_read_as_the_deepseek_v3_that_it_is(tmp_path):
     """Load files that name a kind which transformers does not have, and their own code, of which nothing is run or asked."""
     model = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES["deepseek_v3"]), dtype=torch.float32).eval()

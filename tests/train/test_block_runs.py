@@ -1,5 +1,6 @@
 """Heads that draft in blocks through a whole run: features on disk, stopped and continued, spread over processes."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from foredraft.heads import save_head
+from foredraft.heads import dflash, save_head
 from foredraft.heads.base import PackedBatch
 from foredraft.train.data.packing import Packed
 from foredraft.train.hidden_states import offline
@@ -40,6 +41,18 @@ def test_from_disk_the_losses_are_those_of_training_online(kind, target, tmp_pat
     online, stored = found
     torch.testing.assert_close(stored.loss, online.loss, atol=1e-5, rtol=1e-5)
     assert torch.equal(stored.hits, online.hits) and torch.equal(stored.counts, online.counts) and online.counts.all()
+
+
+@pytest.mark.parametrize("head", [DSPARK, P_EAGLE])
+def test_a_resumed_run_keeps_its_mask_token(given, here, monkeypatch, head):
+    """Resume with a version that would choose another one."""
+    run = [*given, *head, ONE, "output_dir=out", "keep_checkpoints=true"]
+    for token, steps in ((7, 2), (9, 4)):
+        monkeypatch.setattr(dflash, "mask_token", lambda target, token=token: token)
+        assert here(*run, f"trainer.max_steps={steps}").code == 0
+        Path("out/metrics.json").unlink()
+    config = json.loads(Path("out/head/config.json").read_text())
+    assert config.get("dflash_config", {}).get("mask_token_id", config.get("pard_token")) == 7
 
 
 @pytest.mark.nightly

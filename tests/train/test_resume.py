@@ -130,7 +130,7 @@ def test_copies_of_checkpoints_are_the_users(tmp_path: Path):
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-12", checkpoints.UNFINISHED, *copies}
 
 
-@pytest.mark.parametrize("content", [b"", b"half", None])
+@pytest.mark.parametrize("content", [b"", b"half", b"[]", b"null", None])
 @pytest.mark.parametrize("name", [checkpoints.STATE, "optimizer.pt", checkpoints.SIZES])
 def test_a_damaged_checkpoint_is_named(name: str, content: bytes | None, tmp_path: Path):
     """Cut or remove files of a checkpoint, as a machine that goes down does (huggingface/transformers#35782). Without its
@@ -148,7 +148,10 @@ def test_a_damaged_checkpoint_is_named(name: str, content: bytes | None, tmp_pat
     if (name, content) == (checkpoints.SIZES, None):
         checkpoints.check_whole(checkpoint)  # of an earlier version
         return
-    with pytest.raises(ValueError, match=f"{checkpoint} is damaged: {name} is .* go on from the checkpoint before"):
+    remedy = (
+        f"{checkpoint / name} to go on without" if name == checkpoints.SIZES else "this directory to go on from the ch"
+    )
+    with pytest.raises(ValueError, match=f"{checkpoint} is damaged: {name} is .* or delete {remedy}"):
         checkpoints.check_whole(checkpoint)
 
 

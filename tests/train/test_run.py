@@ -318,6 +318,26 @@ def test_a_closed_terminal_stops_a_run(before: str, torchrun: bool, stops: bool,
     assert stop.stopped() == stops
 
 
+def test_a_reader_that_ends_with_the_terminal_stops_no_run_before_its_checkpoint():
+    """Hang up under `| tee log`, which ends at once."""
+    earlier, output = signal.signal(signal.SIGHUP, signal.SIG_DFL), os.dup(1)
+    stop, (reader, writer) = callbacks.StopOnSignal(), os.pipe()
+    try:
+        os.dup2(writer, 1)
+        stop.on_train_begin(None, None, None)
+        stop.terminals = stop.terminals[:1]
+        os.close(reader)
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.write(1, b"a step")
+    finally:
+        stop.restore()
+        signal.signal(signal.SIGHUP, earlier)
+        os.dup2(output, 1)
+        os.close(output)
+        os.close(writer)
+    assert stop.stopped()
+
+
 def test_what_was_trained_before_a_ctrl_c_in_the_measurement_is_not_trained_again(
     here, eagle: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

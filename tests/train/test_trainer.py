@@ -65,9 +65,6 @@ def test_the_optimizer_obeys_the_trainers_arguments(target: Target, tmp_path: Pa
         ("auto_find_batch_size", True, "set trainer.per_device_train_batch_size"),
         ("use_liger_kernel", True, "it is for a model with embeddings"),
         ("push_to_hub", True, "foredraft push sends a finished head"),
-        ("save_only_model", True, "it saves no optimizer to resume with"),
-        ("ignore_data_skip", True, "processes and resumed runs read the rows that come next"),  # not the first ones
-        ("accelerator_config", {"split_batches": True}, "processes and resumed runs"),  # huggingface/transformers#38484
     ],
 )
 def test_an_argument_that_would_be_ignored_is_refused(tmp_path: Path, name: str, value: object, remedy: str):
@@ -75,9 +72,20 @@ def test_an_argument_that_would_be_ignored_is_refused(tmp_path: Path, name: str,
         HeadTrainingArguments(str(tmp_path), use_cpu=True, **{name: value})
 
 
+@pytest.mark.parametrize("more", [{}, {"split_batches": False}, {"even_batches": True}, {"non_blocking": True}])
+def test_settings_of_accelerate_that_do_no_harm(tmp_path: Path, more: dict):
+    HeadTrainingArguments(str(tmp_path), use_cpu=True, accelerator_config=more)
+
+
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
+        ({"save_only_model": True}, "^trainer.save_only_model=True saves no optimizer to resume with: set"),
+        (
+            {"ignore_data_skip": True},
+            "^trainer.ignore_data_skip=True lets a resumed run learn its first rows once more",
+        ),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches gives"),  # huggingface/transformers#38484
         (
             {"lr_scheduler_type": "warmup_stable_decay"},
             r"^trainer.lr_scheduler_type=warmup_stable_decay does not fit lr_scheduler_kwargs=.*num_decay_steps'\): change",

@@ -32,6 +32,7 @@ RESPONSES = ("response", "solution", "answer", "output", "completion", "answers"
 TEXTS = ("text", "content", "code")
 SYSTEMS = ("system", "system_prompt", "system_message")
 OF_ROWS = tuple(name for name in LEARNED if name != "loss")  # a row's loss may be a number that somebody measured
+OF_TOKENS = ("assistant_mask", "assistant_masks", "completion_mask")
 
 
 def pick(row: dict, named: str | None, usual: tuple[str, ...]) -> str | None:
@@ -127,7 +128,7 @@ def raw_text(row: dict, column: str) -> str:
         raise SkippedRow("a message without its conversation")  # OpenAssistant's rows
     if not_learned(row, OF_ROWS):
         raise SkippedRow("the row says that it is not learned")
-    if any(isinstance(parsed(row.get(name)), list) for name in (*OF_ROWS, "assistant_masks", "completion_mask")):
+    if any(isinstance(parsed(row.get(name)), list) for name in (*OF_ROWS, *OF_TOKENS)):
         raise SkippedRow("a mask of tokens, which another tokenizer made")
     return unicode(text)
 

@@ -104,7 +104,8 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
             # Nemotron has `reasoning` as a switch.
             reasoning = next((text for text in by_name if text.lower() not in ("on", "off")), "") or in_parts
             message |= {"reasoning_content": unicode(reasoning)} if reasoning.strip() else {}
-            calls = text or item if named in CALLS else item.get("tool_calls") or item.get("function_call")
+            calls = item.get("tool_calls") or item.get("function_call")
+            calls = text or calls or item if named in CALLS else calls
             message |= {"tool_calls": tool_calls(calls)} if calls else {}
             text = None if named in CALLS else text
             message |= {"weight": 0} if not_learned(item, LEARNED) else {}
@@ -120,10 +121,9 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
         nothing = is_blank(text) and role in ("tool", "assistant")
         kept = text if isinstance(text, str) else ""
         message["content"] = pictured or (unicode(kept) if nothing else content(text))
-        # ms-swift writes one answer as several turns.
-        if named in CALLS and messages and messages[-1]["role"] == "assistant":
-            message["tool_calls"] = messages[-1].get("tool_calls", []) + message["tool_calls"]
-            message = messages.pop() | {name: value for name, value in message.items() if name != "content"}
+        # Reasoning before a call comes after the text before it, so that is another answer.
+        if named in CALLS and messages and messages[-1]["role"] == "assistant" and "reasoning_content" not in message:
+            message["continues"] = True
         messages.append(message)
     shown = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     # Another image may be inside of a part.
@@ -134,6 +134,18 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
         text = [{"type": "text", "text": asked["content"]}]
         asked["content"] = [{"type": "image", "image": place({}, images)} for _ in range(count)] + text
     return messages
+
+
+def whole_answers(messages: list[Message]) -> list[Message]:
+    """Return the messages with a text and the calls that follow it as one answer: ms-swift writes them as several turns."""
+    found: list[Message] = []
+    for message in messages:
+        if message.pop("continues", False):
+            begun = found.pop()
+            calls = [*begun.get("tool_calls", []), *message["tool_calls"]]
+            message = begun | message | {"content": begun["content"], "tool_calls": calls}
+        found.append(message)
+    return found
 
 
 def is_blank(text: Any) -> bool:

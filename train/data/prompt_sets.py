@@ -19,7 +19,7 @@ from foredraft.inference.text import with_start
 from foredraft.train.data.chat_template import ChatFormat
 from foredraft.train.data.columns import declared, system, template_options
 from foredraft.train.data.corpus import Corpus, has_chats, prompts
-from foredraft.train.data.layouts import Message, SkippedRow, check_answers, has_system, turns, unicode
+from foredraft.train.data.layouts import Message, SkippedRow, check_answers, has_system, turns, unicode, whole_answers
 from foredraft.train.data.sources import Row, Source
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -110,7 +110,7 @@ def question(row: Row, category: str) -> Question:
             return Question(category, [], unicode(asked))  # raw text, which shows no tools
         shown = declared(value), template_options(value)
         if has_messages:
-            messages = turns(value["messages"])
+            messages = whole_answers(turns(value["messages"]))
             messages = messages if has_system(messages) else system(value) + messages
             while messages and messages[-1]["role"] == "assistant":
                 messages.pop()

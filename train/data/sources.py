@@ -42,6 +42,7 @@ from foredraft.train.data.layouts import (
     parsed_list,
     rows_of,
     turns,
+    whole_answers,
     without_nulls,
 )
 from foredraft.train.data.layouts import parsed as parsed_json
@@ -105,7 +106,7 @@ class Source:
         if named and not named & value.keys() and "error" not in value:
             raise SkippedRow(f"nothing in column {' or '.join(sorted(named))}")
         if found := self.turns(value, images):
-            found = weighted(found, value)
+            found = whole_answers(weighted(found, value))
             return found if has_system(found) else system(value) + found
         if "error" in value:
             raise SkippedRow("no answer came")  # regeneration says why

@@ -33,7 +33,7 @@ class StopOnSignal(TrainerCallback):
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
             numbers.append(signal.SIGHUP)
         self.before = {number: signal.getsignal(number) for number in numbers}
-        self.terminals = [stream for stream in (1, 2) if os.isatty(stream)]
+        self.terminals = [stream for stream in (1, 2) if os.isatty(stream) or Path(f"/dev/fd/{stream}").is_fifo()]
         for number in self.before:
             signal.signal(number, self.note)
 
@@ -42,7 +42,7 @@ class StopOnSignal(TrainerCallback):
         signal.signal(signal.SIGINT, self.before[signal.SIGINT])
         for other in self.before.keys() - {signal.SIGINT}:
             signal.signal(other, signal.SIG_IGN)
-        if number == signal.SIGHUP:  # no write to the terminal may fail before the checkpoint is written
+        if number == signal.SIGHUP:  # no write to it, or to a `tee` that ends with it, may fail before the save
             for stream in self.terminals:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         # Not `print`: the signal may have come in the middle of one, and Python's streams refuse to be entered twice.

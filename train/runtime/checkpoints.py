@@ -37,6 +37,7 @@ def newest(directory: Path) -> str | None:
 
 
 def sizes(path: Path) -> dict[str, int]:
+    """Return the bytes of each file of a checkpoint, without the head, which no run resumes from."""
     files = {str(file.relative_to(path)): file for file in path.rglob("*") if file.is_file()}
     return {name: file.stat().st_size for name, file in files.items() if not name.startswith(f"{HEAD}/")}
 
@@ -48,12 +49,13 @@ def check_whole(path: Path) -> None:
         return
     try:
         damaged = [name for name, size in json.loads(file.read_bytes()).items() if now.get(name) != size]
-    except ValueError:
+    except (ValueError, AttributeError):  # not JSON, or another value than an object
         damaged = [SIZES]
+    remedy = f"{file} to go on without" if damaged == [SIZES] else "this directory to go on from the checkpoint before"
     if damaged:
         raise ValueError(
-            f"{path} is damaged: {', '.join(damaged)} is missing or not of the size that was written. Restore it, or delete "
-            "this directory to go on from the checkpoint before"
+            f"{path} is damaged: {', '.join(damaged)} {'is' if len(damaged) == 1 else 'are'} missing or not of the size that "
+            f"was written. Restore the files, or delete {remedy}"
         )
 
 

@@ -1,28 +1,28 @@
 """wandb and tensorboard: what transformers' own callbacks (trainer.report_to) leave out. Only one process logs."""
 
+import importlib.util
 import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from foredraft.train.runtime.locks import write_atomically
 
 OF_RUN: dict[str, str] = {}  # variables of the environment that the newest run of this process has set
+MODULES = {"azure_ml": "azureml", "flyte": "flytekit", "kubeflow": "os"}  # with another name, or without any
 
 
 def check(report_to: str | Sequence[str]) -> None:
-    """Raise ValueError if transformers does not support a logger, or if it is not installed."""
+    """Raise ValueError if transformers does not support a logger, or if it is not installed. None is imported."""
     names = [report_to] if isinstance(report_to, str) else list(report_to)
-    known = ["none", "all"] if len(names) == 1 else []
-    for name in names:
-        if name not in known + get_available_reporting_integrations():
-            raise ValueError(
-                f"trainer.report_to={name} is not a logger that is installed and that transformers supports: leave it out, "
-                f"or pip install {name}"
-            )
+    for name in names if names not in (["none"], ["all"]) else []:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise ValueError(f"trainer.report_to={name}: give a list of {', '.join(INTEGRATION_TO_CALLBACK)}")
+        if importlib.util.find_spec(MODULES.get(name, name)) is None:
+            raise ValueError(f"trainer.report_to={name}: {MODULES.get(name, name)} is not installed")
 
 
 def prepare(report_to: list[str], directory: Path) -> None:
