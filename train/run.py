@@ -28,9 +28,7 @@ from foredraft.cli import entry
 from foredraft.heads import lora
 from foredraft.heads.base import BlockHead, DraftHead
 from foredraft.heads.checkpoint import fingerprint, read_head
-from foredraft.heads.dflash import DFlashHead
 from foredraft.heads.hub.client import HEAD
-from foredraft.heads.p_eagle import PEagleHead
 from foredraft.heads.target_model import Target
 from foredraft.inference.drafters import drafter_for, tree_of
 from foredraft.inference.evaluation.measure import length_settings
@@ -186,7 +184,7 @@ def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     opened = open_directory(cfg, need_bytes) if distributed.rank() == 0 else (Path(), None)
     directory, checkpoint = distributed.broadcast(opened)
     distributed.check_shared(directory, "output_dir")
-    if checkpoint is not None and isinstance(head, DFlashHead | PEagleHead):  # another version may choose another one
+    if checkpoint is not None and hasattr(head, "mask_token_id"):  # another version may choose another one
         head.mask_token_id = read_head(Path(checkpoint) / HEAD, target).mask_token_id
     tokens = saved_config(directory)["written_tokens"]
     later = partial(fresh_rows, cfg, target, data.train, directory, tokens) if cfg.fresh_text else None
