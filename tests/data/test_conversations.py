@@ -240,6 +240,8 @@ def test_a_file_next_to_its_compressed_copy_is_refused(tmp_path: Path):
         with pytest.raises(ValueError, match=r"a\.jsonl and a\.jsonl\.gz would both be read: remove one of them"):
             Source(str(tmp_path)).shards()
         packed.unlink()
+    with pytest.raises(ValueError, match=r"data\.path=B\.JSONL does not exist"):  # no id on the Hub
+        Source("B.JSONL").shards()
 
 
 def test_files_of_linked_folders_are_read_once(tmp_path: Path):
