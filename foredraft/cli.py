@@ -38,6 +38,7 @@ WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
 NEW_CODE = re.compile("unexpected keyword argument|^Can't instantiate abstract")
 # Packages of the extra `train` that some data and settings of other programs need.
 OF_TRAIN = ("accelerate", "datasets", "pyarrow")
+FLAGS = "flags: -h, -m, --cfg job, --config-name, --config-dir"
 NO_TARGET = "Error loading "  # Hydra's words for the _target_ of a yaml
 NEEDS_TARGET = (
     "foredraft {} needs a target: add target=ORG/NAME or a directory; `foredraft demo` trains for the test model"
@@ -87,12 +88,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("--config-name", "-cn")
     parser.add_argument("--config-dir", "-cd")
-    parser.add_argument("--local_rank")  # DeepSpeed's launcher adds it, and sets the variable LOCAL_RANK too
+    parser.add_argument("--local_rank", "--local-rank")  # launchers add it, and set the variable LOCAL_RANK too
     args, unknown = parser.parse_known_intermixed_args()  # head=medusa --help all
     if unknown:
-        key, _, value = unknown[0].lstrip("-").partition("=")
-        typed = f"{key.replace('-', '_')}={value or '...'}"
-        print(f"error: {unknown[0]} is not known: write {typed}, without dashes", file=sys.stderr)
+        print(f"error: {unknown[0]} is not a flag ({FLAGS}): keys are written key=value", file=sys.stderr)
         raise SystemExit(2)
     return args
 
@@ -165,7 +164,7 @@ def explain(error: Exception, folder: str) -> int:
 def has_no_reader() -> bool:
     """Return whether the program that read stdout (`| head`) has ended."""
     (stdout := select.poll()).register(1, 0)  # events: only errors
-    return bool(stdout.poll(0))
+    return any(flags & (select.POLLERR | select.POLLHUP) for _, flags in stdout.poll(0))  # not for a closed stdout
 
 
 def user_message(error: BaseException, folder: str) -> str | None:
@@ -175,7 +174,8 @@ def user_message(error: BaseException, folder: str) -> str | None:
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__  # hydra.utils.instantiate wraps what a constructor raised
     if isinstance(error, OverrideParseException):
-        return f"cannot read {error.override!r}: write key=value, with quotes around a value with commas or brackets"
+        quotes = "quotes around a value (in a list, around each) with commas, brackets, quotes, = or é"
+        return f"cannot read {error.override!r}: write key=value, with {quotes}"
     if isinstance(error, HydraException | YAMLError):
         return " ".join(f"{error} {error.__cause__ or ''}".split())
     if isinstance(error, OSError) and error.filename is not None and error.strerror:

@@ -7,6 +7,7 @@ HydraException.
 """
 
 import contextlib
+import hashlib
 import inspect
 import json
 import os
@@ -126,10 +127,13 @@ def checked_jobs(program: str, overrides: list[str], sweep: bool) -> list[DictCo
         folders.append(str(OmegaConf.select(found[-1], "output_dir")))  # which may name a choice of this job
     if "output_dir" in found[0] and max(Counter(folders).values()) > 1:
         # No sign that would need quotes when the path is typed again in an override.
-        values = [[re.sub(r"[^\w.+]", "-", line) for line in job if line.partition("=")[0] in swept] for job in jobs]
-        names = ["_".join(own).encode()[:200].decode(errors="ignore") for own in values]  # a name has at most 255 bytes
-        for number, (cfg, folder, name) in enumerate(zip(found, folders, names, strict=True)):
-            cfg.output_dir = str(Path(folder) / (name if names.count(name) == 1 else f"{name}_{number}"))
+        values = ["_".join(line for line in job if line.partition("=")[0] in swept) for job in jobs]
+        names = [re.sub(r"[^\w.+]", "-", value) for value in values]
+        for cfg, folder, value, name in zip(found, folders, values, names, strict=True):
+            if names.count(name) > 1 or len(name.encode()) > 255:  # bytes that a name may have
+                start, digest = name.encode()[:240].decode(errors="ignore"), hashlib.sha256(value.encode()).hexdigest()
+                name = f"{start}_{digest[:8]}"  # whatever its place in the sweep
+            cfg.output_dir = str(Path(folder) / name)
     return found
 
 
@@ -145,7 +149,7 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
     for override in OverridesParser.create().parse_overrides(overrides):
         key, value = override.key_or_group, override.value()
         if str(override.input_line).endswith("=") and key not in TEXTS:
-            raise HydraException(f"{key}= has no value: is a variable of the shell empty? {key}=null means none")
+            raise HydraException(f"{key}= has no value: is a variable of the shell empty?")
         if override.is_sweep_override():
             line = str(override.input_line)
             raise HydraException(f"{line} is a sweep, which needs -m; a list is written {line.replace('=', '=[', 1)}]")

@@ -114,7 +114,7 @@ def expand(word: str, listed: bool = False) -> list[str]:
     # Hydra reads no letters but those of ASCII, and not all signs: date=2026-01-01/x.jsonl, "rows (1).jsonl", R&D/x.jsonl.
     # range(1,3) and choice(a,b) are its own.
     foreign = re.search(r"[^ \w./:@+~%*?|-]", value, re.ASCII)
-    path = foreign and re.fullmatch(r"\+*[.\w]+", key) and not re.search(r"[][{}'\"\\$,]|^\w+\(", value)
+    path = foreign and re.fullmatch(r"\+*[.\w]+", key) and not re.search(r"[][{}'\"\\$,]|^\w+\(.*\)$", value)
     return [f"{key}={quoted(value) if path else value}"]
 
 

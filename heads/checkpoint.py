@@ -140,6 +140,9 @@ def write_head(
         (part / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         for name in files:
             layout.write_weights(weights, part / name, head, target)
+        mode = (part / CONFIG).stat().st_mode
+        for file in part.iterdir():
+            file.chmod(mode)  # safetensors makes files private, and a server may run as another user
         replace_head(part, directory)
     except SafetensorError as error:  # safetensors reports a full disk in words only
         if "No space left" in str(error) or "os error 28" in str(error):

@@ -12,13 +12,13 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from foredraft.heads import vocab
 from foredraft.heads.base import DraftHead
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.embedding import embedding_scale
-from foredraft.heads.target_model.files import save_tensors
 from foredraft.heads.target_model.sharding import full_tensor
 
 EMBEDDINGS = "embed_tokens.weight"  # in all layouts
@@ -107,7 +107,7 @@ class Format(ABC):
     def write_weights(self, weights: dict[str, Tensor], path: Path, head: DraftHead, target: Target) -> None:
         """Write the result of `export_weights` to one of `weight_files`, next to config.json."""
         if path.suffix == ".safetensors":
-            save_tensors(weights, path, metadata={"format": "pt"})
+            save_file(weights, path, metadata={"format": "pt"})
         else:
             torch.save(weights, path)
 

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Self
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from foredraft.heads.base import DraftHead
@@ -17,7 +17,7 @@ from foredraft.heads.formats.base import Format, HeadFiles
 from foredraft.heads.formats.llama_layer import layer_settings
 from foredraft.heads.mtp import PREFIX, MTPHead, attention_settings, has_weights, shift_norms, shipped_window
 from foredraft.heads.target_model import Target
-from foredraft.heads.target_model.files import INDEX, WEIGHTS, checkpoint_file, save_tensors, weight_map
+from foredraft.heads.target_model.files import INDEX, WEIGHTS, checkpoint_file, weight_map
 
 COPIED = (".json", ".jinja", ".model", ".txt")
 
@@ -73,7 +73,7 @@ def merge_into_target(layer: dict[str, Tensor], directory: Path, target: Target)
             continue
         weights = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(PREFIX)}
         weights |= layer if file == place else {}
-        save_tensors(weights, directory / file.name, metadata={"format": "pt"})
+        save_file(weights, directory / file.name, metadata={"format": "pt"})
     index = checkpoint_file(target, INDEX)
     if index is not None and place.name != WEIGHTS:
         contents = json.loads(index.read_text())

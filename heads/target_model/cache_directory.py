@@ -16,10 +16,12 @@ from typing import Any
 def cache_directory() -> Path:
     """Return the directory of the variable FOREDRAFT_CACHE, or ~/.cache/foredraft. Raise ValueError if the user has no home,
     as in some containers."""
+    path = os.environ.get("FOREDRAFT_CACHE") or "~/.cache/foredraft"
     try:
-        return Path(os.environ.get("FOREDRAFT_CACHE") or "~/.cache/foredraft").expanduser()
+        return Path(path).expanduser()
     except RuntimeError:
-        raise ValueError("this user has no home directory: set FOREDRAFT_CACHE to a directory for the cache") from None
+        need = "set FOREDRAFT_CACHE to a directory for the cache"
+        raise ValueError(f"{path}: this user has no home directory: {need}") from None
 
 
 def measured_before(kind: str, about: dict[str, Any]) -> Any:

@@ -1,6 +1,7 @@
 """Read what transformers does not load from the checkpoint of a target."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,9 +26,11 @@ REASONS = {
     429: "too many requests (429): wait some minutes and run the same command again",
 }
 NO_TOKEN = (
-    "it does not exist, or is private or gated (401): check the name. A gated one has terms to accept on its page. Then log "
+    "it does not exist, or is private or gated ({}): check the name. A gated one has terms to accept on its page. Then log "
     "in with `hf auth login`, or set HF_TOKEN"
 )
+UMASK = os.umask(0o077)  # it can only be read by setting it, which is not for threads
+os.umask(UMASK)
 MOST_CAUSES = 8  # of an error: its chain may be a ring
 
 
@@ -37,8 +40,8 @@ def hub_reason(error: BaseException) -> str:
     while causes[-1] is not None and len(causes) < MOST_CAUSES:
         causes.append(causes[-1].__cause__)
     status = next((cause.response.status_code for cause in causes if isinstance(cause, HfHubHTTPError)), 0)
-    if status == 401 and get_token() is None:
-        return NO_TOKEN
+    if status in (401, 403) and get_token() is None:
+        return NO_TOKEN.format(status)
     lines = [line for line in str(error).replace(get_token() or "<token>", "<token>").splitlines() if line.strip()]
     # The first line may only be "404 Client Error. (Request ID: ...)".
     return REASONS.get(status) or next((line.strip() for line in lines if " Client Error." not in line), "".join(lines))
@@ -103,10 +106,8 @@ def commit_of(target: "Target") -> str | None:
 def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
     """Write a file in safetensors, with the permissions of any new file. The library makes files private, and a server may
     run as another user."""
-    file.touch()
-    mode = file.stat().st_mode
     save_file(tensors, file, metadata=metadata)
-    file.chmod(mode)
+    file.chmod(0o666 & ~UMASK)
 
 
 def weight_map(target: "Target", weights: str = WEIGHTS) -> dict[str, Path]:

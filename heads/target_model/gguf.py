@@ -124,8 +124,8 @@ def convert(file: Path, dtype: torch.dtype, directory: Path) -> None:
         model.save_pretrained(part)
         tokenizer.save_pretrained(part)
         (part / RECORD).write_text(json.dumps(describe(file, metadata, tensors), indent=1) + "\n")
-        for file in part.iterdir():
-            file.chmod((part / RECORD).stat().st_mode)  # as save_tensors: the cache may serve several users
+        for weights in part.glob("*.safetensors"):
+            weights.chmod((part / RECORD).stat().st_mode)  # as save_tensors: the cache may serve several users
         os.replace(part, directory)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -4,7 +4,7 @@ import gzip
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas
 import pytest
@@ -234,9 +234,14 @@ def test_of_a_folder_the_files_of_the_split_are_read(tmp_path: Path):
 def test_a_file_next_to_its_compressed_copy_is_refused(tmp_path: Path):
     file = write(tmp_path / "a.jsonl", [{"messages": HI}])
     assert [row.where for row in Source(str(tmp_path), name="main").rows()] == ["a.jsonl:1"]
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
-    with pytest.raises(ValueError, match=r"a\.jsonl and a\.jsonl\.gz would both be read: remove one of them"):
-        Source(str(tmp_path)).shards()
+    for ending in ("gz", "GZ"):
+        packed = tmp_path / f"a.jsonl.{ending}"
+        packed.write_bytes(gzip.compress(file.read_bytes()))
+        with pytest.raises(ValueError, match=r"a\.jsonl and a\.jsonl\.gz would both be read: remove one of them"):
+            Source(str(tmp_path)).shards()
+        packed.unlink()
+    with pytest.raises(ValueError, match=r"data\.path=B\.JSONL does not exist"):  # no id on the Hub
+        Source("B.JSONL").shards()
 
 
 def test_files_of_linked_folders_are_read_once(tmp_path: Path):
@@ -248,14 +253,20 @@ def test_files_of_linked_folders_are_read_once(tmp_path: Path):
     (tmp_path / "data" / "far" / "up").symlink_to(tmp_path)
     rows = Source(str(tmp_path / "data")).rows()
     assert sorted(row.where for row in rows) == ["1.jsonl:1", "2.JSONL:1", "3.jsonl:1"]
+    for name in ("split/train/1.jsonl", "split/test/2.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        write(tmp_path / name, [{"messages": HI}])
+    (tmp_path / "split" / "latest").symlink_to("train")  # which sorts before train
+    assert [row.where for row in Source(str(tmp_path / "split")).rows()] == ["1.jsonl:1"]
 
 
-@pytest.mark.parametrize("count", [0, -1, 1e4, "all"])
+@pytest.mark.parametrize("count", [0, -1, 1.5, "all"])
 def test_a_number_of_rows_that_is_none_is_refused(count: Any):
     with pytest.raises(
         ValueError, match=rf"^data\.max_samples={count} is not a number of rows: give 1 or more, or null"
     ):
         Source("rows.jsonl", max_samples=count)
+    assert repr(Source("rows.jsonl", max_samples=cast(int, 1e4))) == repr(Source("rows.jsonl", max_samples=10_000))
 
 
 def test_a_pipe_is_refused(tmp_path: Path):

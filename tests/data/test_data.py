@@ -56,6 +56,9 @@ def test_text_files_of_linked_folders_are_read_and_hidden_ones_are_not(target, t
         (tmp_path / name).write_bytes(b"\xff" if "index" in name else f"{name}\n{TEXT}".encode())
     (tmp_path / "texts" / "linked").symlink_to(tmp_path / "more")
     assert corpus.text_files(target.tokenizer, str(tmp_path / "texts")).card["files"] == 2
+    (tmp_path / "texts" / "B.JSONL").write_text("{}")
+    with pytest.raises(ValueError, match=r"B\.JSONL holds rows, not raw text"):
+        corpus.text_files(target.tokenizer, str(tmp_path / "texts"))
 
 
 def test_prompts_start_at_lines_and_have_their_length(target):

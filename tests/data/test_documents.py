@@ -19,6 +19,7 @@ from foredraft.train.data import conversations, sources
 from foredraft.train.data.conversations import corpus
 from foredraft.train.data.documents import Documents
 from foredraft.train.data.packing import Packed, collate
+from foredraft.train.data.row_order import sockets_fit
 from tests.support import ROOT
 from tests.support.batches import documents
 from tests.support.chats import CHATML, tokenizer
@@ -94,16 +95,19 @@ def test_a_system_without_affinity_takes_one_process_per_core(tmp_path: Path, mo
     assert len(corpus(tokenizer(CHATML), path=str(file), cache_dir=str(tmp_path / "cache")).train)
 
 
-def test_a_path_that_is_too_long_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Check before processes read rows, which would wait for ever."""
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: f"/scratch/{'long' * 20}")
+def test_where_a_path_is_too_long_for_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Check that one process reads data, and that training with others, which would wait for ever, is refused."""
+    for more, fits in ((0, True), (1, False)):
+        path = "/".ljust((75 if sys.platform == "linux" else 71) + more, "x")
+        monkeypatch.setattr(tempfile, "gettempdir", path.__str__)
+        assert sockets_fit() == fits
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(folder))
     for name in ("a", "b"):
         write(tmp_path / f"{name}.jsonl", 9)
-    with pytest.raises(
-        ValueError, match=r"TMPDIR=/scratch/long.* is too long for the sockets .*set it to a path of at most"
-    ):
-        corpus(tokenizer(CHATML), path=str(tmp_path), cache_dir=str(tmp_path / "cache"), num_proc=2)
-    with pytest.raises(ValueError, match="TMPDIR=/scratch/long"):
+    assert len(corpus(tokenizer(CHATML), path=str(tmp_path), cache_dir=str(tmp_path / "cache"), num_proc=2).train)
+    with pytest.raises(ValueError, match=r"TMPDIR=.*long is too long for the sockets .*set it to a path of at most"):
         check_config(composed("train", "target.path=none", "hidden_states=offline"))
 
 

@@ -278,6 +278,7 @@ def test_what_the_hub_refuses_is_said_in_a_sentence(server, folder, capfd, statu
     "status, token, words",
     [
         (401, None, "private or gated .401.: check the name. A gated one has terms to accept .*`hf auth login`"),
+        (403, None, "private or gated .403.: check the name"),
         (401, TOKEN, "the token is not valid .401."),
         (403, TOKEN, "the token lacks permission .403.: .*terms to accept on its page"),
         (None, TOKEN, "Repository Not Found for url: http"),

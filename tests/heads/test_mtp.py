@@ -143,6 +143,7 @@ def test_a_layer_is_stitched_back_into_its_targets_files(shipping, tmp_path):
         for path in (shipping.name, tmp_path)
     )
     assert before.keys() == after.keys()
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1  # others may read all or nothing
     inodes = {file.stat().st_ino for path in (shipping.name, tmp_path) for file in Path(path).glob("*.safetensors")}
     assert len(inodes) == 2 * len(list(tmp_path.glob("*.safetensors")))  # a change of the export is none of the target
     changed = {name for name in before if not torch.equal(before[name], after[name])}

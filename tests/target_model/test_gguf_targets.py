@@ -63,9 +63,12 @@ def test_a_template_for_tools_is_used_with_tools(file, model, words):
     """Check a second template, as Hermes has it, which has its own key in GGUF."""
     named = {"tokenizer.chat_template": "{{ messages }}", "tokenizer.chat_template.tool_use": "{{ tools }}"}
     write_gguf(file, model, words, metadata=named)
-    tokenizer = Target.from_pretrained(file, dtype="float32").text_tokenizer
+    target = Target.from_pretrained(file, dtype="float32")
+    tokenizer = target.text_tokenizer
     assert tokenizer.get_chat_template() == "{{ messages }}"
     assert tokenizer.get_chat_template(tools=[{}]) == "{{ tools }}"
+    (folder,) = (path for path in Path(target.checkpoint).iterdir() if path.is_dir())
+    assert folder.stat().st_mode & 0o100  # users who are not root enter only such folders
 
 
 @pytest.mark.parametrize("name", ["sha256-0123", "sha256:0123", "TINY.GGUF"])
@@ -373,6 +376,9 @@ def test_the_cache_of_a_user_without_a_home(monkeypatch):
     assert cache_directory.measured_once("speed", {"of": "this"}, lambda: 3) == 3
     with pytest.raises(ValueError, match="this user has no home directory: set FOREDRAFT_CACHE"):
         Target.from_pretrained("smollm2")
+    monkeypatch.setenv("FOREDRAFT_CACHE", "~nobody-here/cache")
+    with pytest.raises(ValueError, match="~nobody-here/cache: this user has no home"):
+        cache_directory.cache_directory()
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("FOREDRAFT_CACHE", "~/cache")  # as a file of variables has it
     assert cache_directory.cache_directory() == Path("/home/ada/cache")

@@ -523,3 +523,14 @@ def test_what_transformers_asserts_of_a_config_is_one_sentence(tiny_path, tmp_pa
         ValueError, match=r"cannot be loaded: transformers fails on its files \(AssertionError: Padding_idx"
     ):
         Target.from_pretrained(path, device="cpu")
+
+
+def test_tensors_that_cannot_be_written_leave_no_file(tmp_path):
+    """Check also that a link to a file that is missing is replaced, and others may read what replaces it."""
+    with pytest.raises(ValueError, match="non contiguous"):
+        files.save_tensors({"a": torch.zeros(3, 4).t()}, tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").symlink_to(tmp_path / "missing")
+    files.save_tensors({"b": torch.zeros(3)}, tmp_path / "b.safetensors")
+    (tmp_path / "new").touch()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["b.safetensors", "new"]
+    assert (tmp_path / "b.safetensors").lstat().st_mode == (tmp_path / "new").stat().st_mode

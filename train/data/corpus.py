@@ -55,7 +55,7 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
     below = walk(root) if glob == "**/*" else root.glob(glob)
     files = [root] if root.is_file() else sorted(file for file in below if file.is_file())
     for file in files:
-        if file.suffix in (".jsonl", ".parquet"):
+        if file.suffix.lower() in (".jsonl", ".parquet"):
             raise ValueError(f"{file} holds rows, not raw text: give data=conversations data.path={path}")
     texts = [(file, read_text(file)) for file in files]
     texts = [(file, text) for file, text in texts if text.strip()]
@@ -77,17 +77,20 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
 
 
 def walk(root: Path) -> Iterator[Path]:
-    """Yield the files below a folder, also in linked folders, and each once. Copies of editors and of macOS
-    (.ipynb_checkpoints, ._rows.jsonl) are hidden, and left out."""
+    """Yield the files below a folder, then in linked folders, and each once, so that a link hides no name of a split.
+    Copies of editors and of macOS (.ipynb_checkpoints, ._rows.jsonl) are hidden, and left out."""
     seen: set[str] = set()
-    for folder, folders, names in os.walk(root, followlinks=True):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        place = os.path.realpath(folder)
-        if place in seen:  # a link may lead back to a folder above it
-            folders.clear()
-            continue
-        seen.add(place)
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
+    starts = [str(root)]
+    for start in starts:  # which grow by links
+        for folder, folders, names in os.walk(start):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            place = os.path.realpath(folder)
+            if place in seen:  # a link may lead back to a folder above it
+                folders.clear()
+                continue
+            seen.add(place)
+            starts += [path for name in folders if os.path.islink(path := os.path.join(folder, name))]
+            yield from (Path(folder, name) for name in names if not name.startswith("."))
 
 
 def of_split(found: list[Path], root: Path, split: str) -> list[Path]:

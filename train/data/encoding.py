@@ -27,7 +27,7 @@ from foredraft.train.data.columns import declared, has_images, template_options
 from foredraft.train.data.corpus import highest_id, tokenize
 from foredraft.train.data.documents import REJECTED, Document
 from foredraft.train.data.layouts import Message, SkippedRow, check_answers
-from foredraft.train.data.row_order import check_sockets
+from foredraft.train.data.row_order import sockets_fit
 from foredraft.train.data.sources import Row, Shard, Source
 
 TRIED = 256  # rows that are encoded before all others, to see whether the template fits
@@ -202,9 +202,7 @@ def encode(encoder: Encoder, cache_dir: str | None, num_proc: int | None) -> Any
     }
     shards = encoder.source.shards()
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    processes = min(num_proc or cores, len(shards)) if encoder.source.max_samples is None else 1
-    if processes > 1:
-        check_sockets()
+    processes = min(num_proc or cores, len(shards)) if encoder.source.max_samples is None and sockets_fit() else 1
     try:
         return datasets.Dataset.from_generator(
             encoder.rows,

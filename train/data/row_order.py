@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
-LONGEST = 71  # bytes of the folder of a socket, whose path has at most 103 on macOS; multiprocessing appends 32
+# Bytes of the folder of a socket, whose path has at most 107 on Linux and 103 on macOS. multiprocessing appends 32.
+LONGEST = 75 if sys.platform == "linux" else 71
 
 
 class EpochStream(Dataset):
@@ -62,8 +63,15 @@ def end_with_trainer() -> None:
     os._exit(0)
 
 
+def sockets_fit() -> bool:
+    """Return whether the sockets of processes that read rows have short enough paths."""
+    return len(os.fsencode(tempfile.gettempdir())) <= LONGEST
+
+
 def check_sockets() -> None:
     """Raise ValueError if the sockets of processes that read rows would have too long paths. A run would wait for ever."""
-    if len(os.fsencode(folder := tempfile.gettempdir())) > LONGEST:
+    if not sockets_fit():
         need = f"set it to a path of at most {LONGEST} bytes, such as /tmp"
-        raise ValueError(f"TMPDIR={folder} is too long for the sockets of processes that read rows: {need}")
+        raise ValueError(
+            f"TMPDIR={tempfile.gettempdir()} is too long for the sockets of processes that read rows: {need}"
+        )

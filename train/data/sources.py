@@ -77,6 +77,9 @@ class Source:
 
     def __post_init__(self) -> None:
         count = self.max_samples
+        if isinstance(count, float) and count.is_integer():  # 1e4
+            count = int(count)
+            object.__setattr__(self, "max_samples", count)
         if count is not None and (not isinstance(count, int) or count < 1):
             raise ValueError(f"data.max_samples={count} is not a number of rows: give 1 or more, or null for all")
 
@@ -178,13 +181,11 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
             raise ValueError(f"data.path={path} contains no {', '.join(ENDINGS)} file (raw text: data=text)")
         if broken := next((file for file in found if not file.exists()), None):
             raise ValueError(f"{broken} is a link to a file that is missing: restore the file, or remove the link")
-        names = set(found)
-        if twice := next((file for file in found if file.with_name(f"{file.name}.gz") in names), None):
+        packed = {file.with_suffix("") for file in found if file.suffix.lower() == ".gz"}
+        if twice := next((file for file in found if file in packed), None):
             raise ValueError(f"{twice} and {twice.name}.gz would both be read: remove one of them")
         if chosen is None:
-            rows = [
-                file for file in found if file.suffix.lower() not in TABLES
-            ]  # next to rows, a table is metadata or a copy
+            rows = [file for file in found if file.suffix.lower() not in TABLES]  # a table is metadata or a copy
             return of_split(rows or found, root, split)
         patterns = [chosen] if isinstance(chosen, str) else chosen
         named = {file for one in patterns if not one.startswith("/") for file in root.glob(one)}
@@ -195,7 +196,7 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
         return [root]
     if root.exists():  # such as <(zcat rows.jsonl.gz)
         raise ValueError(f"data.path={path} is a pipe or a device, which is read only once: write its rows to a file")
-    if path.count("/") > 1 or path.startswith((".", "/", "~")) or path.endswith(ENDINGS):
+    if path.count("/") > 1 or path.startswith((".", "/", "~")) or path.lower().endswith(ENDINGS):
         raise ValueError(f"data.path={path} does not exist: give a file, a folder, or a dataset's id on the Hub")
     return []
 
