@@ -141,9 +141,9 @@ def whole_answers(messages: list[Message]) -> list[Message]:
     found: list[Message] = []
     for message in messages:
         if message.pop("continues", False):
-            begun = found.pop()
-            calls = [*begun.get("tool_calls", []), *message["tool_calls"]]
-            message = begun | message | {"content": begun["content"], "tool_calls": calls}
+            text = found.pop()
+            calls = [*text.get("tool_calls", []), *message["tool_calls"]]
+            message = text | message | {"content": text["content"], "tool_calls": calls}
         found.append(message)
     return found
 
