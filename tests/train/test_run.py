@@ -369,13 +369,14 @@ def test_a_signal_may_come_before_the_other_one_has_its_handler(monkeypatch: pyt
     assert stop.stopped()
 
 
-def test_a_signal_may_come_while_a_process_waits_for_the_others(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_may_come_while_a_process_waits_for_the_others(number: signal.Signals, monkeypatch: pytest.MonkeyPatch):
     stop, state = callbacks.StopOnSignal(), TrainerState()
     sums = distributed.all_reduce
 
     def waited(x: torch.Tensor) -> torch.Tensor:
         monkeypatch.undo()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         return sums(x)
 
     stop.on_train_begin(None, state, None)

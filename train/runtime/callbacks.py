@@ -20,15 +20,15 @@ from foredraft.train.runtime.run_state import seconds_of
 
 
 class StopOnSignal(TrainerCallback):
-    """Stop on Ctrl-C, SIGTERM or a closed terminal: finish the step, save a checkpoint. A second Ctrl-C stops at once; a
-    second SIGTERM, of a scheduler that signals both torchrun and its processes, changes nothing."""
+    """Stop on Ctrl-C, SIGTERM, Slurm's SIGUSR1 or a closed terminal: finish the step, save a checkpoint. A second Ctrl-C stops
+    at once; a second SIGTERM, of a scheduler that signals both torchrun and its processes, changes nothing."""
 
     def __init__(self) -> None:
         self.signalled = False  # has this process had a signal?
         self.before: dict[int, Any] = {}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        numbers = [signal.SIGINT, signal.SIGTERM]
+        numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]  # the last of `#SBATCH --signal=USR1@120`
         # With nohup a run outlives its terminal. torchrun does not: it passes the signal on, and kills half a minute later.
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ:
             numbers.append(signal.SIGHUP)
