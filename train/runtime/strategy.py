@@ -98,6 +98,8 @@ def choose_device() -> None:
     """Choose one accelerator for each process of a machine, which "cuda" names from here on."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    elif not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where installed, would warn each run that it sees no GPU
 
 
 def shard_on_cpus_too(args: TrainingArguments) -> None:
