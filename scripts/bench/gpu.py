@@ -195,9 +195,9 @@ def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor
     return True
 
 
-def bandwidth(device: torch.device, size: int = 1 << 28) -> float:
+def bandwidth(device: torch.device) -> float:
     """Return the bytes per second that a copy reads."""
-    source = torch.empty(size if device.type == "cuda" else size >> 4, dtype=torch.uint8, device=device)
+    source = torch.empty(1 << (28 if device.type == "cuda" else 24), dtype=torch.uint8, device=device)
     copy, best = torch.empty_like(source), float("inf")
     for _ in range(8):
         synchronize(device)
