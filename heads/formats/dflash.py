@@ -6,7 +6,8 @@ omit, and with the wrong one every draft is off by one: then the architecture de
 """
 
 import math
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -140,7 +141,7 @@ class TransformersDFlash(DFlashFormat):
     after the first model that used it."""
 
     title, is_default = "DFlash in the layout of transformers (MuseGlimmerAssistantModel)", False
-    names: ClassVar[dict[str, str]] = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+    names: Mapping[str, str] = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:

@@ -4,7 +4,8 @@ The config of the decoder layers is in `transformer_layer_config`, and other set
 written, because engines have different defaults. Hidden states have our numbers, one more than those of layers' outputs.
 """
 
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.dflash import DFlashHead
@@ -144,7 +145,7 @@ class SpeculatorsDSpark(SpeculatorsDFlash, DSparkFormat):
 class SpeculatorsXPress(SpeculatorsDFlash):
     title = "xPress in the layout of the speculators package"
     kind = XPressHead
-    names: ClassVar[dict[str, str]] = {
+    names: Mapping[str, str] = {
         "xpress_head.w1.": "refiner_head.token_embed.",
         "xpress_head.w2.": "refiner_head.readout.",
         "xpress_head.mix.L": "refiner_head.mix_l",
