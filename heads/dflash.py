@@ -58,6 +58,7 @@ class DFlashHead(BlockHead):
     own_least: ClassVar[dict[str, int]] = {}  # the least values of those that may be below 1
     config: LlamaConfig
     target: Target
+    blocks: Any  # nn.ModuleList of BlockLayer
 
     def __init__(self, config: dict[str, Any]):
         """Build the modules of a config.json. Its `layer_types` have the window `sliding_window` or none."""
@@ -136,10 +137,6 @@ class DFlashHead(BlockHead):
     def new_layer(self) -> BlockLayer:
         return BlockLayer(self.config)
 
-    @property
-    def own_layers(self) -> list[BlockLayer]:
-        return list(self.blocks)  # type: ignore[arg-type]
-
     def attach(self, target: Target) -> None:
         self.target = target
 
@@ -207,7 +204,7 @@ class DFlashHead(BlockHead):
         ahead = torch.arange(1, size + 1, device=starts.device)
         positions = (text.positions.gather(1, starts)[..., None] + ahead).flatten(1)
         of_text, of_blocks = (self.rotary(p, text.row_length + size, hidden.dtype) for p in (text.positions, positions))
-        for number, layer in enumerate(self.own_layers):
+        for number, layer in enumerate(self.blocks):
             attention, (x, kernel) = layer.self_attn, layer.inputs(hidden)
             q, *block_kv, _ = attention.project(x, *of_blocks)
             of_context = text.whole_rows(*attention.keys_values(context, *of_text))
@@ -220,14 +217,14 @@ class DFlashHead(BlockHead):
     def draft_extend(self, aux_hidden_states: Tensor, embeddings: Tensor, cache: KVCache) -> Tensor:
         context = self.fuse(aux_hidden_states)
         cos_sin = self.rotary(cache.columns(aux_hidden_states.shape[1]), cache.capacity, context.dtype)
-        for number, layer in enumerate(self.own_layers):
+        for number, layer in enumerate(self.blocks):
             cache.update(*layer.self_attn.keys_values(context, *cos_sin), number)
         return embeddings
 
     def draft_block(self, last: Tensor, cache: KVCache) -> Tensor:
         hidden, columns = self.inputs(last[:, 0]), cache.columns(self.block_size)
         cos, sin = self.rotary(columns, cache.capacity, hidden.dtype)
-        for number, layer in enumerate(self.own_layers):
+        for number, layer in enumerate(self.blocks):
             causal, window = self.masking(number)
             mask = cache.mask(intra_block_mask(self.block_size, causal, window, hidden.device)[None])
             mask = within_window(mask, columns, window)

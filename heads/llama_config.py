@@ -92,7 +92,7 @@ def from_json(settings: dict[str, Any]) -> LlamaConfig:
 
 def to_json(config: LlamaConfig) -> dict[str, Any]:
     """Return the config.json settings of the layer. Llama's defaults are included, because engines differ on defaults."""
-    names = (*COPIED, "head_dim", "max_position_embeddings", "rope_parameters", "bos_token_id", "eos_token_id")
+    names = (*COPIED, *OPTIONAL, "rope_parameters")
     settings = config.to_diff_dict() | {name: getattr(config, name) for name in names}
     settings = {name: value for name, value in settings.items() if name not in LATENT or value is not None}
     rope = dict(config.rope_parameters)

@@ -36,6 +36,7 @@ class PEagleHead(BlockHead):
     kind, depth_key = "p_eagle", "num_depths"
     disk_prefixes: ClassVar[dict[str, str]] = {"blocks.": "layers."}
     config: LlamaConfig
+    blocks: Any  # nn.ModuleList: MidLayer, then DecoderLayers
 
     def __init__(self, config: dict[str, Any]):
         """Build the modules of a config.json, in which norm_before_fc and norm_before_residual only occur in heads of other
@@ -94,10 +95,6 @@ class PEagleHead(BlockHead):
         head.init_projections(target, counts, lm_head)
         return head.to(target.device)
 
-    @property
-    def own_layers(self) -> list[DecoderLayer]:
-        return list(self.blocks)  # type: ignore[arg-type]
-
     def to_config(self) -> dict:
         return llama_config.to_json(self.config) | {
             # vLLM's method eagle3 prepends Eagle3 to a name without it, and has no class for PeagleLlamaForCausalLM.
@@ -130,7 +127,7 @@ class PEagleHead(BlockHead):
 
     def inputs(self, number: int, hidden: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of attention in layer `number`, and its residual."""
-        layer = self.own_layers[number]
+        layer = self.blocks[number]
         if not isinstance(layer, MidLayer):
             return layer.input_layernorm(hidden), hidden
         return layer.concat_inputs(embeddings, hidden), layer.residual(hidden, self.norm_before_residual)
@@ -144,7 +141,7 @@ class PEagleHead(BlockHead):
         ahead = torch.arange(1, size + 1, device=starts.device)
         positions = (text.positions.gather(1, starts)[..., None] + ahead).flatten(1)
         of_text, of_drafts = (self.rotary(p, text.row_length + size, hidden.dtype) for p in (text.positions, positions))
-        for number, layer in enumerate(self.own_layers):
+        for number, layer in enumerate(self.blocks):
             attention: Attention = layer.self_attn
             (x, residual), (y, residual_y) = self.inputs(number, hidden, after), self.inputs(number, drafts, masks)
             q, k, v, _ = attention.project(x, *of_text)
@@ -169,7 +166,7 @@ class PEagleHead(BlockHead):
     def attend_text(self, hidden: Tensor, embeddings: Tensor, mask: Tensor | None, cache: KVCache) -> Tensor:
         """Return hidden states after all layers and write their keys and values into the cache."""
         cos_sin = self.rotary(cache.columns(hidden.shape[1]), cache.capacity, hidden.dtype)
-        for number, layer in enumerate(self.own_layers):
+        for number, layer in enumerate(self.blocks):
             x, residual = self.inputs(number, hidden, embeddings.to(hidden.dtype))
             hidden = layer.feed_forward(residual, layer.self_attn.attend_cached(x, *cos_sin, mask, cache, number))
         return hidden

@@ -32,7 +32,7 @@ def main(cfg: DictConfig) -> None:
         f"{len(rows)} prompts of {cfg.prompt_tokens} tokens, {cfg.max_new_tokens} new tokens each, drafter {cfg.drafter.path}"
     )
     drafter = in_every_step(instantiate(cfg.drafter, target=exact), exact)
-    wrong = audit_level("L1  float32", exact, drafter, rows, cfg)
+    wrong = compare_texts("L1  float32", exact, drafter, rows, cfg)
     if keeps_bits(exact, drafter):
         wrong += check_bits("L2  float32", exact, drafter, rows, cfg)
     half: Target = instantiate(cfg.target, dtype=cfg.dtype)
@@ -40,11 +40,11 @@ def main(cfg: DictConfig) -> None:
         return conclude(wrong)
     drafter, dtype = in_every_step(instantiate(cfg.drafter, target=half), half), str(half.dtype).removeprefix("torch.")
     if keeps_bits(half, drafter):
-        wrong += check_texts(f"L2  {dtype}", half, drafter, None, rows, cfg)
+        wrong += compare_texts(f"L2  {dtype}", half, drafter, rows, cfg, audit=False)
         return conclude(wrong + check_bits(f"L2  {dtype}", half, drafter, rows, cfg))
     padded = PaddedDrafter(drafter)
-    check_texts(f"L2  {dtype}", half, padded, PaddedDrafter(NoDrafter(), padded.nodes), rows, cfg)
-    conclude(wrong + audit_level(f"L3  {dtype}", half, drafter, rows, cfg))
+    compare_texts(f"L2  {dtype}", half, padded, rows, cfg, False, PaddedDrafter(NoDrafter(), padded.nodes))
+    conclude(wrong + compare_texts(f"L3  {dtype}", half, drafter, rows, cfg))
 
 
 def keeps_bits(target: Target, drafter: Drafter) -> bool:
@@ -65,32 +65,29 @@ def in_every_step(drafter: Drafter, target: Target) -> Drafter:
     return Chain(Union(parts)) if target.capabilities.prefers_chains else Union(parts)
 
 
-def audit_level(label: str, target: Target, drafter: Drafter, rows: list[list[int]], cfg: DictConfig) -> int:
-    """Print the share of identical texts of each setting, and the first difference of the others; return the number of
-    differences that rounding does not explain."""
-    wrong = 0
+def compare_texts(
+    label: str,
+    target: Target,
+    drafter: Drafter,
+    rows: list[list[int]],
+    cfg: DictConfig,
+    audit: bool = True,
+    baseline: Drafter | None = None,
+) -> int:
+    """Print the share of texts of each setting that equal the baseline's; return the number of those that do not. audit:
+    print the first difference of each of these, and count only those that rounding does not explain."""
+    note, wrong = "" if baseline is None else f" to the baseline with {baseline.nodes} tokens per forward", 0
     for name, settings in SETTINGS.items():
-        found = divergences(target, drafter, rows, cfg.max_new_tokens, **settings)
-        print(f"{label}, {name}: {1 - len(found) / len(rows):.1%} identical")
-        for place in found:
+        found = divergences(target, drafter, rows, cfg.max_new_tokens, baseline, **settings)
+        print(f"{label}, {name}: {1 - len(found) / len(rows):.1%} identical{note}")
+        wrong += 0 if audit else len(found)
+        for place in found if audit else ():
             kind = "rounding" if place.is_arithmetic else "NOT explained by rounding"
             print(
                 f"      prompt {place.prompt}, token {place.token}: gap {place.gap:.2g}, forwards differ by "
                 f"{place.difference:.2g}: {kind}"
             )
             wrong += not place.is_arithmetic
-    return wrong
-
-
-def check_texts(
-    label: str, target: Target, drafter: Drafter, baseline: Drafter | None, rows: list[list[int]], cfg: DictConfig
-) -> int:
-    """Print the share of texts of each setting that equal the baseline's; return the number of those that do not."""
-    note, wrong = "" if baseline is None else f" to the baseline with {baseline.nodes} tokens per forward", 0
-    for name, settings in SETTINGS.items():
-        found = divergences(target, drafter, rows, cfg.max_new_tokens, baseline, **settings)
-        print(f"{label}, {name}: {1 - len(found) / len(rows):.1%} identical{note}")
-        wrong += len(found)
     return wrong
 
 

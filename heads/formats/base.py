@@ -6,6 +6,7 @@ itself (rope, context length) are read from the files, with one warning for unex
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
@@ -67,6 +68,7 @@ class Format(ABC):
     # Names of the weight files; .pt only if an engine requires it.
     weight_files: ClassVar[tuple[str, ...]] = ("model.safetensors",)
     embeddings = False  # are the target's written, too?
+    names: Mapping[str, str] = {}  # prefixes of weight names here -> in these files, before the kind's `disk_prefixes`
 
     @classmethod
     @abstractmethod
@@ -79,7 +81,8 @@ class Format(ABC):
 
     def disk_name(self, name: str) -> str:
         """Return the name in these files of the head's weight `name`."""
-        here, there = next((pair for pair in self.kind.disk_prefixes.items() if name.startswith(pair[0])), ("", ""))
+        prefixes = *self.names.items(), *self.kind.disk_prefixes.items()
+        here, there = next((pair for pair in prefixes if name.startswith(pair[0])), ("", ""))
         return there + name.removeprefix(here)
 
     def complete_weights(self, files: HeadFiles, head: DraftHead, target: Target) -> dict[str, Tensor]:
@@ -241,6 +244,13 @@ def complete_vocabulary(
     return weights | {"t2d": vocab.to_offsets(ids, vocab_size)[1]}
 
 
+def shared_rows(files: HeadFiles, target: Target) -> Tensor:
+    """Return the rows of the target's lm_head for files that omit them. Raises ValueError if it is quantized."""
+    if (rows := target.lm_head_rows) is None:
+        raise files.error(f"it shares the lm_head of {target.name}, which is quantized: load it unquantized")
+    return rows.detach().cpu()
+
+
 def projection_names(layout: Format, head: DraftHead) -> set[str]:
     """Return the names that the head's projections to the vocabulary have in files of this layout."""
     projections = {id(projection.weight) for projection in head.projections}
@@ -250,14 +260,11 @@ def projection_names(layout: Format, head: DraftHead) -> set[str]:
 def complete_projections(
     files: HeadFiles, layout: Format, weights: dict[str, Tensor], head: DraftHead, target: Target
 ) -> dict[str, Tensor]:
-    """Return `weights` with the target's rows for projections that files omit because they are those rows. Raises ValueError
-    if the target's lm_head is quantized."""
+    """Return `weights` with the target's rows for projections that files omit because they are those rows."""
     names = projection_names(layout, head)
     if files.config.get("foredraft", {}).get("lm_head") != "target" or names <= weights.keys():
         return weights
-    rows = target.lm_head_rows
-    if rows is None:
-        raise files.error(f"it has the rows of the lm_head of {target.name}, which is quantized: load it unquantized")
-    rows = rows if "d2t" not in weights else rows[vocab.from_offsets(weights["d2t"]).to(rows.device)]
+    rows = shared_rows(files, target)
+    rows = rows if "d2t" not in weights else rows[vocab.from_offsets(weights["d2t"])]
     dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
-    return {name: rows.detach().to("cpu", dtype) for name in names} | weights
+    return {name: rows.to(dtype) for name in names} | weights

@@ -6,6 +6,7 @@ omit, and with the wrong one every draft is off by one: then the architecture de
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, Self
 
 from torch import Tensor
@@ -38,9 +39,7 @@ SHOWN_BY = {  # settings that reveal a kind which files may omit
     "xpress_rank": "xpress",
 }
 LAYOUT = ("sample_from_anchor", "shift_label")  # names of the setting, here and in SpecForge's Domino
-# Names of weights, and of settings, in transformers' class.
-ENCODER = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-KEPT = (
+KEPT = (  # names of settings in transformers' class
     *(
         "hidden_size",
         "intermediate_size",
@@ -142,13 +141,11 @@ class TransformersDFlash(DFlashFormat):
     after the first model that used it."""
 
     title, is_default = "DFlash in the layout of transformers (MuseGlimmerAssistantModel)", False
+    names: Mapping[str, str] = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
         return cls() if files.config.get("model_type") == "muse_glimmer_assistant" else None
-
-    def disk_name(self, name: str) -> str:
-        return ENCODER.get(name) or super().disk_name(name)
 
     def shared_config(
         self, files: HeadFiles, layer: dict[str, Any], block: dict[str, Any], target: Target

@@ -16,6 +16,7 @@ from foredraft.heads.formats.base import (
     check_settings,
     draft_vocabulary,
     drop_embeddings,
+    shared_rows,
 )
 from foredraft.heads.formats.layer_ids import IDS, for_sglang, resolve_layer_ids
 from foredraft.heads.formats.llama_layer import layer_settings
@@ -42,10 +43,12 @@ class Eagle3Format(Format):
     title = "EAGLE-3 as SafeAILab, vLLM and SGLang read it (LlamaForCausalLMEagle3)"
     kind: type[DraftHead] = Eagle3Head
     is_default = True
-    usual_layer = "midlayer"
+    first_layer, usual_layer = "layer.", "midlayer"  # here, and in most files
 
     def __init__(self, layer: str = ""):
-        self.layer = layer or self.usual_layer  # ModelOpt, and some of SpecForge's heads, call it layers.0
+        self.names = {
+            self.first_layer: f"{layer or self.usual_layer}."
+        }  # layers.0 in ModelOpt, and some of SpecForge's
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
@@ -55,9 +58,6 @@ class Eagle3Format(Format):
         # SafeAILab's own files have LlamaForCausalLM; these conditions distinguish them from EAGLE-1.
         is_eagle3 = layer == "midlayer" or f"{layer}.hidden_norm.weight" in files.weights
         return cls(layer) if named or is_eagle3 or (layer and "draft_vocab_size" in files.config) else None
-
-    def disk_name(self, name: str) -> str:
-        return f"{self.layer}.{name[len('layer.') :]}" if name.startswith("layer.") else name
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         config = files.config
@@ -90,11 +90,8 @@ class Eagle3Format(Format):
         own = EMBEDDINGS in head.state_dict()
         weights = dict(files.weights) if own else drop_embeddings(files, target).weights
         if "lm_head.weight" not in weights and not head.pruned and not files.trained_here:
-            rows = target.lm_head_rows
-            if rows is None:
-                raise files.error(f"it shares the lm_head of {target.name}, which is quantized: load it unquantized")
+            weights["lm_head.weight"] = shared_rows(files, target)
             files.notes.append(f"no lm_head is stored, so that of {target.name} is used")
-            weights["lm_head.weight"] = rows.detach().cpu()
         return weights
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:

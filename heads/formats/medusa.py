@@ -6,7 +6,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from foredraft.heads.base import DraftHead
-from foredraft.heads.formats.base import Format, HeadFiles, check_settings
+from foredraft.heads.formats.base import Format, HeadFiles, check_settings, shared_rows
 from foredraft.heads.medusa import MedusaHead
 from foredraft.heads.target_model import Target
 
@@ -49,10 +49,7 @@ class MedusaFormat(Format):
             raise files.error(
                 f"config.json has version 2, which shares the target's lm_head, but {stored[0]} is stored"
             )
-        rows = target.lm_head_rows
-        if rows is None:
-            raise files.error(f"version 2 shares the lm_head of {target.name}, which is quantized: load it unquantized")
-        return files.weights | dict.fromkeys(names, rows.detach().cpu())
+        return files.weights | dict.fromkeys(names, shared_rows(files, target))
 
     def export_config(self, head: DraftHead, target: Target) -> dict[str, Any]:
         return {"base_model_name_or_path": target.checkpoint} | head.to_config()

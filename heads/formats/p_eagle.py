@@ -19,7 +19,7 @@ FLAGS = ("norm_before_residual", "norm_before_fc")
 
 class PEagleFormat(Eagle3Format):
     title = "P-EAGLE as vLLM reads it (LlamaForCausalLMEagle3 with mask_hidden)"
-    kind, usual_layer = PEagleHead, "layers.0"
+    kind, first_layer, usual_layer = PEagleHead, "blocks.0.", "layers.0"
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
@@ -27,9 +27,6 @@ class PEagleFormat(Eagle3Format):
         if not (named or "mask_hidden" in files.weights) or "speculators_model_type" in files.config:
             return None
         return cls("midlayer" if any(name.startswith("midlayer.") for name in files.weights) else "")
-
-    def disk_name(self, name: str) -> str:
-        return super(Eagle3Format, self).disk_name(name).replace("layers.0", self.layer, 1)
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
         return self.settings(files, files.config, target)

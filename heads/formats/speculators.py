@@ -4,7 +4,8 @@ The config of the decoder layers is in `transformer_layer_config`, and other set
 written, because engines have different defaults. Hidden states have our numbers, one more than those of layers' outputs.
 """
 
-from typing import Any, ClassVar, Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 from foredraft.heads.base import DraftHead
 from foredraft.heads.dflash import DFlashHead
@@ -144,22 +145,15 @@ class SpeculatorsDSpark(SpeculatorsDFlash, DSparkFormat):
 class SpeculatorsXPress(SpeculatorsDFlash):
     title = "xPress in the layout of the speculators package"
     kind = XPressHead
-    names: ClassVar[dict[str, str]] = {
-        "w1.": "token_embed.",
-        "w2.": "readout.",
-        "mix.L": "mix_l",
-        "mlp.gate_proj.": "mlp_gate.",
-        "mlp.up_proj.": "mlp_up.",
-        "mlp.down_proj.": "mlp_down.",
+    names: Mapping[str, str] = {
+        "xpress_head.w1.": "refiner_head.token_embed.",
+        "xpress_head.w2.": "refiner_head.readout.",
+        "xpress_head.mix.L": "refiner_head.mix_l",
+        "xpress_head.mlp.gate_proj.": "refiner_head.mlp_gate.",
+        "xpress_head.mlp.up_proj.": "refiner_head.mlp_up.",
+        "xpress_head.mlp.down_proj.": "refiner_head.mlp_down.",
+        "xpress_head.": "refiner_head.",
     }
-
-    def disk_name(self, name: str) -> str:
-        part = name.removeprefix("xpress_head.")
-        if part == name:
-            return super().disk_name(name)
-        return "refiner_head." + next(
-            (part.replace(*pair) for pair in self.names.items() if part.startswith(pair[0])), part
-        )
 
     def kind_settings(self, files: HeadFiles, block: dict[str, Any]) -> dict[str, Any]:
         rank, ratio = block["xpress_rank"], block.get("xpress_mlp_ratio", 2)

@@ -43,24 +43,16 @@ class Splitting(NamedTuple):
     add_bos: bool = False  # the default if the file does not specify it
 
 
-def alternatives(*parts: str) -> str:
-    return "|".join(parts)
-
-
-LLAMA3 = Splitting((alternatives(CONTRACTIONS, WORDS, r"\p{N}{1,3}", SIGNS, SPACES),), True, True)
+LLAMA3 = Splitting(("|".join([CONTRACTIONS, WORDS, r"\p{N}{1,3}", SIGNS, SPACES]),), True, True)
 LLAMA3_MERGED = Splitting(LLAMA3.patterns)
-QWEN2 = Splitting((alternatives(CONTRACTIONS, WORDS, r"\p{N}", SIGNS, SPACES),))
+QWEN2 = Splitting(("|".join([CONTRACTIONS, WORDS, r"\p{N}", SIGNS, SPACES]),))
 DIGITS = Splitting((r"\p{N}", GPT2))
 PLAIN = Splitting((GPT2,))
-GPT4O = Splitting((alternatives(*(f"{word}{CONTRACTIONS}?" for word in CASED), r"\p{N}{1,3}", CASED_SIGNS, SPACES),))
-TEKKEN = Splitting((alternatives(*CASED, r"\p{N}", CASED_SIGNS, SPACES),), True, True)
+GPT4O = Splitting(("|".join([*(f"{word}{CONTRACTIONS}?" for word in CASED), r"\p{N}{1,3}", CASED_SIGNS, SPACES]),))
+TEKKEN = Splitting(("|".join([*CASED, r"\p{N}", CASED_SIGNS, SPACES]),), True, True)
 FALCON = Splitting((r"[\p{P}\$\+<=>\^~\|`]+", GPT2, r"[0-9][0-9][0-9]"))
 QWEN35 = Splitting(
-    (
-        alternatives(
-            CONTRACTIONS, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", SPACES
-        ),
-    )
+    ("|".join([CONTRACTIONS, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*", SPACES]),)
 )
 DEEPSEEK3 = Splitting(
     (

@@ -99,13 +99,13 @@ class StepEnds(TrainerCallback):
         self.times.append(self.clock())
 
 
-def top_speed(target: Target, repeats: int = 5) -> float:
+def top_speed(target: Target) -> float:
     """Return the flops per second of one large product in the target's dtype, the fastest of several. On a GPU a product of
     2,048 rows ends before its start and its wait no longer count: it reached a third of an H200's speed."""
     size = 2048 if target.device.type == "cpu" else 8192
     a = torch.randn(size, size, device=target.device, dtype=target.dtype)
     best = float("inf")
-    for _ in range(repeats):
+    for _ in range(5):
         start = time.perf_counter()
         (a @ a)[0, 0].item()  # waits for the device
         best = min(best, time.perf_counter() - start)

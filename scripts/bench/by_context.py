@@ -23,6 +23,7 @@ from foredraft.heads.base import PackedBatch
 from foredraft.heads.eagle3 import Eagle3Head, check_window
 from foredraft.heads.layers import Rotary
 from foredraft.inference import generate, load_drafter
+from foredraft.inference.evaluation.results import ratio_error
 from foredraft.train.data import long_prompts
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.losses import kl_div
@@ -68,12 +69,11 @@ def accepted(model: DistillationModel, continued: Continued, chain: int) -> tupl
 
 def cell(gains: list[tuple[int, int]], first: list[tuple[int, int]]) -> str:
     """Format the ratio of a length, and its mean difference to the first length."""
-    count, (steps, added) = len(gains), (sum(column) for column in zip(*gains, strict=True))
+    count, spread, (steps, added) = len(gains), ratio_error(gains), (sum(column) for column in zip(*gains, strict=True))
     changes = [new / taken / (b / a) - 1 for (taken, new), (a, b) in zip(gains, first, strict=True)]
     ratio, mean = added / steps, sum(changes) / count
-    if count < 2:  # one text has no standard error
+    if spread is None:  # one text has no standard error
         return f"{ratio:.2f}, {mean:+.0%}"
-    spread = math.sqrt(sum((new - ratio * taken) ** 2 for taken, new in gains) * count / (count - 1)) / steps
     error = math.sqrt(sum((change - mean) ** 2 for change in changes) / (count - 1) / count)
     return f"{ratio:.2f} ({spread:.2f}), {mean:+.0%} ({error:.0%})"
 

@@ -26,6 +26,7 @@ from foredraft.cli import entry
 from foredraft.heads import Target
 from foredraft.heads.base import DraftHead, RecurrentHead
 from foredraft.heads.caches import cuda_graphs
+from foredraft.heads.caches.device import synchronize
 from foredraft.heads.caches.kv_cache import to_device
 from foredraft.heads.target_model.capabilities import is_batch_invariant
 from foredraft.inference import Request, drafter_for, generate
@@ -194,9 +195,9 @@ def waits_once(cfg: DictConfig, target: Target, drafter: Drafter, prompt: Tensor
     return True
 
 
-def bandwidth(device: torch.device, size: int = 1 << 28) -> float:
+def bandwidth(device: torch.device) -> float:
     """Return the bytes per second that a copy reads."""
-    source = torch.empty(size if device.type == "cuda" else size >> 4, dtype=torch.uint8, device=device)
+    source = torch.empty(1 << (28 if device.type == "cuda" else 24), dtype=torch.uint8, device=device)
     copy, best = torch.empty_like(source), float("inf")
     for _ in range(8):
         synchronize(device)
@@ -233,11 +234,6 @@ def program(name: str, *arguments: str) -> str:
     if ended.returncode:
         raise ValueError(f"{name}: {ended.stderr.strip().splitlines()[-1]}")
     return ended.stdout
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

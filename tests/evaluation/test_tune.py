@@ -146,7 +146,7 @@ def drafts_of(head, block: torch.Tensor) -> torch.Tensor:
     """Return the last hidden states of a block without text before it, by the rule of vLLM and llama.cpp."""
     cos, sin = head.rotary(torch.arange(block.shape[1])[None], 64, block.dtype)
     with torch.no_grad():
-        for layer in head.own_layers:
+        for layer in head.blocks:
             q, k, v, _ = layer.self_attn.project(layer.inputs(block)[0], cos, sin)
             attended = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
             block = layer.feed_forward(block, layer.self_attn.project_out(attended))
