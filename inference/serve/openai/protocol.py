@@ -5,7 +5,7 @@ of which only the end tokens are used. Unsupported fields are refused by name, u
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from foredraft.inference.grammar import Grammar
 from foredraft.inference.sampling import SamplingParams
@@ -197,6 +197,9 @@ def as_mode(choice: Any) -> Any:
     return mode if isinstance(mode, str) else choice
 
 
+Mode = BeforeValidator(as_mode)
+
+
 class Function(BaseModel):
     model_config = ConfigDict(extra="allow")
 
@@ -247,15 +250,10 @@ class ChatRequest(CommonRequest):
     enable_thinking: bool | None = Field(None, description="as in chat_template_kwargs, and like thinking")
     thinking: bool | dict[str, Any] | None = Field(None, description='{"type": "disabled"} asks for no reasoning')
     tools: list[Tool] | None = Field(None, max_length=1024)
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools | None = None
+    tool_choice: Annotated[Literal["auto", "none", "required"] | NamedTool | AllowedTools | None, Mode] = None
     parallel_tool_calls: bool = True
     echo: Literal[False] = False
     add_special_tokens: Literal[False] = Field(False, description="the chat template writes them")
-
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def unwrap_mode(cls, choice: Any) -> Any:
-        return as_mode(choice)
 
     @model_validator(mode="after")
     def check_chat(self) -> "ChatRequest":

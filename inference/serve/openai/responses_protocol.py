@@ -1,16 +1,16 @@
 """Requests of OpenAI's Responses API, without state: clients send the whole conversation each time, and no answer is stored
 (platform.openai.com/docs/api-reference/responses). They are answered like chat completions."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from foredraft.inference.serve.openai.protocol import (
     UNSUPPORTED,
     ChatRequest,
     CommonRequest,
+    Mode,
     Tokens,
-    as_mode,
     content_text,
 )
 from foredraft.inference.serve.openai.response_format import CONSTRAINTS
@@ -106,8 +106,8 @@ class ResponsesRequest(CommonRequest):
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    tools: list[ResponsesTool] = Field([], max_length=1024)
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedTools = "auto"
+    tools: Annotated[list[ResponsesTool], BeforeValidator(offered)] = Field([], max_length=1024)
+    tool_choice: Annotated[Literal["auto", "none", "required"] | NamedTool | AllowedTools, Mode] = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig = TextConfig()
     reasoning: Reasoning = Reasoning()
@@ -116,16 +116,6 @@ class ResponsesRequest(CommonRequest):
     include: list[str] = Field([], description=f"only {LOGPROBS} has an effect here")
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = Field({})
-
-    @field_validator("tools", mode="before")
-    @classmethod
-    def leave_out_other_tools(cls, tools: Any) -> Any:
-        return offered(tools)
-
-    @field_validator("tool_choice", mode="before")
-    @classmethod
-    def unwrap_mode(cls, choice: Any) -> Any:
-        return as_mode(choice)
 
     @field_validator("input")
     @classmethod
