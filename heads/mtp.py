@@ -145,7 +145,7 @@ def shipped_layer(target: Target) -> dict[str, Tensor]:
         announced = next((f"{name}={settings[name]}" for name in COUNT_KEYS if settings.get(name)), None)
         if announced is not None:
             raise ValueError(
-                f"the config of {target.name} has {announced}, but its files contain no MTP layer with a name that is supported "
+                f"the config of {target.name} has {announced}, but its files contain no MTP layer of a supported name "
                 f"({', '.join(layouts)}*): download all of its files, or use head=eagle, which trains its own layer"
             )
         return {}

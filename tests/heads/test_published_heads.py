@@ -17,7 +17,8 @@ from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.checkpoint import fingerprint, same_weights, stored_digest
-from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.dflash import FULL
+from foredraft.heads.eagle3 import SLIDING, Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.inference import drafter_for
 from tests.conformance.heads import shrink_head
@@ -210,6 +211,26 @@ def test_the_width_that_is_rotated_replaces_a_copied_share(tmp_path, place, kind
     head, _ = load(golden.write(tmp_path, config, eagle3(config, "midlayer")), tiny_target(8))
     cos, _ = head.rotary(torch.arange(3)[None], 3, torch.float32)
     assert cos.shape[-1] == width and head.config.rope_parameters["rope_theta"] == 5000
+
+
+def test_a_rope_for_each_kind_of_layer_must_be_one_for_those_of_the_head(tmp_path):
+    """Read what trainers copy from Gemma 4 and Laguna. The speculators package trains all layers with the second."""
+    ropes = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in ((FULL, 2e4), (SLIDING, 3e4))}
+    named = shrink_head(NAMED)
+    for number, (config, kinds, theta) in enumerate(
+        [(named, [FULL], 2e4), (named, [SLIDING], 3e4), (shrink_head(SPECULATORS), None, 3e4), (named, None, None)]
+    ):
+        changed = {"rope_parameters": ropes, "layer_types": kinds, "sliding_window": 64}
+        inner = config.get("transformer_layer_config")
+        config = config | changed if inner is None else config | {"transformer_layer_config": inner | changed}
+        written = golden.write(tmp_path / str(number), config, eagle3(config, "layers.0"))
+        if theta is None:
+            with pytest.raises(ValueError, match=r"has the ropes .* and a head has one for all its layers"):
+                load_head(written, tiny_target(8))
+        else:
+            assert load(written, tiny_target(8))[0].config.rope_parameters["rope_theta"] == theta
+    config = named | {"rope_parameters": {FULL: ropes[FULL], SLIDING: ropes[FULL]}}
+    assert load(golden.write(tmp_path, config, eagle3(config)), tiny_target(8))[0].config.rope_parameters == ropes[FULL]
 
 
 def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_path):
