@@ -38,18 +38,11 @@ def with_one_rope(files: HeadFiles, settings: dict[str, Any]) -> dict[str, Any]:
     the speculators package the one with a window, with which it trains all layers. Raises ValueError if these differ."""
     ropes = {kind: rope for kind, rope in (settings.get("rope_parameters") or {}).items() if isinstance(rope, dict)}
     kinds = [SLIDING] if "speculators_model_type" in files.config else settings.get("layer_types") or ()
-    used = [ropes[kind] for kind in dict.fromkeys(kinds) if kind in ropes] or list(ropes.values())
+    used = [ropes[kind] for kind in kinds if kind in ropes] or list(ropes.values())
     if any(rope != used[0] for rope in used):
-        raise files.error(
-            f"config.json has the ropes {ropes}, and a head has one for all its layers: write that of its training "
-            "as rope_parameters, or choose a head with one rope"
-        )
-    if not used:
-        return settings
-    return settings | {
-        "rope_parameters": used[0],
-        "rope_theta": used[0].get("rope_theta") or settings.get("rope_theta"),
-    }
+        raise files.error(f"config.json has the ropes {ropes}: write the one that the head has as rope_parameters")
+    theta = {"rope_theta": used[0].get("rope_theta") or settings.get("rope_theta")} if used else {}
+    return settings | theta | ({"rope_parameters": used[0]} if used else {})
 
 
 def layer_settings(

@@ -451,7 +451,7 @@ def test_rows_of_speed_bench_keep_their_categories_and_those_without_text_are_le
     (tmp_path / "qualitative.jsonl").write_text("\n".join(lines))
     found = questions(str(tmp_path / "qualitative.jsonl"), None)
     assert [(one.category, len(one.turns)) for one in found] == [("coding", 1), ("rag", 2)]
-    assert "1 of 3 rows have no text" in capsys.readouterr().err
+    assert "1 of 3 rows are left out; qualitative.jsonl:3 contains no prompt: no text, only" in capsys.readouterr().err
 
 
 def test_no_limit_is_every_prompt(run, tmp_path):

@@ -71,25 +71,19 @@ def questions(name: str, limit: int | None) -> list[Question]:
         raise ValueError(
             f"prompts={name} is made of `data`, which evaluate and tune read: give a file, spec_bench or mt_bench"
         )
-    read_rows = list(rows(name))
-    present = [row for row in read_rows if PLACEHOLDER not in str(row.value)]
+    there = list(rows(name))
     found: list[Question] = []
     reasons: list[str] = []
-    for row in present:
+    for row in there:
         try:
             found.append(question(row, Path(name).stem))
         except ValueError as error:
             reasons.append(str(error))
-    if len(present) < len(read_rows):
-        report(
-            f"prompts={name}: {len(read_rows) - len(present)} of {len(read_rows)} rows have no text, only its source; "
-            "NVIDIA's prepare.py of SPEED-Bench writes a file of all: prompts=FILE.jsonl"
-        )
     if not found:
         raise ValueError(reasons[0] if reasons else f"prompts={name} contains no prompt")
     if reasons:
-        report(f"prompts={name}: {len(reasons)} of {len(read_rows)} rows are left out; {reasons[0]}")
-    has_own_names = any("sub_category" in row.value for row in present if isinstance(row.value, dict))  # SPEED-Bench
+        report(f"prompts={name}: {len(reasons)} of {len(there)} rows are left out; {reasons[0]}")
+    has_own_names = any("sub_category" in row.value for row in there if isinstance(row.value, dict))  # SPEED-Bench
     if {one.category for one in found} - MT_BENCH and not has_own_names:
         found = [one._replace(category="mt_bench") if one.category in MT_BENCH else one for one in found]
     count = len(found) if limit is None else min(limit, len(found))
@@ -126,6 +120,8 @@ def question(row: Row, category: str) -> Question:
     try:
         if not isinstance(row.value, dict):
             raise row.value if isinstance(row.value, SkippedRow) else SkippedRow("not an object")
+        if PLACEHOLDER in str(value):
+            raise SkippedRow("no text, only its source; NVIDIA's prepare.py writes a file of all: prompts=FILE.jsonl")
         if column is None:
             raise SkippedRow("it needs `turns`, `messages`, `conversations`, `question` or `prompt`")
         if column == "prompt" and isinstance(asked, str):
