@@ -145,8 +145,8 @@ def shipped_layer(target: Target) -> dict[str, Tensor]:
         announced = next((f"{name}={settings[name]}" for name in COUNT_KEYS if settings.get(name)), None)
         if announced is not None:
             raise ValueError(
-                f"the config of {target.name} has {announced}, but its files contain no MTP layer ({', '.join(layouts)}*): "
-                "download all of its files, or use head=eagle, which trains its own layer"
+                f"the config of {target.name} has {announced}, but its files contain no MTP layer of a supported name "
+                f"({', '.join(layouts)}*): download all of its files, or use head=eagle, which trains its own layer"
             )
         return {}
     stored = stored_tensors(target, lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None)

@@ -102,11 +102,12 @@ class Eagle3Format(Format):
 
 def has_own_embedding(files: HeadFiles, target: Target) -> bool:
     """Return whether the files have an embedding that is not the target's."""
+    alone = files._replace(notes=[])
     try:
-        drop_embeddings(files, target)
+        drop_embeddings(alone, target)
     except ValueError:
         return True
-    return False
+    return bool(alone.notes)
 
 
 def has_qk_norms(files: HeadFiles) -> bool:

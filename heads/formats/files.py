@@ -32,6 +32,8 @@ LARGEST_JSON = 2**24  # bytes; a config has a few thousand
 DRAFTERS = {
     "dflare": ("a DFlare block drafter", "train head=dflash for its target"),
     "lilicorr": ("a LiLiCorr block drafter", "train head=dflash for its target"),
+    "gemma4dspark": ("a DSpark or DFlash drafter with Gemma's layers (DeepSpec)", "train head=dspark for its target"),
+    "gemma4eagle3": ("an EAGLE-3 drafter with Gemma's layers (DeepSpec)", "train head=eagle3 for its target"),
     "mlpspeculator": ("an MLP speculator (IBM's accelerators)", "train head=hydra for its target"),
     "mtp": ("a multi-token-prediction layer", "train head=mtp, which starts from the layer in its target's checkpoint"),
     "medusamodel": ("Medusa in the layout that vLLM read up to 0.32", "use the head that it was converted from"),

@@ -1,7 +1,8 @@
 """The hidden states that an EAGLE-3 head fuses. Two numberings are in use, under one name:
 
     hidden states   0 is the embedding, k the output of the k-th layer: vLLM, speculators, ours; [2, n/2, n-3] by default
-    layer outputs   counted from 0, one less than the above: SpecForge, ModelOpt, AngelSlim; [1, n/2-1, n-4] by default
+    layer outputs   counted from 0, one less than the above: SpecForge, ModelOpt, AngelSlim; [1, n/2-1, n-4] by default.
+                    DeepSpec has five under another name
 
 An off-by-one costs a tenth to several tokens of acceptance length and nobody notices, so it is inferred from evidence and
 reported. SGLang reads ids in eagle_config as layer outputs. It reads them as hidden states for targets with DeepSeek's
@@ -12,6 +13,7 @@ from foredraft.heads.formats.base import HeadFiles
 from foredraft.heads.target_model import Target
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+OUTPUTS = "target_layer_ids"  # DeepSpec's name for outputs of layers
 BY_FIRST_ID = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa")  # model types
 
 
@@ -30,10 +32,15 @@ def resolve_layer_ids(files: HeadFiles, target: Target) -> list[int]:
             )
         ids = top
     elif top is None and eagle is None:
-        ids = [2, n // 2, n - 3]
-        if sorted(set(ids)) != ids:
-            raise files.error(
-                f"config.json has no {IDS}, and a target of {n} layers is too shallow for the paper's three"
+        outputs = read_ids(files, OUTPUTS, files.config.get(OUTPUTS))
+        ids = [2, n // 2, n - 3] if outputs is None else [k + 1 for k in outputs]
+        if outputs is None:
+            if sorted(set(ids)) != ids:
+                raise files.error(
+                    f"config.json has no {IDS}, and a target of {n} layers is too shallow for the paper's three"
+                )
+            files.notes.append(
+                f"config.json has no {IDS}, so hidden states {ids} are read, the usual three of {n} layers"
             )
     else:
         ids = infer_layer_ids(files, target, top if top is not None else eagle or [], in_eagle_config=top is None)

@@ -33,6 +33,18 @@ def checked_window(files: HeadFiles, settings: dict[str, Any], applied: bool, si
     return settings
 
 
+def with_one_rope(files: HeadFiles, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with one rope, of a config that has one per kind of layer: that of the kinds in use, or in files of
+    the speculators package the one with a window, with which it trains all layers. Raises ValueError if these differ."""
+    ropes = {kind: rope for kind, rope in (settings.get("rope_parameters") or {}).items() if isinstance(rope, dict)}
+    kinds = [SLIDING] if "speculators_model_type" in files.config else settings.get("layer_types") or ()
+    used = [ropes[kind] for kind in kinds if kind in ropes] or list(ropes.values())
+    if any(rope != used[0] for rope in used):
+        raise files.error(f"config.json has the ropes {ropes}: write the one that the head has as rope_parameters")
+    theta = {"rope_theta": used[0].get("rope_theta") or settings.get("rope_theta")} if used else {}
+    return settings | theta | ({"rope_parameters": used[0]} if used else {})
+
+
 def layer_settings(
     files: HeadFiles,
     settings: dict[str, Any],
@@ -49,6 +61,7 @@ def layer_settings(
     elif other := sorted(name for name in files.weights if re.match(r"layers\.[1-9]", name)):
         raise files.error(f"{other[0]} belongs to a second decoder layer; only heads with one are supported")
     check_settings(files, settings, LAYER)
+    settings = with_one_rope(files, settings)
     shown = any(name.endswith(LATENT_WEIGHT) for name in files.weights)
     settings = {name: value for name, value in settings.items() if shown or name not in llama_config.LATENT}
     for name in (*SIZES, *llama_config.LATENT):

@@ -32,7 +32,8 @@ class MTPFormat(Format):
         return cls() if f"{PREFIX}fc.weight" in files.weights else None
 
     def head_config(self, files: HeadFiles, target: Target) -> dict[str, Any]:
-        settings = layer_settings(files, files.config.get("text_config") or files.config, target, count=1)
+        theirs = files.config.get("text_config") or files.config  # the target's, whose layers may be of several kinds
+        settings = layer_settings(files, theirs | {"layer_types": ["full_attention"]}, target, count=1)
         heads, layer = settings["num_attention_heads"], {k.removeprefix(PREFIX): t for k, t in files.weights.items()}
         shown = attention_settings(layer, heads * (settings.get("head_dim") or settings["hidden_size"] // heads))
         record = {"depth": 3} | files.config.get("foredraft", {})

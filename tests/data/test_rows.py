@@ -52,6 +52,22 @@ def test_a_system_prompt_in_a_column_is_there_where_heads_are_measured():
         assert question(Row("", row | {"system": "Be brief."}), "any").turns == turns
 
 
+@pytest.mark.parametrize(
+    ("row", "asked"),
+    [
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, ["a"]),  # ShareGPT
+        ({"problem": "a", "solution": "b", "answer": 7}, ["a"]),  # MATH
+        ({"instruction": "a", "input": "b", "output": "c"}, ["a\n\nb"]),  # Alpaca
+        ({"question": "a", "choices": ["b", "c"], "answer": 1}, ["a"]),  # MMLU
+        ({"prompt": [BRIEF, HI[0]]}, ["Be brief.", "hi"]),  # TRL
+        ({"turns": [], "messages": HI}, ["hi"]),
+    ],
+)
+def test_rows_as_benchmarks_have_them_are_one_prompt(row, asked):
+    [messages] = question(Row("", row), "any").turns
+    assert [message["content"] for message in messages] == asked
+
+
 def test_a_prompt_has_no_empty_answers():
     with pytest.raises(ValueError, match="contains no prompt: an empty turn"):
         question(Row("", {"messages": [*HI[:1], answer(""), *HI[:1]]}), "any")

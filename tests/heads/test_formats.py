@@ -40,7 +40,10 @@ def drafted(directory: Path, target: Target, root: int, depth: int | None = None
     return parity_gate.drafted_logits(head, target, PROMPT, root)
 
 
-EAGLE3 = ("safeailab_eagle3", "specforge", "modelopt", "speculators", "vllm_qwen3", "speculators_qwen3")
+EAGLE3 = (
+    *("safeailab_eagle3", "specforge", "modelopt", "speculators", "vllm_qwen3", "speculators_qwen3"),
+    "deepspec_eagle3",
+)
 MEDUSA = {"medusa_v1": 5, "medusa_v2": 3}
 EAGLE = ("safeailab_eagle", "vllm_eagle")
 HYDRA = ("hydra", "hydra_pp")
@@ -69,7 +72,7 @@ def llama_layer(weights: dict[str, Tensor], prefix: str, x: Tensor, residual: Te
 def eagle3_drafts(
     config: dict, weights: dict[str, Tensor], states: list[Tensor], embedded: Tensor, chain: Tensor
 ) -> list[Tensor]:
-    """Return logits (draft vocabulary,) of each depth. states: the three fused hidden states (length, H); embedded:
+    """Return logits (draft vocabulary,) of each depth. states: the fused hidden states (length, H); embedded:
     (length, H), of the token after each position; chain: (depths - 1, H), of the tokens drafted so far."""
     w, prefix = {name: tensor.float() for name, tensor in weights.items()}, "midlayer"
     prefix = prefix if f"{prefix}.hidden_norm.weight" in w else "layers.0"
@@ -154,7 +157,8 @@ def theirs(name: str, deep: Target, config: dict, weights: dict, root: int, chai
     embedded, after = deep.embed(torch.tensor([*PROMPT[1:], root])), deep.embed(torch.tensor(chain[:-1]))
     if name in EAGLE:
         return [deep.logits(hidden) for hidden in eagle_drafts(config, weights, last, embedded, after)]
-    return eagle3_drafts(config, weights, states(deep, [2, golden.N // 2, golden.N - 3]), embedded, after)
+    outputs = config.get("target_layer_ids", [1, golden.N // 2 - 1, golden.N - 4])
+    return eagle3_drafts(config, weights, states(deep, [k + 1 for k in outputs]), embedded, after)
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -232,7 +232,7 @@ def test_a_layer_that_is_promised_and_missing_is_no_new_one(tiny_path, tmp_path)
     path = tmp_path / "target"
     shutil.copytree(tiny_path, path)
     edit(path, lambda config: config.update(num_nextn_predict_layers=1))
-    missing = r"has num_nextn_predict_layers=1, but its files contain no MTP layer \(mtp\., model"
+    missing = r"has num_nextn_predict_layers=1, but its files contain no MTP layer of a supported name \(mtp\., model"
     with pytest.raises(ValueError, match=missing):
         MTPHead.for_target(Target.from_pretrained(path, dtype="float32", device="cpu"))
 

@@ -17,7 +17,8 @@ from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM
 from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.base import PackedBatch
 from foredraft.heads.checkpoint import fingerprint, same_weights, stored_digest
-from foredraft.heads.eagle3 import Eagle3Head
+from foredraft.heads.dflash import FULL
+from foredraft.heads.eagle3 import SLIDING, Eagle3Head
 from foredraft.heads.formats import engines
 from foredraft.inference import drafter_for
 from tests.conformance.heads import shrink_head
@@ -98,6 +99,11 @@ def with_lm_head(config: dict[str, Any]) -> dict[str, Tensor]:
     return eagle1(config) | {"lm_head.weight": tiny_target(8).model.lm_head.weight.detach().half()}
 
 
+def with_changed_rows(make: Any, config: dict[str, Any]) -> dict[str, Tensor]:
+    """Make a head that stores the embedding of its target before that was fine-tuned or quantized."""
+    return make(config) | {"embed_tokens.weight": (tiny_target(8).embeddings * 1.1).half()}
+
+
 def with_biases(config: dict[str, Any]) -> dict[str, Tensor]:
     """Make EAGLE-1 for Qwen2, whose layers have biases of queries, keys and values."""
     weights = eagle1(config)
@@ -125,6 +131,16 @@ LENGTH = "max_position_embeddings: the head has 2048, the target 256"
 TAKEN: dict[str, tuple[dict, Any, str]] = {
     "speculators, as RedHatAI publishes it": (SPECULATORS, "layers.0", LENGTH),
     "no rope, 2048 positions": (LLAMA3, "midlayer", LENGTH),
+    "an embedding before a fine-tune": (
+        SPECULATORS,
+        partial(with_changed_rows, eagle3),
+        "differs a little from the embed",
+    ),
+    "EAGLE-1's before a fine-tune": (
+        MIXTRAL,
+        partial(with_changed_rows, eagle1),
+        "differs a little from the embed_tokens",
+    ),
     "another theta": (NAMED | {"rope_theta": 1e6}, "midlayer", "rope_parameters: the head has .*1000000"),
     "40 layers of the target": (
         LLAMA3 | {"num_hidden_layers": 40},
@@ -197,6 +213,26 @@ def test_the_width_that_is_rotated_replaces_a_copied_share(tmp_path, place, kind
     assert cos.shape[-1] == width and head.config.rope_parameters["rope_theta"] == 5000
 
 
+def test_a_rope_for_each_kind_of_layer_must_be_one_for_those_of_the_head(tmp_path):
+    """Read what trainers copy from Gemma 4 and Laguna. The speculators package trains all layers with the second."""
+    ropes = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in ((FULL, 2e4), (SLIDING, 3e4))}
+    named = shrink_head(NAMED)
+    for number, (config, kinds, theta) in enumerate(
+        [(named, [FULL], 2e4), (named, [SLIDING], 3e4), (shrink_head(SPECULATORS), None, 3e4), (named, None, None)]
+    ):
+        changed = {"rope_parameters": ropes, "layer_types": kinds, "sliding_window": 64}
+        inner = config.get("transformer_layer_config")
+        config = config | changed if inner is None else config | {"transformer_layer_config": inner | changed}
+        written = golden.write(tmp_path / str(number), config, eagle3(config, "layers.0"))
+        if theta is None:
+            with pytest.raises(ValueError, match="write the one that the head has as rope_parameters"):
+                load_head(written, tiny_target(8))
+        else:
+            assert load(written, tiny_target(8))[0].config.rope_parameters["rope_theta"] == theta
+    config = named | {"rope_parameters": {FULL: ropes[FULL], SLIDING: ropes[FULL]}}
+    assert load(golden.write(tmp_path, config, eagle3(config)), tiny_target(8))[0].config.rope_parameters == ropes[FULL]
+
+
 def test_a_head_with_latent_attention_trains_and_is_exported_for_vllm_alone(tmp_path):
     config, target = shrink_head(MLA), tiny_target(8)
     head, _ = load(golden.write(tmp_path / "theirs", config, eagle3(config, "midlayer")), target)
@@ -261,8 +297,14 @@ LAYERS: dict[str, tuple[int, bool, dict, list[int], str]] = {
         "since the last one is 36.* hidden state 36 is read after the target's last norm",
     ),
     "nvidia's long context": (36, True, ids([1, 17, 32]), [2, 18, 33], "are read as outputs of layers"),
-    "none said": (36, False, {}, [2, 18, 33], ""),
-    "null": (24, True, ids(None), [2, 12, 21], ""),
+    "none said": (
+        36,
+        False,
+        {},
+        [2, 18, 33],
+        r"has no eagle_aux_hidden_state_layer_ids, so hidden states \[2, 18, 33\]",
+    ),
+    "null": (24, True, ids(None), [2, 12, 21], "so hidden states .* the usual three of 24 layers"),
     "four at the top level": (94, False, {IDS: [2, 46, 91, 93]}, [2, 46, 91, 93], ""),
     "SpecForge's at the top level": (48, False, {IDS: [1, 23, 44]}, [2, 24, 45], "are read as outputs of layers"),
     "said by hand": (45, False, ids([4, 20, 40]) | {"foredraft": {"layers": [5, 21, 41]}}, [5, 21, 41], ""),
@@ -392,6 +434,8 @@ def test_a_head_may_have_its_own_embedding(tmp_path, width):
             del state["embed_tokens.weight"]
             golden.write(tmp_path / f"equal{len(stored)}", config, state := state | stored)
             assert load_head(tmp_path / f"equal{len(stored)}", target).embed_tokens is None
+        golden.write(tmp_path / "near", config, state | {"embed_tokens.weight": target.embeddings * 1.1})
+        assert load_head(tmp_path / "near", target).embed_tokens is not None
     edit(tmp_path / "vllm", lambda config: config.update(target_hidden_size=2 * HIDDEN))
     with pytest.raises(ValueError, match=r"fc\.weight is"):
         load_head(tmp_path / "vllm", target)
@@ -412,6 +456,8 @@ REFUSED: list[tuple[dict, str]] = [
     ({"architectures": ["QwenDFlareDraftModel"]}, "a DFlare block"),
     ({"architectures": ["QwenDFlareDraftModel"], "dflash_config": {}}, "a DFlare block"),  # in z-lab's layout
     ({"architectures": ["LiLiCorrDraftModel"], "dflash_config": {}}, "a LiLiCorr block drafter"),
+    ({"architectures": ["Gemma4DSparkModel"], "model_type": "gemma4_text"}, "a DSpark or DFlash drafter with Gemma's"),
+    ({"architectures": ["Gemma4Eagle3Model"]}, "an EAGLE-3 drafter with Gemma's layers"),
     ({"speculators_model_type": "mtp"}, "a multi-token-prediction layer"),
     ({"architectures": ["DeepSeekMTPModel"], "model_type": "deepseek_mtp"}, "a multi-token-prediction layer"),
     ({"architectures": ["MLPSpeculatorPreTrainedModel"]}, "an MLP speculator"),

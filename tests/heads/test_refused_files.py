@@ -92,6 +92,7 @@ STORED = [
     (f"{FLAT} {SPECULATORS}", "d2t", lambda d2t: d2t + golden.V, "d2t names target ids"),
     (f"{FLAT} {SPECULATORS}", "d2t", swapped, "d2t names target ids"),
     (f"{FLAT} {SPECULATORS}", "d2t", lambda d2t: d2t.int(), "d2t is torch.int32"),
+    ("specforge", "fc.weight", lambda rows: rows.to(torch.float8_e4m3fn), "fc.weight is torch.float8_e4m3fn"),
     (
         "safeailab_eagle3 specforge speculators",
         "t2d",
@@ -142,6 +143,8 @@ SETTINGS = [
     ("safeailab_eagle3 vllm_qwen3", "rope_scaling", PROPORTIONAL, "a rope of type proportional"),
     ("safeailab_eagle3 speculators", IDS, [2, 4, 9], r"takes hidden states \[2, 4, 9\]"),
     ("safeailab_eagle3", IDS, [4, 2, 5], "must ascend"),
+    ("deepspec_eagle3", "target_layer_ids", [1, 2, 3, 5, 8], "must ascend within 0..8"),
+    ("deepspec_eagle3", "target_layer_ids", REMOVED, r"fc.weight is \(32, 160\) in the file, \(32, 96\)"),
     ("safeailab_eagle3", IDS, [2, 4], r"fc.weight is \(32, 96\) in the file, \(32, 64\)"),
     ("specforge", f"eagle_config.{IDS}", [1, 3, 8], r"\[1, 3, 8\] may count outputs of layers from 0 or hidden_states"),
     ("specforge", f"eagle_config.{IDS}", [3, 5, 9], r"\[3, 5, 9\] may count"),

@@ -32,7 +32,7 @@ FILES = dict.fromkeys(("safeailab_eagle3", "safeailab_eagle"), PICKLE) | {
 # Files that repeat weights of their target.
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 REPEATED = dict.fromkeys(("speculators", "speculators_qwen3", "safeailab_eagle"), (EMBEDDING,))
-REPEATED["deepspec"] = (EMBEDDING, LM_HEAD)
+REPEATED["deepspec"] = REPEATED["deepspec_eagle3"] = (EMBEDDING, LM_HEAD)
 # xPress's names -> those of the speculators package.
 SPECULATORS_REFINER = {"w1": "token_embed", "w2": "readout", "mix.L": "mix_l"}
 SPECULATORS_REFINER |= {f"mlp.{name}_proj": f"mlp_{name}" for name in ("gate", "up", "down")}
@@ -42,7 +42,7 @@ def make(name: str, target: Target) -> tuple[dict[str, Any], Weights, str]:
     torch.manual_seed(1)
     config = json.loads(Path(__file__).with_name("golden_configs.json").read_text())[name]
     found = weights(config | ({"medusa_num_heads": 5} if name == "medusa_v1" else {}))
-    if name == "modelopt":  # the layer is `layers.0`, and t2d is left out
+    if name in ("modelopt", "deepspec_eagle3"):  # the layer is `layers.0`, and t2d is left out
         found = {key.replace("midlayer", "layers.0"): tensor for key, tensor in found.items() if key != "t2d"}
     if name == "hydra_pp":  # a whole LlamaModel is saved
         found["prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"] = THETA ** (-torch.arange(0, HD, 2) / HD)
@@ -150,7 +150,8 @@ def eagle3(config: dict[str, Any], prefix: str | None = None, fused: int | None 
     inner, flags = config.get("transformer_layer_config", config), config | (config.get("eagle_config") or {})
     prefix = prefix or ("midlayer" if inner is config else "layers.0")
     fused = fused or len(layer_ids(config)) or 3
-    normed = "Qwen3ForCausalLM" in str(inner.get("architectures"))  # vLLM's class, and the package up to 0.8
+    # vLLM's class, that of the package up to 0.8, and DeepSpec's
+    normed = any(name in str(inner.get("architectures")) for name in ("Qwen3ForCausalLM", "Qwen3Eagle3Model"))
     found = layer(inner, prefix, 2 * H, "hidden_norm", "input_layernorm", qk_norm=normed)
     found |= tensors({"fc": (H, fused * H), "norm": (H,)})
     if config.get("draft_vocab_size", H) is not None:  # else the target's is used

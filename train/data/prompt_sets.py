@@ -1,8 +1,9 @@
 """The prompts that drafters are measured on: sets by name, and files of your own.
 
-A row is one of Spec-Bench's (`turns`: what a user says, one after the other; `category`), of OpenAI's (`messages`), a
-`question` as GSM8K has it, or a text to continue (`prompt`, as HumanEval has it; a list of them is turns, as MT-Bench has
-it on the Hub). Later turns follow the target's own greedy answers.
+A row is one of Spec-Bench's (`turns`: what a user says, one after the other; `category`), a conversation (OpenAI's
+`messages`, ShareGPT's `conversations`), whose last answer is written anew, a `question` as GSM8K has it (also MATH's
+`problem`, and Alpaca's `instruction` with its `input`), or a text to continue (`prompt`, as HumanEval has it; a list of them
+is turns, as MT-Bench has it on the Hub). Later turns follow the target's own greedy answers.
 """
 
 from collections import Counter
@@ -17,9 +18,18 @@ from foredraft.inference.evaluation.benchmark import Prompt
 from foredraft.inference.evaluation.progress import report
 from foredraft.inference.text import with_start
 from foredraft.train.data.chat_template import ChatFormat
-from foredraft.train.data.columns import declared, system, template_options
+from foredraft.train.data.columns import LISTS, PROMPTS, declared, pair, system, template_options
 from foredraft.train.data.corpus import Corpus, has_chats, prompts
-from foredraft.train.data.layouts import Message, SkippedRow, check_answers, has_system, turns, unicode, whole_answers
+from foredraft.train.data.layouts import (
+    Message,
+    SkippedRow,
+    check_answers,
+    has_system,
+    listed,
+    turns,
+    unicode,
+    whole_answers,
+)
 from foredraft.train.data.sources import Row, Source
 
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
@@ -54,23 +64,26 @@ def check_name(name: str, lengths: Sequence[int] = ()) -> None:
 
 
 def questions(name: str, limit: int | None) -> list[Question]:
-    """Read the questions of a set or a file; at most `limit`, spread evenly. Raise ValueError for an unknown name or row."""
+    """Read the questions of a set or a file; at most `limit`, spread evenly. Rows that are not prompts are left out, and
+    counted. Raise ValueError for an unknown name, or if no row is a prompt."""
     check_name(name)
     if name in OF_DATA:
         raise ValueError(
             f"prompts={name} is made of `data`, which evaluate and tune read: give a file, spec_bench or mt_bench"
         )
-    read_rows = list(rows(name))
-    present = [row for row in read_rows if PLACEHOLDER not in str(row.value)]
-    found = [question(row, Path(name).stem) for row in present]
-    if len(present) < len(read_rows):
-        report(
-            f"prompts={name}: {len(read_rows) - len(present)} of {len(read_rows)} rows have no text, only its source; "
-            "NVIDIA's prepare.py of SPEED-Bench writes a file of all: prompts=FILE.jsonl"
-        )
+    there = list(rows(name))
+    found: list[Question] = []
+    reasons: list[str] = []
+    for row in there:
+        try:
+            found.append(question(row, Path(name).stem))
+        except ValueError as error:
+            reasons.append(str(error))
     if not found:
-        raise ValueError(f"prompts={name} contains no prompt")
-    has_own_names = any("sub_category" in row.value for row in present if isinstance(row.value, dict))  # SPEED-Bench
+        raise ValueError(reasons[0] if reasons else f"prompts={name} contains no prompt")
+    if reasons:
+        report(f"prompts={name}: {len(reasons)} of {len(there)} rows are left out; {reasons[0]}")
+    has_own_names = any("sub_category" in row.value for row in there if isinstance(row.value, dict))  # SPEED-Bench
     if {one.category for one in found} - MT_BENCH and not has_own_names:
         found = [one._replace(category="mt_bench") if one.category in MT_BENCH else one for one in found]
     count = len(found) if limit is None else min(limit, len(found))
@@ -101,25 +114,30 @@ def question(row: Row, category: str) -> Question:
     """Read one question. Raise ValueError, with the row's place, for a row that is not a prompt."""
     value = row.value if isinstance(row.value, dict) else {}
     category = str(value.get("category") or category)
-    asked = next((value[name] for name in ("turns", "prompt", "question") if value.get(name)), None)
+    there = {name: listed(value[name]) for name in (*LISTS, *PROMPTS) if value.get(name)}
+    column = next((name for name in there if name in PROMPTS or isinstance(there[name], list)), None)
+    asked: Any = there[column] if column else None
     try:
         if not isinstance(row.value, dict):
             raise row.value if isinstance(row.value, SkippedRow) else SkippedRow("not an object")
-        has_messages = isinstance(value.get("messages"), list)
-        if isinstance(asked, str) and "prompt" in value and not has_messages:
+        if PLACEHOLDER in str(value):
+            raise SkippedRow("no text, only its source; NVIDIA's prepare.py writes a file of all: prompts=FILE.jsonl")
+        if column is None:
+            raise SkippedRow("it needs `turns`, `messages`, `conversations`, `question` or `prompt`")
+        if column == "prompt" and isinstance(asked, str):
             return Question(category, [], unicode(asked))  # raw text, which shows no tools
         shown = declared(value), template_options(value)
-        if has_messages:
-            messages = whole_answers(turns(value["messages"]))
-            messages = messages if has_system(messages) else system(value) + messages
-            while messages and messages[-1]["role"] == "assistant":
-                messages.pop()
-            check_answers(messages)
-            return Question(category, [messages], "", *shown)
-        if isinstance(asked, str | list):
-            said = turns([asked] if isinstance(asked, str) else asked, all_user=True)
+        if isinstance(asked, list) and column in ("turns", *PROMPTS) and all(isinstance(text, str) for text in asked):
+            said = turns(asked, all_user=True)
             return Question(category, [[*(system(value) if one is said[0] else []), one] for one in said], "", *shown)
-        raise SkippedRow("it needs `turns`, `messages`, `question` or `prompt`")
+        messages = whole_answers(turns(asked) if column in LISTS else pair(value, column, None))
+        messages = messages if has_system(messages) else system(value) + messages
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        check_answers(messages)
+        if all(message["role"] == "system" for message in messages):
+            raise SkippedRow("nobody asks in it")
+        return Question(category, [messages], "", *shown)
     except SkippedRow as reason:
         raise ValueError(f"{row.where} contains no prompt: {reason}") from None
 
