@@ -19,7 +19,7 @@ from foredraft.heads import vocab
 from foredraft.heads.base import DraftHead
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.embedding import embedding_scale
-from foredraft.heads.target_model.sharding import full_tensor
+from foredraft.heads.target_model.sharding import weight_of
 
 EMBEDDINGS = "embed_tokens.weight"  # in all layouts
 LARGEST_DEPTH = 512  # of drafts, and of positions in a block: a config with more is damaged
@@ -190,7 +190,7 @@ def embeds_rows(target: Target) -> bool:
 def drop_copy(files: HeadFiles, name: str, module: Any, target: Target) -> HeadFiles:
     """Return the files without `name`, a frozen copy of this module of the target. Raises ValueError if it is not one."""
     rest = {other: tensor for other, tensor in files.weights.items() if other != name}
-    stored, ours = files.weights.get(name), full_tensor(module.weight)
+    stored, ours = files.weights.get(name), weight_of(module)
     if stored is None or not ours.is_floating_point():  # a quantized lm_head cannot be compared
         return files._replace(weights=rest)
     rows = target.vocab_size

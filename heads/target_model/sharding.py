@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from foredraft.heads.target_model.config_names import settings_of
@@ -122,6 +122,22 @@ def replicated_params(path: str) -> dict[str, str]:
 def full_tensor(weight: Tensor) -> Tensor:
     """Return a weight with all its shards. Every process must call this."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return a module's weight like `full_tensor`, also one that accelerate keeps on the host or on a disk between forwards."""
+    if "_hf_hook" not in vars(module):
+        return full_tensor(module.weight)
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module):
+        return module.weight
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return the device that a module with a weight computes on."""
+    device = module.weight.device
+    return torch.device(module._hf_hook.execution_device) if device.type == "meta" and "_hf_hook" in vars(module) else device
 
 
 def broadcast(target: "Target", value: T) -> T:
