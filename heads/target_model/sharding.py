@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from foredraft.heads.target_model.config_names import settings_of
@@ -124,8 +124,8 @@ def full_tensor(weight: Tensor) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def weight_of(module: nn.Module) -> Tensor:
-    """Return a module's weight like `full_tensor`, also one that accelerate keeps on the host or on a disk between forwards."""
+def weight_of(module: Any) -> Tensor:
+    """Return a module's weight like `full_tensor`, also one that accelerate keeps elsewhere between forwards."""
     if "_hf_hook" not in vars(module):
         return full_tensor(module.weight)
     from accelerate.utils import align_module_device
@@ -134,10 +134,14 @@ def weight_of(module: nn.Module) -> Tensor:
         return module.weight
 
 
-def device_of(module: nn.Module) -> torch.device:
+def device_of(module: Any) -> torch.device:
     """Return the device that a module with a weight computes on."""
     device = module.weight.device
-    return torch.device(module._hf_hook.execution_device) if device.type == "meta" and "_hf_hook" in vars(module) else device
+    return (
+        torch.device(module._hf_hook.execution_device)
+        if device.type == "meta" and "_hf_hook" in vars(module)
+        else device
+    )
 
 
 def broadcast(target: "Target", value: T) -> T:

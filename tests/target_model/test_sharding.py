@@ -46,7 +46,7 @@ def test_layers_may_lie_on_several_devices(target: Target, tiny_path: Path, tmp_
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "mtp"])
 def test_a_head_for_a_target_with_its_ends_on_the_host(kind: str, target: Target, tiny_path: Path, tmp_path: Path):
-    """Use layers that accelerate loads when they run (huggingface/transformers#48409): their weights have no numbers before."""
+    """Use layers that accelerate loads when they run, and whose weights are empty before (huggingface/transformers#48409)."""
     model = cpu_offload(AutoModelForCausalLM.from_pretrained(tiny_path), torch.device("cpu"))
     apart = Target(model, target.tokenizer, "apart")
     assert model.lm_head.weight.is_meta and apart.device.type == "cpu" and not apart.capabilities.one_device
@@ -55,7 +55,10 @@ def test_a_head_for_a_target_with_its_ends_on_the_host(kind: str, target: Target
     expected = generate(target, None, torch.tensor([[5, 6, 7]]), max_new_tokens=8, eos_token_id=-1).new_tokens
     for head in (load_head(tmp_path, apart), new_head(kind, apart)):
         drafter = drafter_for(head.eval(), apart)
-        assert generate(apart, drafter, torch.tensor([[5, 6, 7]]), max_new_tokens=8, eos_token_id=-1).new_tokens == expected
+        assert (
+            generate(apart, drafter, torch.tensor([[5, 6, 7]]), max_new_tokens=8, eos_token_id=-1).new_tokens
+            == expected
+        )
 
 
 @pytest.mark.parametrize(
