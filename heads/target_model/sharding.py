@@ -136,12 +136,8 @@ def weight_of(module: Any) -> Tensor:
 
 def device_of(module: Any) -> torch.device:
     """Return the device that a module with a weight computes on."""
-    device = module.weight.device
-    return (
-        torch.device(module._hf_hook.execution_device)
-        if device.type == "meta" and "_hf_hook" in vars(module)
-        else device
-    )
+    hook = vars(module).get("_hf_hook") if module.weight.is_meta else None
+    return module.weight.device if hook is None else torch.device(hook.execution_device)
 
 
 def broadcast(target: "Target", value: T) -> T:
