@@ -31,7 +31,7 @@ from hydra.core.override_parser.types import OverrideType
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
 from hydra.types import RunMode
 from hydra.utils import get_object
-from omegaconf import DictConfig, IntegerNode, ListConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, IntegerNode, ListConfig, OmegaConf, StringNode, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from foredraft.renamed_keys import new_choice, new_key
@@ -145,7 +145,7 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
     groups = compose(program, [], number).hydra.runtime.choices
     word_for = {path: word for word, path in WORDS.items()}
     choices: list[str] = []
-    values: list[str] = []
+    values: dict[str, str] = {}  # with what was typed
     for override in OverridesParser.create().parse_overrides(overrides):
         key, value = override.key_or_group, override.value()
         if str(override.input_line).endswith("=") and key not in TEXTS:
@@ -153,12 +153,16 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
         if override.is_sweep_override():
             line = str(override.input_line)
             raise HydraException(f"{line} is a sweep, which needs -m; a list is written {line.replace('=', '=[', 1)}]")
+        if override.is_hydra_override() and key != "hydra.searchpath":
+            raise HydraException(
+                f"{key} has no effect: remove it, and name the directory of results with output_dir=DIR"
+            )
         renamed = new_choice(word_for.get(key, key), value)
         if renamed and value not in options_of(key) and not (key in word_for and os.path.exists(str(value))):
             raise HydraException(renamed)
         changes = override.type == OverrideType.CHANGE and not override.is_hydra_override()
         if changes and (key not in groups or isinstance(value, dict)):
-            values.append(key)
+            values[key] = str(override.input_line).partition("=")[2]
         else:
             choices.append(str(override.input_line))
     base = compose(program, choices, number)
@@ -203,7 +207,7 @@ def flat(cfg: DictConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(node, f"{prefix}{name}.")
 
 
-def check_group(group: str, node: DictConfig, base: DictConfig, final: DictConfig, typed: list[str]) -> None:
+def check_group(group: str, node: DictConfig, base: DictConfig, final: DictConfig, typed: dict[str, str]) -> None:
     """Raise HydraException for a key that the constructor of a group does not take, and for a value of another type. A typed
     value is converted if it fits: a number where text is wanted, or a single item of a list."""
     parameters = parameters_of(node)
@@ -234,6 +238,9 @@ def check_group(group: str, node: DictConfig, base: DictConfig, final: DictConfi
             wanted = schema._get_node("value")
             if isinstance(wanted, IntegerNode) and isinstance(value, float) and value.is_integer():  # 1e6
                 value = int(value)
+                OmegaConf.update(final, key, value)
+            if isinstance(wanted, StringNode) and isinstance(value, int | float) and key in typed:  # 1e5, 3.10
+                value = typed[key]
                 OmegaConf.update(final, key, value)
             many = isinstance(wanted, ListConfig) and isinstance(value, str | int | float | bool)
             schema.value = [value] if many else value  # a list of one may go without brackets

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foredraft.heads import formats, llama_config
 from foredraft.heads.base import DraftHead
+from foredraft.heads.caches.device import host_by_default
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.formats.files import CONFIG, FILE, PICKLED, SAFE
 from foredraft.heads.hub.client import find, weights_sha256
@@ -211,6 +212,7 @@ def read_head(path: str | Path, target: Target, revision: str | None = None, str
     return head
 
 
+@host_by_default()
 def load_head(
     path: str | Path,
     target: Target,

@@ -24,7 +24,7 @@ from foredraft.heads.layers import DecoderLayer, NormedAttention, RMSNorm, Rotar
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.config_names import settings_of
 from foredraft.heads.target_model.files import checkpoint_file, stored_tensors, weight_map
-from foredraft.heads.target_model.sharding import full_tensor
+from foredraft.heads.target_model.sharding import weight_of
 
 PREFIX, MIMO_PREFIX = "mtp.", "model.mtp_layers.0."  # of its weights in a target's files
 # Names of the same modules in other targets.
@@ -114,7 +114,7 @@ class MTPHead(HiddenStateHead):
     def first_hidden(self, aux_hidden_states: Tensor) -> Tensor:
         if not self.takes_unnormed:
             return aux_hidden_states
-        return without_weight(aux_hidden_states, full_tensor(self.target.model.get_decoder().norm.weight))
+        return without_weight(aux_hidden_states, weight_of(self.target.model.get_decoder().norm))
 
     def feed_back(self, out: Tensor) -> Tensor:
         return without_weight(out, self.norm.weight) if self.takes_unnormed else out

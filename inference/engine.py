@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from foredraft.heads.caches.cuda_graphs import CudaGraphs, power_of_two
+from foredraft.heads.caches.device import host_by_default
 from foredraft.heads.caches.kv_cache import KEY_BLOCK, bucket, to_device
 from foredraft.heads.target_model import Target, TargetCache, TargetOutput
 from foredraft.inference.clock import Clock
@@ -40,6 +41,7 @@ MAX_PADDING_RATIO, SMALL_PREFILL_TOKENS = 1.15, 128
 class Engine:
     """Serve requests with a target and a drafter, step by step."""
 
+    @host_by_default()
     def __init__(
         self,
         target: Target,
@@ -155,6 +157,7 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self.empty or self.waiting or self.prefilling or self.slots.unfinished())
 
+    @host_by_default()
     @torch.inference_mode()
     def step(self) -> list[RequestOutput]:
         """Run one forward of the target, and return its outputs: an empty list after a chunk of a prompt."""

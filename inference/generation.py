@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
+from foredraft.heads.caches.device import host_by_default
 from foredraft.heads.checkpoint import check_is_target
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.sharding import all_equal, broadcast
@@ -73,6 +74,7 @@ def tokens_per_forward(generations: "Sequence[Generation]") -> float:
     return sum(sum(step.emitted) for step in steps) / max(1, forwards)
 
 
+@host_by_default()
 @torch.inference_mode()
 def generate(
     target: Target,

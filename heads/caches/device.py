@@ -1,6 +1,8 @@
 """The device of a target: its name, synchronization, and transfers that overlap with its work."""
 
+import contextlib
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,6 +23,13 @@ def device_name(device: torch.device) -> str:
     except (OSError, StopIteration):
         model = platform.processor() or platform.machine()
     return f"{model}, {torch.get_num_threads()} threads"
+
+
+@contextlib.contextmanager
+def host_by_default() -> Iterator[None]:
+    """Make tensors without a named device on the host, also after `torch.set_default_device("cuda")`."""
+    with contextlib.nullcontext() if torch.zeros(0).device.type == "cpu" else torch.device("cpu"):
+        yield
 
 
 def synchronize(device: torch.device) -> None:

@@ -20,7 +20,7 @@ from foredraft.heads import vocab
 from foredraft.heads.base import DraftHead
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.embedding import embedding_scale
-from foredraft.heads.target_model.sharding import full_tensor
+from foredraft.heads.target_model.sharding import weight_of
 
 EMBEDDINGS = "embed_tokens.weight"  # in all layouts
 LARGEST_CHANGE = 0.5  # of an embedding by quantization or fine-tuning, relative to its size
@@ -197,7 +197,7 @@ def drop_copy(files: HeadFiles, name: str, module: Any, target: Target) -> HeadF
     """Return the files without `name`, a frozen copy of this module of the target. If the target was quantized or fine-tuned
     since, its own rows are used, with a note. Raises ValueError for rows of another model."""
     rest = {other: tensor for other, tensor in files.weights.items() if other != name}
-    stored, ours = files.weights.get(name), full_tensor(module.weight)
+    stored, ours = files.weights.get(name), weight_of(module)
     if stored is None or not ours.is_floating_point():  # a quantized lm_head cannot be compared
         return files._replace(weights=rest)
     rows = target.vocab_size

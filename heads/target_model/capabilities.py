@@ -104,7 +104,7 @@ class Capabilities:
 
     @cached_property
     def one_device(self) -> bool:
-        return len({parameter.device for parameter in self.target.model.parameters()}) == 1
+        return {parameter.device for parameter in self.target.model.parameters()} == {self.target.device}
 
     @property
     def cuda_graphs(self) -> bool:

@@ -1,11 +1,29 @@
-"""Read settings of a config that families name differently."""
+"""Read settings of a config that families name differently, and take a model out of its wrappers."""
 
 from typing import Any
 
-from transformers import PreTrainedConfig
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 # The number of positions in configs: of most families, of MPT, of Whisper.
 POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+# What the modules of torch.compile, of data parallelism and of peft call the model in them.
+WRAPPED = ("_orig_mod", "module", "base_model", "model")
+
+
+def unwrapped(model: Any) -> PreTrainedModel:
+    """Return the model in wrappers, whose forward does not name its arguments. Its layers contain adapters of peft. Raises
+    ValueError for anything else, also for prompts of peft, which are outside of the model."""
+    inner = model
+    while isinstance(inner, nn.Module) and not issubclass(type(inner), PreTrainedModel):
+        parts = dict(inner.named_children())
+        inner = None if "prompt_encoder" in parts else next((parts[name] for name in WRAPPED if name in parts), None)
+    if not isinstance(inner, PreTrainedModel):
+        raise ValueError(
+            f"model is {type(model).__name__}, not a language model of transformers: give that (of a pipeline, its .model), "
+            "or a path to Target.from_pretrained"
+        )
+    return inner
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:

@@ -15,20 +15,20 @@ from foredraft.heads.attention import masked as attention
 from foredraft.heads.attention.masks import Masks
 from foredraft.heads.attention.paths import note_paths
 from foredraft.heads.caches import recurrent_ops
-from foredraft.heads.caches.device import FEWEST_ROWS
+from foredraft.heads.caches.device import FEWEST_ROWS, host_by_default
 from foredraft.heads.caches.kv_cache import KEY_BLOCK, KVCache, key_block, to_device
 from foredraft.heads.caches.layers import Sliding
 from foredraft.heads.caches.stacked_cache import StackedCache
 from foredraft.heads.caches.state_cache import StateCache
 from foredraft.heads.target_model import loading, packing
 from foredraft.heads.target_model.capabilities import Capabilities, cache_name, check_supported
-from foredraft.heads.target_model.config_names import max_positions
+from foredraft.heads.target_model.config_names import max_positions, unwrapped
 from foredraft.heads.target_model.ends import load_ends, refuse
 from foredraft.heads.target_model.gguf import record_of
 from foredraft.heads.target_model.images import MROPE, ImageReader, add_features, model_inputs, reads_images
 from foredraft.heads.target_model.logits import LogitScaling, TargetOutput, has_numbers, merge_streams, only_logits_at
 from foredraft.heads.target_model.resolve_path import full_name, resolve_path
-from foredraft.heads.target_model.sharding import COLLECTIVE, arguments, full_tensor
+from foredraft.heads.target_model.sharding import COLLECTIVE, arguments, device_of, weight_of
 
 NODES = 64  # of a tree, if its size is not specified
 TargetCache = KVCache | StateCache
@@ -49,6 +49,7 @@ class Target:
     # Where `forward` then gets hidden states: tokens (batch, length) and layers -> (batch, length, layers * hidden).
     remote_hidden_states: Callable[[Tensor, Sequence[int]], Tensor] = staticmethod(refuse)
 
+    @host_by_default()
     def __init__(
         self,
         model: PreTrainedModel,
@@ -58,7 +59,7 @@ class Target:
     ):
         """Wrap a model. context: largest number of tokens, if it is to be less than the model supports: with longrope, texts
         below its boundary have trees. Raises ValueError if the model supports less."""
-        self.model = model.eval().requires_grad_(False)
+        self.model = model = unwrapped(model).eval().requires_grad_(False)
         self.tokenizer, self.name = tokenizer, name
         self.checkpoint = name  # what transformers loads: a directory or Hub id, of a GGUF file the converted directory
         self.config = model.config.get_text_config()
@@ -80,6 +81,7 @@ class Target:
         self.masks, self.scaled = Masks.of(self.config, model), LogitScaling.of(self.config)
 
     @classmethod
+    @host_by_default()
     def from_pretrained(
         cls,
         path: str | Path,
@@ -160,7 +162,7 @@ class Target:
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        return device_of(self.model.get_input_embeddings())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -174,12 +176,12 @@ class Target:
     @property
     def embeddings(self) -> Tensor:
         """Return the rows (vocab_size, hidden) of its input embedding. If it `is_collective`, all processes call this."""
-        return full_tensor(self.model.get_input_embeddings().weight)[: self.vocab_size]
+        return weight_of(self.model.get_input_embeddings())[: self.vocab_size]
 
     @property
     def lm_head_rows(self) -> Tensor | None:
         """Return the rows (vocab_size, hidden) of its lm_head, or None for a quantized one; as for `embeddings`."""
-        rows = full_tensor(self.model.get_output_embeddings().weight)
+        rows = weight_of(self.model.get_output_embeddings())
         return rows[: self.vocab_size] if has_numbers(rows) else None
 
     @property

@@ -124,6 +124,22 @@ def full_tensor(weight: Tensor) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
+def weight_of(module: Any) -> Tensor:
+    """Return a module's weight like `full_tensor`, also one that accelerate keeps elsewhere between forwards."""
+    if "_hf_hook" not in vars(module):
+        return full_tensor(module.weight)
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module):
+        return module.weight
+
+
+def device_of(module: Any) -> torch.device:
+    """Return the device that a module with a weight computes on."""
+    hook = vars(module).get("_hf_hook") if module.weight.is_meta else None
+    return module.weight.device if hook is None else torch.device(hook.execution_device)
+
+
 def broadcast(target: "Target", value: T) -> T:
     """Return the first process's picklable `value` if all processes take part in every forward, otherwise `value`. A measured
     value that decides about the next forward must come from here."""

@@ -8,6 +8,7 @@ from types import NoneType
 from typing import Any, TypeVar, get_args
 
 from foredraft.heads.base import BlockHead, DraftHead, ParallelHead, RecurrentHead
+from foredraft.heads.caches.device import host_by_default
 from foredraft.heads.checkpoint import check_is_target, load_head
 from foredraft.heads.draft_model import DraftModelHead
 from foredraft.heads.eagle3 import Eagle3Head, check_window
@@ -34,6 +35,7 @@ LOOKUPS = ("ngram", "suffix")  # look up what followed the newest tokens before
 DRAFTER_NAMES = "none, ngram, suffix, lookahead, draft:<path or id of a smaller model>, a head's directory or Hub id"
 
 
+@host_by_default()
 def load_drafter(path: str | Path, target: Target, revision: str | None = None, **options: Any) -> Drafter:
     """Load the drafter that `path` names. `options` are passed to its constructor (foredraft/loading.py).
 
@@ -115,6 +117,7 @@ def load_lookup(path: str, target: Target, tree: str, chains: bool, **options: A
     return auto
 
 
+@host_by_default()
 def drafter_for(
     head: DraftHead | Target,
     target: Target,

@@ -68,6 +68,13 @@ def test_rows_as_benchmarks_have_them_are_one_prompt(row, asked):
     assert [message["content"] for message in messages] == asked
 
 
+def test_a_list_of_prompts_holds_no_answer():
+    """Read MT-Bench of the Hub, and an arena: the second prompt was learned as the answer to the first."""
+    asked = [{"role": "user", "content": text} for text in ("a", "b")]
+    assert said({"prompt": ["a", "b"], "reference": []}) == said({"question": ["a", "b"]}) == asked
+    assert said({"prompt": ["a", "b"], "response": "c"}) == [*asked, answer("c")]
+
+
 def test_a_prompt_has_no_empty_answers():
     with pytest.raises(ValueError, match="contains no prompt: an empty turn"):
         question(Row("", {"messages": [*HI[:1], answer(""), *HI[:1]]}), "any")
@@ -273,6 +280,8 @@ TEXT_PART, IMAGE_PART = {"type": "text", "text": "hi"}, {"type": "image_url"}
         {"messages": [], "input": "hi", "output": "hello"},
         {"response": "", "instruction": "hi", "output": "hello"},
         {"problem": "hi", "solution": "hello", "answer": "o"},
+        {"input": "hi", "output": "hello", "solution": "o"},  # OpenCodeReasoning, whose solution is the code alone
+        {"messages": [json.dumps(message) for message in HI]},
     ],
 )
 def test_one_conversation_has_many_layouts_with_and_without_a_system_prompt(row: dict):

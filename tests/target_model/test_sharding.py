@@ -10,21 +10,23 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch._subclasses import FakeTensorMode
-from transformers import GptOssForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GptOssForCausalLM, LlamaForCausalLM
 
-from foredraft.heads import Target
+from foredraft.heads import Target, load_head, save_head
 from foredraft.heads.caches.kv_cache import KEY_BLOCK, KVCache
 from foredraft.heads.target_model import sharding
 from foredraft.heads.target_model.capabilities import Capabilities
 from foredraft.heads.target_model.packing import num_weights
 from foredraft.heads.target_model.sharding import COLLECTIVE, arguments
-from foredraft.inference import generate
+from foredraft.inference import drafter_for, generate
 from foredraft.inference.serve.worker import Worker
 from foredraft.train.hidden_states import online
 from tests.support.architectures import FAMILIES
 from tests.support.batches import batch, states_of
+from tests.support.head_factory import new_head
 from tests.support.processes import end, succeeded, torchrun
 from tests.support.tiny import tiny_config
 
@@ -40,6 +42,23 @@ def test_layers_may_lie_on_several_devices(target: Target, tiny_path: Path, tmp_
         torch.testing.assert_close(ours.logits, theirs.logits)
         torch.testing.assert_close(ours.aux_hidden_states, theirs.aux_hidden_states)
     assert arguments(str(tiny_path), "layers", None) == {"device_map": "auto"}
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "mtp"])
+def test_a_head_for_a_target_with_its_ends_on_the_host(kind: str, target: Target, tiny_path: Path, tmp_path: Path):
+    """Use layers that accelerate loads when they run, and whose weights are empty before (huggingface/transformers#48409)."""
+    model = cpu_offload(AutoModelForCausalLM.from_pretrained(tiny_path), torch.device("cpu"))
+    apart = Target(model, target.tokenizer, "apart")
+    assert model.lm_head.weight.is_meta and apart.device.type == "cpu" and not apart.capabilities.one_device
+    torch.testing.assert_close((apart.embeddings, apart.lm_head_rows), (target.embeddings, target.lm_head_rows))
+    save_head(new_head(kind, target), tmp_path, target)
+    expected = generate(target, None, torch.tensor([[5, 6, 7]]), max_new_tokens=8, eos_token_id=-1).new_tokens
+    for head in (load_head(tmp_path, apart), new_head(kind, apart)):
+        drafter = drafter_for(head.eval(), apart)
+        assert (
+            generate(apart, drafter, torch.tensor([[5, 6, 7]]), max_new_tokens=8, eos_token_id=-1).new_tokens
+            == expected
+        )
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -459,6 +461,36 @@ def test_a_model_of_the_hub_without_an_owner_has_its_commit(monkeypatch, tmp_pat
     monkeypatch.undo()
     target.checkpoint = "my model"  # the name of one that was made in memory
     assert files.commit_of(target) is None
+
+
+class PeftModel(nn.Module):
+    """Wrap a model as peft does, in another module whose forward does not name its arguments."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = model
+        self.config = getattr(model, "config", None)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.base_model.model(*inputs, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "wrap", [partial(torch.compile, backend="eager"), nn.DataParallel, PeftModel, lambda m: torch.compile(PeftModel(m))]
+)
+def test_a_model_in_a_wrapper_is_the_model(wrap, target):
+    """Give what a notebook has at hand (huggingface/transformers#22248): drafts could not branch, or there was no config."""
+    wrapped = Target(wrap(target.model), target.tokenizer, "wrapped")
+    assert wrapped.model is target.model and wrapped.capabilities.trees
+
+
+def test_what_is_not_a_model_is_named(target):
+    prompts = PeftModel(target.model)
+    prompts.prompt_encoder = nn.ModuleDict()  # vectors that this module puts before the text
+    for other in (prompts, nn.Linear(2, 2), "org/model", None):
+        with pytest.raises(ValueError, match=f"^model is {type(other).__name__}, not a language model of transformers"):
+            Target(other)
 
 
 def test_a_model_made_in_memory_has_no_files(tiny_path, monkeypatch):

@@ -61,6 +61,7 @@ def listed(value: Any) -> Any:
     if isinstance(found, dict) and found and all(isinstance(cells, list) for cells in found.values()):
         found = [dict(zip(found, cells, strict=False)) for cells in zip(*found.values(), strict=False)]
     found = [found] if isinstance(found, dict) else found
+    found = [parsed(item) for item in found] if isinstance(found, list) else found
     known = isinstance(found, list) and all(isinstance(item, dict) and role_of(item) in ROLES for item in found)
     return found if known and found else value
 
