@@ -370,7 +370,9 @@ def test_a_signal_may_come_before_the_other_one_has_its_handler(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_may_come_while_a_process_waits_for_the_others(number: signal.Signals, monkeypatch: pytest.MonkeyPatch):
+def test_a_signal_may_come_while_a_process_waits_for_the_others(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+):
     stop, state = callbacks.StopOnSignal(), TrainerState()
     sums = distributed.all_reduce
 

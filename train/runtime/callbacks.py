@@ -20,8 +20,8 @@ from foredraft.train.runtime.run_state import seconds_of
 
 
 class StopOnSignal(TrainerCallback):
-    """Stop on Ctrl-C, SIGTERM, Slurm's SIGUSR1 or a closed terminal: finish the step, save a checkpoint. A second Ctrl-C stops
-    at once; a second SIGTERM, of a scheduler that signals both torchrun and its processes, changes nothing."""
+    """Stop on Ctrl-C, SIGTERM, SIGUSR1 (Slurm) or a closed terminal: finish the step, save a checkpoint. A second Ctrl-C
+    stops at once; a second SIGTERM, of a scheduler that signals both torchrun and its processes, changes nothing."""
 
     def __init__(self) -> None:
         self.signalled = False  # has this process had a signal?

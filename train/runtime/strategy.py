@@ -99,7 +99,7 @@ def choose_device() -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     elif not torch.accelerator.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where installed, would warn each run that it sees no GPU
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed, where installed, warns that it sees none
 
 
 def shard_on_cpus_too(args: TrainingArguments) -> None:
