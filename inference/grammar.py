@@ -60,6 +60,9 @@ DRAFT = re.compile(
 )
 LIMITS = "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"
 LARGEST = 2**63 - 1024  # llguidance refuses ranges with larger limits, such as that of int64; this is exact as a float
+LARK = re.compile(
+    r"^[ \t]*[?!]?start[ \t]*:(?!:=)", re.MULTILINE
+)  # the conversion does not find it behind a mark of Lark
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # contain schemas by any name
 TYPES = "array", "boolean", "integer", "null", "number", "object", "string"
 
@@ -190,7 +193,7 @@ class Grammars:
     def as_lark(self, text: str) -> str:
         """Return the grammar in Lark; one in llama.cpp's GBNF is converted. Raises ValueError if it is neither."""
         self.check_size(text)
-        return text if text.startswith("start:") else self.converted(text)  # the former is Lark
+        return text if LARK.search(text) else self.converted(text)
 
     def check_size(self, text: str) -> None:
         if len(text) > MAX_SIZE:
