@@ -209,6 +209,7 @@ class Grammars:
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split("<state>")[0].split())
             reason = "no text matches it" if reason == "NoExtensionBias" else reason
+            reason = reason.split(" Enable 'coerce_one_of'")[0] + " Use anyOf." if "coerce_one_of" in reason else reason
             raise ValueError(f"the grammar cannot be compiled: {reason[:300]}")
         return Grammar(matcher, self.eos_token_ids, self.tokenizer.vocab_size)
 

@@ -149,6 +149,7 @@ def deep(levels: int) -> dict:
         ({"$ref": "file:///etc/passwd"}, "compiled"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"type": "string", "minLength": 5, "maxLength": 3}, "compiled"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "not supported. Use anyOf.$"),
         pytest.param(
             {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(40)]},
             "more than 5 seconds",

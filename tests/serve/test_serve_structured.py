@@ -129,6 +129,7 @@ LARK, GBNF = 'start: "x" | "y/z"', 'root ::= "x" | end\nend ::= [a-c] "!"'
 CONSTRAINTS = [  # by vLLM's names, its older ones as guidance still sends them, SGLang's and llama.cpp's
     ({"structured_outputs": {"regex": PATTERN, "json": None, "disable_any_whitespace": False}}, PATTERN),
     ({"structured_outputs": {"choice": CHOICE}}, 'yes|no "é"\n'),
+    ({"structured_outputs": {"choice": ["\x7f\\x7f"]}}, r"\x7f\\x7f"),
     ({"structured_outputs": {"choice": [f"{n}" for n in range(5000)]}}, "[0-9]{1,4}"),
     ({"structured_outputs": {"regex": "[ab]\\\n"}, "response_format": {"type": "text"}}, "[ab]\n"),
     ({"structured_outputs": {"grammar": LARK}, "guided_grammar": LARK, "guided_decoding_backend": "guidance"}, "x|y/z"),
