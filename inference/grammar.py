@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+from urllib.parse import quote
 
 import torch
 from torch import Tensor
@@ -49,33 +50,66 @@ JSON_OPTIONS: Any = {"whitespace_pattern": "[ \\n\\r\\t]{0,32}"}
 FORMATS = {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
 # What its regular expressions lack: looking around, boundaries of words, and references to groups.
 LACKING = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[bB1-9]|\\k<)")
+# What llguidance refuses by name, although these values allow anything. zod writes the first for every record.
+NEUTRAL: dict[str, tuple[Any, ...]] = {"propertyNames": ({"type": "string"}, {}, True), "uniqueItems": (False,)}
+NEUTRAL["unevaluatedProperties"] = {}, True
+OPENAPI = "discriminator", "nullable", "example"  # llguidance ignores them, but refuses them next to a recursion
+# Drafts that llguidance supports by these names. Another name, such as one with https, means the newest draft.
+DRAFT = re.compile(
+    r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
+)
+LIMITS = "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"
+LARGEST = 2**63 - 1024  # llguidance refuses ranges with larger limits, such as that of int64; this is exact as a float
+LARK = re.compile(
+    r"^[ \t]*[?!]?start[ \t]*:(?!:=)", re.MULTILINE
+)  # the conversion does not find it behind a mark of Lark
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # contain schemas by any name
 TYPES = "array", "boolean", "integer", "null", "number", "object", "string"
 
 
 def as_supported(schema: Any, lenient: bool = False) -> Any:
-    """Return a schema without what `is_dropped` names."""
+    """Return a schema without what `is_dropped` names, with limits, references and tagged unions as llguidance reads them."""
     if isinstance(schema, list):
         return [as_supported(part, lenient) for part in schema if part is not None]
     if not isinstance(schema, dict):
         return schema
+    schema = {("anyOf" if name == "oneOf" and "discriminator" in schema else name): schema[name] for name in schema}
+    if tags := find_tags(schema.get("properties")):
+        required = schema.get("required")
+        schema["required"] = list(dict.fromkeys([*(required if isinstance(required, list) else ()), *tags]))
 
     def inside(name: str, value: Any) -> Any:
         if name in NAMED and isinstance(value, dict):
             return {key: {} if part in (None, []) else as_supported(part, lenient) for key, part in value.items()}
+        if name in LIMITS and type(value) in (int, float):
+            return max(value, -LARGEST) if name in LIMITS[:2] else min(value, LARGEST)
+        if name == "$ref" and isinstance(value, str):  # names of generic types, such as List<string>
+            return quote(value, safe="%#/:?=&~!$'()*+,;@")
         return value if name in ("const", "default", "enum", "examples") else as_supported(value, lenient)
 
     return {name: inside(name, value) for name, value in schema.items() if not is_dropped(name, value, lenient)}
 
 
+def find_tags(properties: Any) -> list[str]:
+    """Return the properties whose only value is their default: pydantic does not require them, but finds out by them which
+    part of a union an object is."""
+    named = properties.items() if isinstance(properties, dict) else ()
+    parts = ((name, part) for name, part in named if isinstance(part, dict) and "const" in part)
+    return [name for name, part in parts if part.get("default", part) == part["const"]]
+
+
 def is_dropped(name: str, value: Any, lenient: bool) -> bool:
     """Return whether a grammar leaves out a key of a schema: a null where nothing is given, an empty list in place of an
-    object (PHP writes both alike), a format that is not one of FORMATS. lenient: also types of other languages, and patterns
-    that llguidance lacks."""
+    object (PHP writes both alike), a format that is not one of FORMATS, keys of OPENAPI, values of NEUTRAL, an unknown draft.
+    lenient: also types of other languages, and patterns that llguidance lacks."""
+    if name in OPENAPI or value in NEUTRAL.get(name, ()):
+        return True
     if value is None or (name in (*NAMED, "additionalProperties") and value == []):
         return name != "const"
     if name == "format" and isinstance(value, str):
         return value not in FORMATS
+    if name == "$schema":
+        return DRAFT.fullmatch(str(value)) is None
     if name == "type":
         return lenient and any(name not in TYPES for name in (value if isinstance(value, list) else [value]))
     return lenient and name == "pattern" and LACKING.search(str(value)) is not None
@@ -159,7 +193,7 @@ class Grammars:
     def as_lark(self, text: str) -> str:
         """Return the grammar in Lark; one in llama.cpp's GBNF is converted. Raises ValueError if it is neither."""
         self.check_size(text)
-        return text if text.startswith("start:") else self.converted(text)  # the former is Lark
+        return text if LARK.search(text) else self.converted(text)
 
     def check_size(self, text: str) -> None:
         if len(text) > MAX_SIZE:
@@ -175,6 +209,7 @@ class Grammars:
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split("<state>")[0].split())
             reason = "no text matches it" if reason == "NoExtensionBias" else reason
+            reason = reason.split(" Enable 'coerce_one_of'")[0] + " Use anyOf." if "coerce_one_of" in reason else reason
             raise ValueError(f"the grammar cannot be compiled: {reason[:300]}")
         return Grammar(matcher, self.eos_token_ids, self.tokenizer.vocab_size)
 

@@ -149,6 +149,7 @@ def deep(levels: int) -> dict:
         ({"$ref": "file:///etc/passwd"}, "compiled"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
         ({"type": "string", "minLength": 5, "maxLength": 3}, "compiled"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "not supported. Use anyOf.$"),
         pytest.param(
             {"allOf": [{"type": "string", "pattern": f".*{i}.*"} for i in range(40)]},
             "more than 5 seconds",
@@ -161,6 +162,47 @@ def test_a_schema_that_cannot_be_followed_is_refused_in_a_sentence(grammars, sch
     with pytest.raises(ValueError, match=reason) as caught:
         grammars.json_schema(schema)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400 and "root:" not in str(caught.value)
+
+
+TAGGED = {
+    kind: {
+        "type": "object",
+        "properties": {"kind": {"const": kind, "default": kind}, "parts": {"$ref": "#/$defs/parts"}},
+    }
+    for kind in ("a", "b")
+}
+TAGGED["parts"] = {"type": "array", "items": {"discriminator": {"propertyName": "kind"}}}
+TAGGED["parts"]["items"]["oneOf"] = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]
+
+
+@pytest.mark.parametrize(
+    "schema, fits, differs",
+    [
+        ({"propertyNames": {"type": "string"}, "additionalProperties": {"type": "null"}}, '{"a": null}', '{"a": 1}'),
+        ({"type": "array", "uniqueItems": False, "unevaluatedProperties": True}, "[1, 1]", "1"),
+        *(
+            ({"$schema": draft, "properties": {"$schema": {"type": "string"}}}, '{"$schema": "a"}', '{"$schema": 1}')
+            for draft in ("https://json-schema.org/draft-07/schema#", "http://json-schema.org/schema#", "draft-07")
+        ),
+        ({"$schema": "http://json-schema.org/draft-04/schema#", "id": "#a", "type": "null"}, "null", "1"),
+        *(
+            ({"$ref": f"#/definitions/{name}", "definitions": {name: {"type": "null"}}}, "null", "1")
+            for name in ("List<string>", "R[int]", "Größe", "a b")
+        ),
+        ({"$ref": "#/definitions/a%20b", "definitions": {"a b": {"type": "null"}}}, "null", "1"),
+        *(
+            ({"type": kind, "minimum": -most, "maximum": most}, "-5", "9" * 20)
+            for kind, most in (("integer", 2**63), ("integer", 1.7e308), ("number", 3.4e38))
+        ),
+        ({"type": "number", "minimum": 0, "exclusiveMinimum": True}, "1", "0"),
+        ({"$ref": "#/$defs/parts", "$defs": TAGGED}, '[{"kind": "a", "parts": [{"kind": "b"}]}]', "[{}]"),
+    ],
+)
+def test_a_schema_means_what_zod_pydantic_and_openapi_mean(target, grammars, schema, fits, differs):
+    grammar = grammars.json_schema(schema)
+    for text, is_right in ((fits, True), (differs, False)):
+        matcher, ids = grammar.matcher.deep_copy(), target.text_tokenizer(text).input_ids
+        assert is_right == (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
 @pytest.mark.timeout(90)

@@ -129,9 +129,11 @@ LARK, GBNF = 'start: "x" | "y/z"', 'root ::= "x" | end\nend ::= [a-c] "!"'
 CONSTRAINTS = [  # by vLLM's names, its older ones as guidance still sends them, SGLang's and llama.cpp's
     ({"structured_outputs": {"regex": PATTERN, "json": None, "disable_any_whitespace": False}}, PATTERN),
     ({"structured_outputs": {"choice": CHOICE}}, 'yes|no "é"\n'),
+    ({"structured_outputs": {"choice": ["\x7f\\x7f"]}}, r"\x7f\\x7f"),
     ({"structured_outputs": {"choice": [f"{n}" for n in range(5000)]}}, "[0-9]{1,4}"),
     ({"structured_outputs": {"regex": "[ab]\\\n"}, "response_format": {"type": "text"}}, "[ab]\n"),
     ({"structured_outputs": {"grammar": LARK}, "guided_grammar": LARK, "guided_decoding_backend": "guidance"}, "x|y/z"),
+    ({"structured_outputs": {"grammar": '# one\n?start: part\n?part: "x" "y"'}}, "xy"),
     ({"structured_outputs": {"json": '{"enum": ["a", 7]}'}}, '"a"|7'),
     ({"structured_outputs": {"json": {"const": True}, "json_object": False}}, "true"),
     ({"guided_regex": r"a\/[0-9]", "min_tokens": 12}, "a/[0-9]"),

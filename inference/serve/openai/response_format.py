@@ -73,7 +73,7 @@ def as_response_format(wanted: dict[str, Any]) -> dict[str, Any]:
             escaped = ESCAPED_OR_END.sub(lambda end: {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(end[0], end[0]), text)
             return {"type": "grammar", "grammar": f"start: /{escaped}/"}
         case [("choice", list(texts))] if texts and all(isinstance(text, str) for text in texts):
-            quoted = (json.dumps(text, ensure_ascii=False) for text in texts)
+            quoted = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts)
             return {"type": "grammar", "grammar": f"start: CHOICE\nCHOICE: {' | '.join(quoted)}"}
         case [("grammar", str(text))]:
             return {"type": "grammar", "grammar": text}
