@@ -154,15 +154,13 @@ def check(program: str, overrides: list[str], number: int = 0, sweep: bool = Fal
             line = str(override.input_line)
             raise HydraException(f"{line} is a sweep, which needs -m; a list is written {line.replace('=', '=[', 1)}]")
         if override.is_hydra_override() and key != "hydra.searchpath":
-            raise HydraException(
-                f"{key} has no effect: remove it, and name the directory of results with output_dir=DIR"
-            )
+            raise HydraException(f"{key} has no effect: remove it; the directory of results is output_dir=DIR")
         renamed = new_choice(word_for.get(key, key), value)
         if renamed and value not in options_of(key) and not (key in word_for and os.path.exists(str(value))):
             raise HydraException(renamed)
         changes = override.type == OverrideType.CHANGE and not override.is_hydra_override()
         if changes and (key not in groups or isinstance(value, dict)):
-            values[key] = str(override.input_line).partition("=")[2]
+            values[key] = str(override.input_line).partition("=")[2].strip()
         else:
             choices.append(str(override.input_line))
     base = compose(program, choices, number)
@@ -239,7 +237,9 @@ def check_group(group: str, node: DictConfig, base: DictConfig, final: DictConfi
             if isinstance(wanted, IntegerNode) and isinstance(value, float) and value.is_integer():  # 1e6
                 value = int(value)
                 OmegaConf.update(final, key, value)
-            if isinstance(wanted, StringNode) and isinstance(value, int | float) and key in typed:  # 1e5, 3.10
+            if (
+                isinstance(wanted, StringNode) and isinstance(value, int | float) and "$" not in typed.get(key, "$")
+            ):  # 1e5, 3.10
                 value = typed[key]
                 OmegaConf.update(final, key, value)
             many = isinstance(wanted, ListConfig) and isinstance(value, str | int | float | bool)

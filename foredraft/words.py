@@ -120,9 +120,8 @@ def expand(word: str, listed: bool = False) -> list[str]:
 
 def quoted(text: str, always: bool = False) -> str:
     """Quote a text for Hydra, which uses = ( ) { } and others itself."""
-    if not always and (
-        re.fullmatch(r"(?![\d.e_+-]+\Z)[\w./:@+~,-]*", text, re.ASCII) or text[:1] in "'\""
-    ):  # no number
+    is_plain = re.fullmatch(r"(?![\d.eE_+-]+\Z)[\w./:@+~,-]*", text, re.ASCII)  # and no number
+    if not always and (is_plain or text[:1] in "'\""):
         return text
     return "'" + re.sub(r"(\\+)\Z", r"\1\1", re.sub(r"(\\*)'", r"\1\1\\'", text)) + "'"
 

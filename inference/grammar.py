@@ -54,9 +54,9 @@ LACKING = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[bB1-9]|\\k<)")
 NEUTRAL: dict[str, tuple[Any, ...]] = {"propertyNames": ({"type": "string"}, {}, True), "uniqueItems": (False,)}
 NEUTRAL["unevaluatedProperties"] = {}, True
 OPENAPI = "discriminator", "nullable", "example"  # llguidance ignores them, but refuses them next to a recursion
-# Drafts that llguidance supports by these names. Another name, such as one with https, means the newest draft.
+# Drafts that llguidance supports, the old ones by names with http. Another name means the newest draft.
 DRAFT = re.compile(
-    r"http://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
+    r"https?://json-schema\.org/draft-0[467]/schema#?|https://json-schema\.org/draft/20(19-09|20-12)/schema#?"
 )
 LIMITS = "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"
 LARGEST = 2**63 - 1024  # llguidance refuses ranges with larger limits, such as that of int64; this is exact as a float
@@ -73,7 +73,8 @@ def as_supported(schema: Any, lenient: bool = False) -> Any:
         return [as_supported(part, lenient) for part in schema if part is not None]
     if not isinstance(schema, dict):
         return schema
-    schema = {("anyOf" if name == "oneOf" and "discriminator" in schema else name): schema[name] for name in schema}
+    tagged = "discriminator" in schema and "anyOf" not in schema
+    schema = {("anyOf" if name == "oneOf" and tagged else name): schema[name] for name in schema}
     if tags := find_tags(schema.get("properties")):
         required = schema.get("required")
         schema["required"] = list(dict.fromkeys([*(required if isinstance(required, list) else ()), *tags]))
@@ -85,6 +86,8 @@ def as_supported(schema: Any, lenient: bool = False) -> Any:
             return max(value, -LARGEST) if name in LIMITS[:2] else min(value, LARGEST)
         if name == "$ref" and isinstance(value, str):  # names of generic types, such as List<string>
             return quote(value, safe="%#/:?=&~!$'()*+,;@")
+        if name == "$schema":
+            return re.sub("^https(?=.*/draft-0)", "http", value)
         return value if name in ("const", "default", "enum", "examples") else as_supported(value, lenient)
 
     return {name: inside(name, value) for name, value in schema.items() if not is_dropped(name, value, lenient)}

@@ -7,18 +7,23 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 # The number of positions in configs: of most families, of MPT, of Whisper.
 POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
-# What the modules of torch.compile, of data parallelism and of peft call the model in them.
+# What the modules of torch.compile, of data parallelism and of peft call the model in them. A wrapper of another package may
+# change logits.
 WRAPPED = ("_orig_mod", "module", "base_model", "model")
+WRAPPERS = ("torch", "peft")
 
 
 def unwrapped(model: Any) -> PreTrainedModel:
-    """Return the model in wrappers, whose forward does not name its arguments. Its layers contain adapters of peft. Raises
-    ValueError for anything else, also for prompts of peft, which are outside of the model."""
-    inner = model
+    """Return the model in wrappers of WRAPPERS, whose forward does not name its arguments. Its layers contain adapters of
+    peft. Raises ValueError for what has no config, and for prompts of peft, which are outside of the model."""
+    inner, parts = model, dict[str, nn.Module]()
     while isinstance(inner, nn.Module) and not issubclass(type(inner), PreTrainedModel):
         parts = dict(inner.named_children())
-        inner = None if "prompt_encoder" in parts else next((parts[name] for name in WRAPPED if name in parts), None)
-    if not isinstance(inner, PreTrainedModel):
+        name = next((name for name in WRAPPED if name in parts), None)
+        if name is None or "prompt_encoder" in parts or type(inner).__module__.partition(".")[0] not in WRAPPERS:
+            break
+        inner = parts[name]
+    if "prompt_encoder" in parts or not isinstance(getattr(inner, "config", None), PreTrainedConfig):
         raise ValueError(
             f"model is {type(model).__name__}, not a language model of transformers: give that (of a pipeline, its .model), "
             "or a path to Target.from_pretrained"

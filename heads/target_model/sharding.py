@@ -137,7 +137,7 @@ def weight_of(module: Any) -> Tensor:
 def device_of(module: Any) -> torch.device:
     """Return the device that a module with a weight computes on."""
     hook = vars(module).get("_hf_hook") if module.weight.is_meta else None
-    return module.weight.device if hook is None else torch.device(hook.execution_device)
+    return torch.device(getattr(hook, "execution_device", None) or module.weight.device)
 
 
 def broadcast(target: "Target", value: T) -> T:

@@ -73,6 +73,10 @@ def test_a_list_of_prompts_holds_no_answer():
     asked = [{"role": "user", "content": text} for text in ("a", "b")]
     assert said({"prompt": ["a", "b"], "reference": []}) == said({"question": ["a", "b"]}) == asked
     assert said({"prompt": ["a", "b"], "response": "c"}) == [*asked, answer("c")]
+    assert said({"prompt": ["a", "b", "c"], "response": "d"})[1:2] == [
+        answer("b")
+    ]  # an answer is missing at its end alone
+    assert said({"input": "a", "response": "b", "output": "c"})[-1] == answer("b")
 
 
 def test_a_prompt_has_no_empty_answers():

@@ -175,6 +175,9 @@ TAGGED["parts"] = {"type": "array", "items": {"discriminator": {"propertyName": 
 TAGGED["parts"]["items"]["oneOf"] = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]
 
 
+PAIR = {"type": "array", "items": [{"type": "null"}], "additionalItems": False}  # as drafts before 2020-12 have it
+
+
 @pytest.mark.parametrize(
     "schema, fits, differs",
     [
@@ -185,6 +188,7 @@ TAGGED["parts"]["items"]["oneOf"] = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"
             for draft in ("https://json-schema.org/draft-07/schema#", "http://json-schema.org/schema#", "draft-07")
         ),
         ({"$schema": "http://json-schema.org/draft-04/schema#", "id": "#a", "type": "null"}, "null", "1"),
+        ({"$schema": "https://json-schema.org/draft-07/schema#", **PAIR}, "[null]", "[null, 1]"),
         *(
             ({"$ref": f"#/definitions/{name}", "definitions": {name: {"type": "null"}}}, "null", "1")
             for name in ("List<string>", "R[int]", "Größe", "a b")

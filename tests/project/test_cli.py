@@ -119,7 +119,7 @@ def test_a_plain_run_leaves_nothing_behind(run: Run, tmp_path: Path) -> None:
         ("head.target_layer_ids=[é]", "(in a list, around each) with commas, brackets, quotes, = or é"),
         ("output_dir=", "output_dir= has no value: is a variable of the shell empty?\n"),
         ("hydra.nope=1", "hydra.nope"),
-        ("hydra.run.dir=runs/x", "hydra.run.dir has no effect: remove it, and name the directory of results"),
+        ("hydra.run.dir=runs/x", "hydra.run.dir has no effect: remove it; the directory of results is"),
         (["-m", "head=eagle3,medsua"], "did you mean head=medusa?"),  # no job runs
         (["-m", "seed=1,x"], "seed=x: Value 'x' of type 'str'"),
         (["-m", "head=medusa,eagle3", "head.heads=2"], "head.heads is not a key of head=eagle3, but of head=medusa"),

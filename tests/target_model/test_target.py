@@ -466,6 +466,8 @@ def test_a_model_of_the_hub_without_an_owner_has_its_commit(monkeypatch, tmp_pat
 class PeftModel(nn.Module):
     """Wrap a model as peft does, in another module whose forward does not name its arguments."""
 
+    __module__ = "peft.peft_model"
+
     def __init__(self, model: nn.Module):
         super().__init__()
         self.base_model = nn.Module()
@@ -483,6 +485,19 @@ def test_a_model_in_a_wrapper_is_the_model(wrap, target):
     """Give what a notebook has at hand (huggingface/transformers#22248): drafts could not branch, or there was no config."""
     wrapped = Target(wrap(target.model), target.tokenizer, "wrapped")
     assert wrapped.model is target.model and wrapped.capabilities.trees
+
+
+def test_a_wrapper_that_may_change_logits_stays(target):
+    class Steered(nn.Module):
+        def __init__(self, model: nn.Module):
+            super().__init__()
+            self.model, self.config = model, model.config
+
+        def __getattr__(self, name: str) -> Any:
+            return super().__getattr__(name) if name == "model" else getattr(self.model, name)
+
+    steered = Steered(target.model)
+    assert Target(steered, target.tokenizer).model is steered
 
 
 def test_what_is_not_a_model_is_named(target):

@@ -62,7 +62,8 @@ def pair(row: dict, prompt: str, response: str | None, images: list | None = Non
     inputs = (row.get(name) for name in ("input", "context"))
     more = next((text for text in inputs if isinstance(text, str) and text.strip()), "")
     asked = question if isinstance(question, list) else [{"role": "user", "content": question}]
-    messages = turns(asked, all_user=True, images=images)  # of MT-Bench and arenas
+    alternate = answer is not None and len(asked) % 2 == 1
+    messages = turns(asked, all_user=not alternate, images=images)  # MT-Bench and arenas have the user's alone
     if prompt in ("instruction", "question") and more and len(messages) == 1:  # Alpaca, Dolly
         more, said = "\n\n" + content(more), messages[0]["content"]
         messages[0]["content"] = said + more if isinstance(said, str) else [*said, {"type": "text", "text": more}]

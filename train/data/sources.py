@@ -138,7 +138,7 @@ class Source:
             chosen = listed(value.get("chosen"))  # LLaMA-Factory's preferences have the answer apart
             apart = isinstance(chosen, list) and found and found[-1]["role"] == "user"
             return joined(found, turns(chosen)) if apart else found
-        response = pick(value, self.response, ("output", *RESPONSES) if prompt == "input" else RESPONSES)
+        response = pick(value, self.response, ("response", "output", *RESPONSES) if prompt == "input" else RESPONSES)
         if prompt and (response or prompt != "input"):
             return pair(value, prompt, response, row_images)
         chosen = listed(value.get("chosen"))  # a preference without a separate prompt
