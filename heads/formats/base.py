@@ -208,9 +208,10 @@ def drop_copy(files: HeadFiles, name: str, module: Any, target: Target) -> HeadF
     stored, ours, what = stored.float(), ours.detach().float().cpu(), name.removesuffix(".weight")
     # Either side may have been rounded to bfloat16 (8 bits) or float16 (whose smallest numbers lose more).
     if not torch.allclose(stored, ours, rtol=2**-7, atol=1e-6):
-        if not (stored - ours).norm() < LARGEST_CHANGE * ours.norm():
+        change = ((stored - ours).norm() / ours.norm()).item()
+        if not change < LARGEST_CHANGE:
             raise files.error(f"{name} differs from the {what} of {target.name}: it was trained for another target")
-        files.notes.append(f"{name} differs a little from the {what} of {target.name}, which is used")
+        files.notes.append(f"{name} differs by {change:.1%} from the {what} of {target.name}, which is used")
     return files._replace(weights=rest)
 
 

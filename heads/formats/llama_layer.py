@@ -36,13 +36,16 @@ def checked_window(files: HeadFiles, settings: dict[str, Any], applied: bool, si
 def with_one_rope(files: HeadFiles, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings with one rope, of a config that has one per kind of layer: that of the kinds in use, or in files of
     the speculators package the one with a window, with which it trains all layers. Raises ValueError if these differ."""
-    ropes = {kind: rope for kind, rope in (settings.get("rope_parameters") or {}).items() if isinstance(rope, dict)}
+    given = settings.get("rope_parameters")
+    ropes = {kind: rope for kind, rope in given.items() if isinstance(rope, dict)} if isinstance(given, dict) else {}
     kinds = [SLIDING] if "speculators_model_type" in files.config else settings.get("layer_types") or ()
     used = [ropes[kind] for kind in kinds if kind in ropes] or list(ropes.values())
     if any(rope != used[0] for rope in used):
         raise files.error(f"config.json has the ropes {ropes}: write the one that the head has as rope_parameters")
-    theta = {"rope_theta": used[0].get("rope_theta") or settings.get("rope_theta")} if used else {}
-    return settings | theta | ({"rope_parameters": used[0]} if used else {})
+    if not used:
+        return settings
+    theta = used[0].get("rope_theta") or settings.get("rope_theta")
+    return settings | {"rope_parameters": used[0]} | ({"rope_theta": theta} if theta else {})
 
 
 def layer_settings(

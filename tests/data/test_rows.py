@@ -61,6 +61,8 @@ def test_a_system_prompt_in_a_column_is_there_where_heads_are_measured():
         ({"question": "a", "choices": ["b", "c"], "answer": 1}, ["a"]),  # MMLU
         ({"prompt": [BRIEF, HI[0]]}, ["Be brief.", "hi"]),  # TRL
         ({"turns": [], "messages": HI}, ["hi"]),
+        ({"turns": "a", "prompt": "b"}, ["a"]),
+        ({"conversations": HI, "question": "a"}, ["a"]),
     ],
 )
 def test_rows_as_benchmarks_have_them_are_one_prompt(row, asked):
@@ -80,7 +82,7 @@ def test_a_list_of_prompts_holds_no_answer():
 
 
 def test_a_prompt_has_no_empty_answers():
-    with pytest.raises(ValueError, match="contains no prompt: an empty turn"):
+    with pytest.raises(ValueError, match="an empty turn"):
         question(Row("", {"messages": [*HI[:1], answer(""), *HI[:1]]}), "any")
 
 

@@ -365,7 +365,7 @@ def test_prompts_of_every_layout(tmp_path, target, capsys):
     ]
     file.write_text("".join(json.dumps(one) + "\n" for one in rows))
     found = questions(str(file), None)
-    assert "1 of 6 rows are left out; set.jsonl:6 contains no prompt: it needs `turns`" in capsys.readouterr().err
+    assert "1 of 6 rows are left out; set.jsonl:6: it needs `turns`" in capsys.readouterr().err
     assert [one.category for one in found] == ["mt_bench", "rag", "set", "set", "set"]
     assert [one.category for one in questions(str(file), 2)] == ["mt_bench", "set"]
     asked: list[list[int]] = []
@@ -407,11 +407,11 @@ def test_prompts_show_the_tools_and_template_variables_of_a_row_and_the_settings
     [
         ("spec_bend", None, "prompts=spec_bend is neither a file nor one of held_out, long, spec_bench"),
         ("file", "", "contains no prompt"),
-        ("file", '{"turns": []}', "file:1 contains no prompt: it needs `turns`"),
-        ("file", '{"conversations": [{"from": "gpt", "value": "a"}]}', "file:1 contains no prompt: nobody asks in it"),
-        ("file", "nothing", "file:1 contains no prompt: not JSON"),
-        ("file", '{"prompt": "half \\ud83d"}', "file:1 contains no prompt: half a character"),
-        ("file", '{"turns": [" "]}', "file:1 contains no prompt: an empty turn"),
+        ("file", '{"turns": []}', "contains no prompt: file:1: it needs `turns`"),
+        ("file", '{"conversations": [{"from": "gpt", "value": "a"}]}', "contains no prompt: file:1: nobody asks in it"),
+        ("file", "nothing", "contains no prompt: file:1: not JSON"),
+        ("file", '{"prompt": "half \\ud83d"}', "contains no prompt: file:1: half a character"),
+        ("file", '{"turns": [" "]}', "contains no prompt: file:1: an empty turn"),
     ],
 )
 def test_what_is_no_prompt_is_named(tmp_path, monkeypatch, name, content, message):
@@ -451,7 +451,7 @@ def test_rows_of_speed_bench_keep_their_categories_and_those_without_text_are_le
     (tmp_path / "qualitative.jsonl").write_text("\n".join(lines))
     found = questions(str(tmp_path / "qualitative.jsonl"), None)
     assert [(one.category, len(one.turns)) for one in found] == [("coding", 1), ("rag", 2)]
-    assert "1 of 3 rows are left out; qualitative.jsonl:3 contains no prompt: no text, only" in capsys.readouterr().err
+    assert "1 of 3 rows are left out; qualitative.jsonl:3: no text, only" in capsys.readouterr().err
 
 
 def test_no_limit_is_every_prompt(run, tmp_path):

@@ -134,12 +134,12 @@ TAKEN: dict[str, tuple[dict, Any, str]] = {
     "an embedding before a fine-tune": (
         SPECULATORS,
         partial(with_changed_rows, eagle3),
-        "differs a little from the embed",
+        "% from the embed",
     ),
     "EAGLE-1's before a fine-tune": (
         MIXTRAL,
         partial(with_changed_rows, eagle1),
-        "differs a little from the embed_tokens",
+        "% from the embed_tokens",
     ),
     "another theta": (NAMED | {"rope_theta": 1e6}, "midlayer", "rope_parameters: the head has .*1000000"),
     "40 layers of the target": (

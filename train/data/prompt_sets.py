@@ -32,6 +32,10 @@ from foredraft.train.data.layouts import (
 )
 from foredraft.train.data.sources import Row, Source
 
+ASKED = "turns", *PROMPTS  # columns of what only a user says
+COLUMNS = tuple(
+    dict.fromkeys(("messages", "turns", "prompt", "question", *LISTS, *PROMPTS))
+)  # those of benchmarks first
 SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 SETS = {
     "mt_bench": Source("HuggingFaceH4/mt_bench_prompts"),
@@ -73,16 +77,20 @@ def questions(name: str, limit: int | None) -> list[Question]:
         )
     there = list(rows(name))
     found: list[Question] = []
-    reasons: list[str] = []
+    left_out: dict[str, list[str]] = {}  # reason -> places
     for row in there:
         try:
             found.append(question(row, Path(name).stem))
-        except ValueError as error:
-            reasons.append(str(error))
+        except SkippedRow as reason:
+            left_out.setdefault(str(reason), []).append(row.where)
+    reasons = "; ".join(
+        f"{places[0]}{f' and {len(places) - 1} more' if places[1:] else ''}: {reason}"
+        for reason, places in left_out.items()
+    )
     if not found:
-        raise ValueError(reasons[0] if reasons else f"prompts={name} contains no prompt")
+        raise ValueError(f"prompts={name} contains no prompt" + (f": {reasons}" if reasons else ""))
     if reasons:
-        report(f"prompts={name}: {len(reasons)} of {len(there)} rows are left out; {reasons[0]}")
+        report(f"prompts={name}: {len(there) - len(found)} of {len(there)} rows are left out; {reasons}")
     has_own_names = any("sub_category" in row.value for row in there if isinstance(row.value, dict))  # SPEED-Bench
     if {one.category for one in found} - MT_BENCH and not has_own_names:
         found = [one._replace(category="mt_bench") if one.category in MT_BENCH else one for one in found]
@@ -111,35 +119,33 @@ def spec_bench() -> str:
 
 
 def question(row: Row, category: str) -> Question:
-    """Read one question. Raise ValueError, with the row's place, for a row that is not a prompt."""
+    """Read one question. Raise SkippedRow for a row that is not a prompt."""
     value = row.value if isinstance(row.value, dict) else {}
     category = str(value.get("category") or category)
-    there = {name: listed(value[name]) for name in (*LISTS, *PROMPTS) if value.get(name)}
-    column = next((name for name in there if name in PROMPTS or isinstance(there[name], list)), None)
+    there = {name: listed(value[name]) for name in COLUMNS if value.get(name)}
+    column = next((name for name in there if name in ASKED or isinstance(there[name], list)), None)
     asked: Any = there[column] if column else None
-    try:
-        if not isinstance(row.value, dict):
-            raise row.value if isinstance(row.value, SkippedRow) else SkippedRow("not an object")
-        if PLACEHOLDER in str(value):
-            raise SkippedRow("no text, only its source; NVIDIA's prepare.py writes a file of all: prompts=FILE.jsonl")
-        if column is None:
-            raise SkippedRow("it needs `turns`, `messages`, `conversations`, `question` or `prompt`")
-        if column == "prompt" and isinstance(asked, str):
-            return Question(category, [], unicode(asked))  # raw text, which shows no tools
-        shown = declared(value), template_options(value)
-        if isinstance(asked, list) and column in ("turns", *PROMPTS) and all(isinstance(text, str) for text in asked):
-            said = turns(asked, all_user=True)
-            return Question(category, [[*(system(value) if one is said[0] else []), one] for one in said], "", *shown)
-        messages = whole_answers(turns(asked) if column in LISTS else pair(value, column, None))
-        messages = messages if has_system(messages) else system(value) + messages
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        check_answers(messages)
-        if all(message["role"] == "system" for message in messages):
-            raise SkippedRow("nobody asks in it")
-        return Question(category, [messages], "", *shown)
-    except SkippedRow as reason:
-        raise ValueError(f"{row.where} contains no prompt: {reason}") from None
+    if not isinstance(row.value, dict):
+        raise row.value if isinstance(row.value, SkippedRow) else SkippedRow("not an object")
+    if PLACEHOLDER in str(value):
+        raise SkippedRow("no text, only its source; NVIDIA's prepare.py writes a file of all: prompts=FILE.jsonl")
+    if column is None:
+        raise SkippedRow("it needs `turns`, `messages`, `conversations`, `question` or `prompt`")
+    if column == "prompt" and isinstance(asked, str):
+        return Question(category, [], unicode(asked))  # raw text, which shows no tools
+    shown = declared(value), template_options(value)
+    asked = [asked] if column == "turns" and isinstance(asked, str) else asked
+    if isinstance(asked, list) and column in ASKED and all(isinstance(text, str) for text in asked):
+        said = turns(asked, all_user=True)
+        return Question(category, [[*(system(value) if one is said[0] else []), one] for one in said], "", *shown)
+    messages = whole_answers(turns(asked) if column in LISTS else pair(value, column, None))
+    messages = messages if has_system(messages) else system(value) + messages
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    check_answers(messages)
+    if all(message["role"] == "system" for message in messages):
+        raise SkippedRow("nobody asks in it")
+    return Question(category, [messages], "", *shown)
 
 
 def tokenize(
