@@ -61,7 +61,7 @@ def test_a_system_prompt_in_a_column_is_there_where_heads_are_measured():
         ({"question": "a", "choices": ["b", "c"], "answer": 1}, ["a"]),  # MMLU
         ({"prompt": [BRIEF, HI[0]]}, ["Be brief.", "hi"]),  # TRL
         ({"turns": [], "messages": HI}, ["hi"]),
-        ({"turns": "a", "prompt": "b"}, ["a"]),
+        ({"turns": "ab", "prompt": "c"}, ["ab"]),
         ({"conversations": HI, "question": "a"}, ["a"]),
     ],
 )
