@@ -237,10 +237,9 @@ def check_group(group: str, node: DictConfig, base: DictConfig, final: DictConfi
             if isinstance(wanted, IntegerNode) and isinstance(value, float) and value.is_integer():  # 1e6
                 value = int(value)
                 OmegaConf.update(final, key, value)
-            if (
-                isinstance(wanted, StringNode) and isinstance(value, int | float) and "$" not in typed.get(key, "$")
-            ):  # 1e5, 3.10
-                value = typed[key]
+            text = typed.get(key, "$")  # not the value of another key
+            if isinstance(wanted, StringNode) and isinstance(value, int | float) and "$" not in text:  # 1e5, 3.10
+                value = text
                 OmegaConf.update(final, key, value)
             many = isinstance(wanted, ListConfig) and isinstance(value, str | int | float | bool)
             schema.value = [value] if many else value  # a list of one may go without brackets

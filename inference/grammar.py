@@ -60,9 +60,8 @@ DRAFT = re.compile(
 )
 LIMITS = "minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"
 LARGEST = 2**63 - 1024  # llguidance refuses ranges with larger limits, such as that of int64; this is exact as a float
-LARK = re.compile(
-    r"^[ \t]*[?!]?start[ \t]*:(?!:=)", re.MULTILINE
-)  # the conversion does not find it behind a mark of Lark
+# The conversion does not find `start` behind a mark of Lark.
+LARK = re.compile(r"^[ \t]*[?!]?start[ \t]*:(?!:=)", re.MULTILINE)
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # contain schemas by any name
 TYPES = "array", "boolean", "integer", "null", "number", "object", "string"
 

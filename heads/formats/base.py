@@ -20,6 +20,7 @@ from foredraft.heads import vocab
 from foredraft.heads.base import DraftHead
 from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.embedding import embedding_scale
+from foredraft.heads.target_model.logits import has_numbers
 from foredraft.heads.target_model.sharding import weight_of
 
 EMBEDDINGS = "embed_tokens.weight"  # in all layouts
@@ -173,9 +174,7 @@ def weight_problems(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> 
         if ours.shape != theirs.shape:
             shapes = f"{tuple(theirs.shape)} in the file, {tuple(ours.shape)} by its config and the target"
             problems.append(f"{name} is {shapes}")
-        elif ours.dtype != theirs.dtype and not (
-            ours.is_floating_point() and theirs.is_floating_point() and theirs.dtype.itemsize > 1  # float8 is quantized
-        ):
+        elif ours.dtype != theirs.dtype and not (ours.is_floating_point() and has_numbers(theirs)):
             problems.append(f"{name} is {theirs.dtype}, which is not the kind of number it should be ({ours.dtype})")
     return problems
 

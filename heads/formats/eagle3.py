@@ -46,9 +46,8 @@ class Eagle3Format(Format):
     first_layer, usual_layer = "layer.", "midlayer"  # here, and in most files
 
     def __init__(self, layer: str = ""):
-        self.names = {
-            self.first_layer: f"{layer or self.usual_layer}."
-        }  # layers.0 in ModelOpt, and some of SpecForge's
+        # ModelOpt, and some of SpecForge's heads, call it layers.0.
+        self.names = {self.first_layer: f"{layer or self.usual_layer}."}
 
     @classmethod
     def match(cls, files: HeadFiles) -> Self | None:
