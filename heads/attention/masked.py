@@ -14,20 +14,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from foredraft.heads.attention.masks import PackedMask
-from foredraft.heads.attention.paths import PATHS, attend_paths
+from foredraft.heads.attention.paths import attend_paths
 from foredraft.heads.attention.text_attention import SINK_PADDING, attend_part, attend_text, with_sinks
 from foredraft.heads.caches.device import FEWEST_ROWS
 
 NAME = "foredraft"
 # Arguments of a model's attention beyond dot products; calls with them go to transformers' own function.
 EXTRAS = ("position_bias", "output_attentions")
-GROUPED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use, by group size and presence of sinks
 
 
 def attend(
@@ -49,13 +47,11 @@ def attend(
     if groups > 1:
         query = query.reshape(batch, kv_heads, groups * rows, dim)
         mask = group_heads(mask, groups) if mask.shape[2] == rows else mask
-    grouped, missing = query.shape[2], 0
+    grouped = groups * rows
     if not query.requires_grad:  # in training, autograd would keep the padded masks
-        # The kernel of a CPU computes blocks of 32 or more rows: in no block may there be fewer than four.
-        multiple = FEWEST_ROWS if query.device.type == "cpu" else 1
-        missing = max(-grouped % multiple, FEWEST_ROWS - grouped)
-    if missing:
-        query, mask = F.pad(query, (0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
+        mask = pad_rows(mask)
+    if missing := mask.shape[2] - grouped:
+        query = F.pad(query, (0, 0, 0, missing))
     if softcap is None:
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     else:
@@ -78,6 +74,14 @@ def group_heads(mask: Tensor, groups: int) -> Tensor:
     """Reshape a mask (batch, 1 or heads, rows, keys) to (batch, 1 or kv_heads, groups * rows, keys)."""
     mask = mask.expand(-1, groups, -1, -1) if mask.shape[1] == 1 else mask
     return mask.unflatten(1, (-1, groups)).flatten(2, 3)
+
+
+def pad_rows(mask: Tensor) -> Tensor:
+    """Add as many queries as a kernel needs to round each as it does among many. The kernel of a CPU computes blocks of 32 or
+    more: in no block may there be fewer than four."""
+    rows, multiple = mask.shape[2], FEWEST_ROWS if mask.device.type == "cpu" else 1
+    missing = max(-rows % multiple, FEWEST_ROWS - rows)
+    return F.pad(mask, (0, 0, 0, missing)) if missing else mask
 
 
 def grouped_sdpa(
@@ -108,7 +112,7 @@ def grouped_sdpa(
         return out.transpose(1, 2).contiguous(), None
     if attention_mask is None:
         return attend_part(query, key, value, None, scaling, sinks).transpose(1, 2).contiguous(), None
-    groups, trees = query.shape[1] // key.shape[1], PATHS.get(attention_mask)
+    groups, trees = query.shape[1] // key.shape[1], vars(attention_mask).get("paths")
     if sinks is not None:
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
         query, key, value = with_sinks(query, key, value, sinks, scaling)
@@ -123,14 +127,16 @@ def grouped_sdpa(
 
 
 def grouped_mask(mask: Tensor, groups: int, with_sink: bool) -> Tensor:
-    """Return `group_heads` of a mask, whose last key is a sink that all see, made once: the layers of a forward share it."""
-    if groups == 1 and not with_sink:
-        return mask
-    made, kind = GROUPED.setdefault(mask, {}), (groups, with_sink)
-    if kind not in made:
-        whole = F.pad(mask, (0, 1), value=float(mask.dtype == torch.bool)) if with_sink else mask
-        made[kind] = group_heads(whole, groups) if groups > 1 else whole
-    return made[kind]
+    """Return `group_heads` of a mask, whose last key is a sink that all see, with `pad_rows`. It is made once and kept by the
+    mask, which the layers of a forward share."""
+    made = vars(mask).setdefault("grouped", {})
+    if (groups, with_sink) in made:
+        return made[groups, with_sink]
+    whole = F.pad(mask, (0, 1), value=float(mask.dtype == torch.bool)) if with_sink else mask
+    grouped = pad_rows(group_heads(whole, groups) if groups > 1 else whole)
+    if grouped is not mask:  # which would keep itself
+        made[groups, with_sink] = grouped
+    return grouped
 
 
 def take_masks(model: PreTrainedModel) -> None:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from foredraft.heads.attention.masks import additive_mask
 from foredraft.heads.caches.layers import newest_entries
@@ -37,13 +36,11 @@ class TreePaths(NamedTuple):
     paths: list[Path]
 
 
-PATHS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # of masks in use: a list with TreePaths of each sequence
-
-
 def note_paths(mask: Any, seen: Tensor, lengths: list[int], real: Tensor, window: int | None = None) -> None:
-    """Note the paths of the trees that a mask (batch, 1, nodes, width), or one for each kind of layer, describes, if nodes
-    are not in place. seen: what nodes see of the text and of each other, (batch, nodes, entries) bool. The width is less than
-    `entries` in a ring (layers.py). real (batch, nodes) bool: False for padding. window: tokens that sliding layers see."""
+    """Give a mask (batch, 1, nodes, width), or one for each kind of layer, the attribute `paths` if nodes are not in place:
+    the TreePaths of each sequence. seen: what nodes see of the text and of each other, (batch, nodes, entries) bool. The
+    width is less than `entries` in a ring (layers.py). real (batch, nodes) bool: False for padding. window: tokens that
+    sliding layers see."""
     nodes = seen.shape[1]
     for kind, additive in (mask if isinstance(mask, dict) else {"sliding_attention": mask}).items():
         reach = window if kind == "sliding_attention" else None
@@ -52,7 +49,7 @@ def note_paths(mask: Any, seen: Tensor, lengths: list[int], real: Tensor, window
             for row, first in enumerate(lengths)
         ]
         if any(tree.paths for tree in trees):
-            PATHS[additive] = trees
+            vars(additive)["paths"] = trees
 
 
 def paths_of(ancestors: Tensor, real: Tensor, first: int, mask: Tensor, window: int | None) -> TreePaths:

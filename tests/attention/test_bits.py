@@ -226,7 +226,7 @@ def test_a_node_of_a_tree_gets_the_bits_of_its_path(seed, dtype):
     paths.note_paths(mask, seen, [first], torch.ones(1, nodes, dtype=torch.bool))
     before = key.clone(), value.clone()
     out = masked.attend(query, key, value, mask)
-    found = paths.attend_paths(out, query, key, value, paths.PATHS[mask], masked.attend)
+    found = paths.attend_paths(out, query, key, value, vars(mask)["paths"], masked.attend)
     assert torch.equal(key, before[0]) and torch.equal(value, before[1])
     for node in range(nodes):
         line = ancestors[node].nonzero()[:, 0]
