@@ -3,11 +3,15 @@
 torch's `linear` reorders a weight for every product of a few rows, which costs as much as the product of a tree with 8 nodes.
 A packed weight is reordered once. It replaces the original, which `weight` reconstructs bit by bit on request. A weight that
 an embedding shares also stays there. Gradients reach the input, never the weight.
+
+Queries, keys and values are one product, gate and up another: preparing a product takes oneDNN up to 60 µs, as long as a row
+of SmolLM2's queries.
 """
 
 import copy
 import platform
 import time
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from typing import Any
@@ -20,36 +24,59 @@ from foredraft.heads.target_model.activations import wrap_activations
 
 ROWS = 8  # for which the layout is chosen; a layout for one row does not speed up a tree, this one costs a row nothing
 DTYPES = torch.float32, torch.bfloat16  # torch has no packed product in float16
+JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers of one input, in the order of their calls
 PROBE = 1 << 25  # weights whose products are timed: more than a core's caches hold
+
+
+class PackedWeight:
+    """Hold the weights of a layer, or of several with the same input: the first that is called multiplies for all. Nothing
+    may write into the input between their calls."""
+
+    def __init__(self, linears: Sequence[nn.Linear]):
+        self.sizes, self.dtype = [linear.out_features for linear in linears], linears[0].weight.dtype
+        biases: list[Tensor] = [x.weight.new_zeros(len(x.weight)) if x.bias is None else x.bias for x in linears]
+        self.bias = None if all(linear.bias is None for linear in linears) else torch.cat(biases).detach()
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
+        self.multiply = torch.ops.mkldnn._linear_pointwise.default  # found once: each time it takes 10 µs
+        self.newest: tuple[Tensor, Sequence[Tensor]] | None = None  # an input, and the outputs of all layers for it
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeight":
+        memo.setdefault(id(self.tensor), self.tensor)  # torch cannot copy it, and it is never written to
+        twin = memo[id(self)] = PackedWeight.__new__(PackedWeight)
+        vars(twin).update(copy.deepcopy(vars(self) | {"newest": None}, memo))
+        return twin
+
+    def product(self, x: Tensor, number: int) -> Tensor:
+        """Return the output (..., out) of layer `number`."""
+        newest = self.newest  # another thread may change it
+        if number == 0 or newest is None or newest[0] is not x:
+            states = x if x.dtype == self.dtype else x.to(self.dtype)
+            newest = x, self.multiply(states, self.tensor, self.bias, "none", [], "").split(self.sizes, dim=-1)
+        self.newest = None if number == len(self.sizes) - 1 else newest
+        return newest[1][number]
 
 
 class PackedLinear(nn.Module):
     """Replace a frozen `nn.Linear`."""
 
-    def __init__(self, linear: nn.Linear):
+    def __init__(self, linear: nn.Linear, packed: PackedWeight | None = None, number: int = 0):
+        """Replace a layer. packed: the weights of several, of which this is `number`; None packs it alone."""
         super().__init__()
         self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
-        self.bias = linear.bias
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
-        self.multiply = torch.ops.mkldnn._linear_pointwise.default  # found once: each time it takes 10 µs
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
-        memo.setdefault(id(self.packed), self.packed)  # torch cannot copy it, and it is never written to
-        twin = memo[id(self)] = PackedLinear.__new__(PackedLinear)
-        vars(twin).update(copy.deepcopy(vars(self), memo))
-        return twin
+        self.bias, self.packed, self.number = linear.bias, packed or PackedWeight([linear]), number
 
     @property
     def weight(self) -> Tensor:
         """Return a copy (out, in) of the original weight."""
-        return self.packed.to_dense().clone()
+        return self.packed.tensor.to_dense().split(self.packed.sizes)[self.number].clone()
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = self.weight
 
     def product(self, x: Tensor) -> Tensor:
-        return self.multiply(x if x.dtype == self.dtype else x.to(self.dtype), self.packed, self.bias, "none", [], "")
+        return self.packed.product(x, self.number)
 
     def forward(self, input: Tensor) -> Tensor:  # nn.Linear's name of the argument
         if torch.is_grad_enabled() and input.requires_grad:
@@ -76,23 +103,30 @@ def pack(module: nn.Module) -> None:
     """Pack the frozen linear layers in `module` on a CPU where products with packed weights are faster. Then its activations
     keep their bits for any number of rows, as packed products do."""
     for parent in list(module.modules()):
-        for name, child in parent.named_children():
-            if is_packable(child):
-                setattr(parent, name, PackedLinear(child))  # type: ignore[arg-type]
+        for names in [*JOINED, *((name,) for name, _ in parent.named_children())]:
+            linears: list[Any] = [getattr(parent, name, None) for name in names]
+            if all(map(is_packable, linears)) and len({(each.in_features, each.weight.dtype) for each in linears}) == 1:
+                packed = PackedWeight(linears)
+                for number, name in enumerate(names):
+                    setattr(parent, name, PackedLinear(linears[number], packed, number))
     if any(isinstance(each, PackedLinear) for each in module.modules()):
         wrap_activations(module)
 
 
+def packed_weights(module: nn.Module) -> list[Tensor]:
+    """Return each packed weight of a module, once."""
+    packed = {layer.packed: layer.packed.tensor for layer in module.modules() if isinstance(layer, PackedLinear)}
+    return [*packed.values()]
+
+
 def first_weight(module: nn.Module) -> Tensor:
     """Return one of a module's weights, all of which may be packed."""
-    packed = (layer.packed for layer in module.modules() if isinstance(layer, PackedLinear))
-    return next(chain(module.parameters(), packed))
+    return next(chain(module.parameters(), packed_weights(module)))
 
 
 def num_weights(module: nn.Module) -> int:
     """Return the number of a module's weights, packed ones included."""
-    packed = (layer.packed.numel() for layer in module.modules() if isinstance(layer, PackedLinear))
-    return sum(packed) + sum(parameter.numel() for parameter in module.parameters())
+    return sum(weight.numel() for weight in chain(module.parameters(), packed_weights(module)))
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -126,7 +160,7 @@ def fastest_rows(model: nn.Module) -> int:
     for module in model.modules():
         if isinstance(module, PackedLinear) and weights < PROBE:
             layers.append(module)
-            weights += module.packed.numel()
+            weights += module.in_features * module.out_features
     seconds = dict.fromkeys(rows, float("inf"))
     for count in [*rows] * 5 if len(rows) > 1 else []:
         inputs = {layer.in_features: torch.ones(count, layer.in_features, dtype=layer.dtype) for layer in layers}
@@ -142,7 +176,7 @@ def is_float32(model: nn.Module) -> bool:
     return all(tensor.dtype == torch.float32 for tensor in tensors if tensor.is_floating_point())
 
 
-def is_packable(module: nn.Module) -> bool:
+def is_packable(module: Any) -> bool:
     """Return whether a layer is packed: small ones, too, whose unpacked products would round by the number of rows."""
     if type(module) is not nn.Linear or module.weight.device.type != "cpu" or module.weight.dtype not in DTYPES:
         return False

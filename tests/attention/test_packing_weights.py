@@ -1,10 +1,12 @@
 """Packed linear layers: the same products, gradients, state and text, for targets and heads."""
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from foredraft.heads import Target, save_head
 from foredraft.heads.target_model import packing
@@ -46,10 +48,72 @@ def test_the_weight_comes_back_bit_by_bit(everything_is_packed):
     pack(module)
     assert len(packed_layers(module)) == 2
     packed_state, copied = module.state_dict(), copy.deepcopy(module)
-    assert [one.packed is two.packed for one, two in zip(packed_layers(copied), packed_layers(module))] == [True, True]
+    assert [
+        one.packed.tensor is two.packed.tensor for one, two in zip(packed_layers(copied), packed_layers(module))
+    ] == [True, True]
     assert copied[0] is not module[0] and copied[0].bias is not module[0].bias
     for state in (packed_state, copied.state_dict()):
         assert state.keys() == before.keys() and all(torch.equal(state[name], before[name]) for name in before)
+
+
+class Layers(nn.Module):
+    """Hold queries, keys and values, which get one input, and a layer that gets another of the same width."""
+
+    def __init__(self, bias: bool):
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(24, 40, bias=bias), nn.Linear(24, 16, bias=False)
+        self.v_proj, self.o_proj = nn.Linear(24, 16, bias=bias), nn.Linear(24, 24)
+
+    def forward(self, x):
+        parts = [self.q_proj(x), self.k_proj(x), self.v_proj(x), self.o_proj(x.tanh())]
+        return torch.cat(parts, -1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_one_input_are_one_product(bias: bool, everything_is_packed):
+    module, x = nn.Sequential(Layers(bias)).requires_grad_(False), torch.randn(2, 5, 24)
+    plain = copy.deepcopy(module)
+    pack(module)
+    assert packing.num_weights(module) == packing.num_weights(plain)
+    copied = copy.deepcopy(module)
+    assert copied[0].q_proj.packed is copied[0].k_proj.packed is not module[0].q_proj.packed
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    (module(ours).square().sum() + plain(theirs).square().sum()).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    sizes: list[int] = []
+    for one in (module, copied):
+        for layer in packed_layers(one):
+            vars(layer.packed).update(multiply=Counted(layer.packed.multiply, sizes))
+        torch.testing.assert_close(one(x), plain(x), rtol=1e-5, atol=1e-5)
+        state = one.state_dict()
+        assert state.keys() == plain.state_dict().keys()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in plain.state_dict().items())
+    assert sizes == [72, 24, 72, 24]
+
+
+class Counted:
+    """Note the width of each product."""
+
+    def __init__(self, multiply: Callable[..., Tensor], sizes: list[int]):
+        self.multiply, self.sizes = getattr(multiply, "multiply", multiply), sizes
+
+    def __call__(self, *given: Any) -> Tensor:
+        out = self.multiply(*given)
+        self.sizes.append(out.shape[-1])
+        return out
+
+
+def test_layers_of_one_product_give_their_own_in_any_order_and_alone(everything_is_packed):
+    module = nn.Sequential(Layers(True)).requires_grad_(False)
+    plain = copy.deepcopy(module)
+    pack(module)
+    for names in (["v_proj", "k_proj", "q_proj"], ["q_proj", "q_proj"], ["k_proj", "v_proj"], ["q_proj", "v_proj"]):
+        x = torch.randn(3, 24)
+        for name in names:
+            wanted = getattr(plain[0], name)(x)
+            torch.testing.assert_close(getattr(module[0], name)(x), wanted, rtol=1e-5, atol=1e-5)
+            if names == ["q_proj", "q_proj"]:
+                x += 1  # the same tensor with another text's states
 
 
 def test_what_is_trained_stays_as_it_is(everything_is_packed):
