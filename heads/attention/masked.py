@@ -21,6 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from foredraft.heads.attention.masks import PackedMask
 from foredraft.heads.attention.paths import attend_paths
 from foredraft.heads.attention.text_attention import SINK_PADDING, attend_part, attend_text, with_sinks
+from foredraft.heads.caches.cpu_graphs import live
 from foredraft.heads.caches.device import FEWEST_ROWS
 
 NAME = "foredraft"
@@ -84,6 +85,7 @@ def pad_rows(mask: Tensor) -> Tensor:
     return F.pad(mask, (0, 0, 0, missing)) if missing else mask
 
 
+@live(returns_values=False)
 def grouped_sdpa(
     module: nn.Module,
     query: Tensor,

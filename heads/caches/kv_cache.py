@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from transformers import Cache
 
 from foredraft.heads.attention.masks import Masks
+from foredraft.heads.caches.cpu_graphs import live
 from foredraft.heads.caches.cuda_graphs import CudaGraphs, power_of_two
 from foredraft.heads.caches.device import upload
 from foredraft.heads.caches.layers import CacheLayer, Sliding, WindowLayer, whole_blocks
@@ -272,6 +273,10 @@ class KVCache(Cache):
         source, target = self.seq_lens + path, self.columns(path.shape[1])
         for layer in self.kv_layers:
             layer.move(source, target)
+
+    @live(returns_values=True)
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self.lengths)

@@ -15,6 +15,7 @@ from foredraft.heads.attention import masked as attention
 from foredraft.heads.attention.masks import Masks
 from foredraft.heads.attention.paths import note_paths
 from foredraft.heads.caches import recurrent_ops
+from foredraft.heads.caches.cpu_graphs import CpuGraphs
 from foredraft.heads.caches.device import FEWEST_ROWS, host_by_default
 from foredraft.heads.caches.kv_cache import KEY_BLOCK, KVCache, key_block, to_device
 from foredraft.heads.caches.layers import Sliding
@@ -70,7 +71,7 @@ class Target:
         most = self.max_positions or context
         if context is not None and not (isinstance(context, Integral) and 0 < context <= most):
             raise ValueError(f"context={context!r} is not a whole number from 1 to {most}, the limit of {name}")
-        self.capabilities = Capabilities(self)
+        self.capabilities, self.graphs = Capabilities(self), CpuGraphs(model)
         if self.capabilities.trees:
             attention.take_masks(model)
         recurrent_ops.patch_recurrent_ops(model)
@@ -333,7 +334,7 @@ class Target:
             seen, mask = mask, cache.attention_mask(self.masks, mask, self.dtype, positions)
             if cache.keeps_bits and cache.new_counts is None and cache.num_uncommitted == 0:  # it is not drafting
                 note_paths(mask, seen, cache.lengths, tokens >= 0, self.masks.window)
-        return self.forward(tokens.clamp(min=0), positions, mask, cache, layers, keep_logits)
+        return self.graphs(self.forward, tokens.clamp(min=0), positions, mask, cache, layers, keep_logits)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input embeddings (..., hidden) that the target's first layer gets."""
