@@ -273,9 +273,9 @@ class CpuGraphs:
         """Return forward(tokens, positions, mask, cache, layers, keep_logits), replayed if it is one of a KVCache that may be
         captured, and its inputs had these shapes before."""
         run = partial(forward, layers=layers, keep_logits=keep_logits)
-        may = mask is not None and getattr(cache, "capture", False) and cache.new_counts is None
-        may = may and tokens.device.type == "cpu" and tokens.numel() <= MAX_TOKENS and torch.is_inference_mode_enabled()
-        if not may or not self.lock.acquire(blocking=False):  # another thread may use the graphs
+        fits = mask is not None and tokens.device.type == "cpu" and tokens.numel() <= MAX_TOKENS
+        may = getattr(cache, "capture", False) and not cache.graphs.active and cache.new_counts is None
+        if not (fits and may and torch.is_inference_mode_enabled() and self.lock.acquire(blocking=False)):
             return run(tokens, positions, mask, cache)
         try:
             if self.cache() is not cache:  # of another text or server
@@ -283,7 +283,8 @@ class CpuGraphs:
                 self.cache = weakref.ref(cache)
             if self.has_hooks:
                 return run(tokens, positions, mask, cache)
-            return self.run((tokens.shape, *layers, keep_logits), run, (tokens, positions), (mask, cache))
+            key = getattr(forward, "__func__", forward), tokens.shape, *layers, keep_logits
+            return self.run(key, run, (tokens, positions), (mask, cache))
         finally:
             self.lock.release()
 

@@ -100,7 +100,7 @@ def test_copies_of_a_target_have_graphs_of_their_own(fresh):
 class Cache(SimpleNamespace):
     """Stand for a cache whose texts have these lengths."""
 
-    capture, new_counts = True, None
+    capture, new_counts, graphs = True, None, SimpleNamespace(active=False)
 
     @cpu_graphs.live(returns_values=True)
     def read(self, x: Tensor) -> tuple[Tensor]:
@@ -177,7 +177,7 @@ def test_another_thread_does_not_wait_and_few_graphs_are_kept(monkeypatch):
     with torch.inference_mode():
         for width in (1, 2, 3):
             graphs(by_length, torch.ones(1, width), torch.ones(1, width), {}, cache, (), 0)
-        assert [key[0] for key in graphs.graphs] == [(1, 2), (1, 3)]
+        assert [key[1] for key in graphs.graphs] == [(1, 2), (1, 3)]
         with graphs.lock:
             for _ in range(9):
                 graphs(by_length, torch.ones(1, 3), torch.ones(1, 3), {}, cache, (), 0)
