@@ -27,6 +27,7 @@ from foredraft.heads.caches.cuda_graphs import CudaGraphs
 MAX_GRAPHS = 16  # of one model; the least recently used is dropped first
 MAX_TOKENS = 32  # of a forward: products of more take so long that nothing else counts
 CALLS = 16  # of a forward with the same shapes before it is captured, which takes as long as five of them
+PACKAGES = {"torch", "transformers", "transformers_modules", "foredraft"}  # whose modules have no switches
 CURRENT = threading.local()  # `recorder` of the capture in progress in this thread
 
 
@@ -58,7 +59,7 @@ def live(returns_values: bool) -> Callable[[Callable[..., Any]], Callable[..., A
         @wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             recorder = getattr(CURRENT, "recorder", None)
-            if recorder is None:
+            if recorder is None or recorder.paused:
                 return function(*args, **kwargs)
             return recorder.call_live(function, args, kwargs, returns_values)
 
@@ -130,6 +131,7 @@ class CpuGraph:
         finally:
             del CURRENT.recorder
         self.values = [recorder.values[id(x)] for x in tree_leaves(values)]
+        self.all_values = [*recorder.values.values()]
         memory = assign_memory(recorder, tensors(self.result))
 
         def place(x: Any) -> Any:
@@ -153,6 +155,8 @@ class CpuGraph:
             value.now = now
         for step in self.steps:
             step()
+        for value in self.all_values:
+            value.now = None  # the cache goes with its engine
         return tree_map(Tensor.clone, self.outputs)
 
 
@@ -243,19 +247,23 @@ class CpuGraphs:
             OrderedDict()
         )  # int: calls so far, None: not capturable
         self.model, self.lock = model, threading.Lock()
-        self.state, self.has_hooks = list[Any](), False  # of the model
+        self.state, self.is_plain = list[Any](), False  # of the model
         self.cache: Any = lambda: None  # a weak reference to the newest
 
     def __reduce__(self) -> Any:
         return CpuGraphs, (self.model,)  # a copy has other memory
 
     def look_at_model(self) -> None:
-        """Drop all graphs if tensors or forwards of the model were replaced. Notice hooks, which no replay would call."""
-        modules, weights = [*self.model.modules()], chain(self.model.parameters(), self.model.buffers())
+        """Drop all graphs if tensors or forwards of the model were replaced. A model with hooks, or with modules of other
+        packages, which may have switches (peft), is not captured."""
+        modules, weights = [*self.model.modules()], [*self.model.parameters(), *self.model.buffers()]
         hooks = chain.from_iterable((*x._forward_hooks.values(), *x._forward_pre_hooks.values()) for x in modules)
-        # Those of transformers return hidden states, when these are asked for.
-        self.has_hooks = not all(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
-        state = [*((id(x), id(vars(x).get("forward"))) for x in modules), *map(id, weights)]
+        # Hooks of transformers return hidden states, when these are asked for.
+        names = [*(type(x).__module__ for x in modules), *(getattr(hook, "__module__", "") for hook in hooks)]
+        self.is_plain = {name.partition(".")[0] for name in names} <= PACKAGES
+        self.is_plain &= {type(x) for x in weights} <= {Tensor, nn.Parameter, nn.Buffer}
+        state: list[Any] = [(id(x), id(vars(x).get("forward"))) for x in modules]
+        state += [(id(x), x.data_ptr(), x.dtype) for x in weights] if self.is_plain else []
         if state != self.state:
             self.graphs.clear()
         self.state = state
@@ -281,9 +289,10 @@ class CpuGraphs:
             if self.cache() is not cache:  # of another text or server
                 self.look_at_model()
                 self.cache = weakref.ref(cache)
-            if self.has_hooks:
+            if not self.is_plain:
                 return run(tokens, positions, mask, cache)
-            key = getattr(forward, "__func__", forward), tokens.shape, *layers, keep_logits
+            kind = getattr(forward, "__func__", forward), torch.is_autocast_enabled("cpu")
+            key = *kind, tokens.shape, *layers, keep_logits
             return self.run(key, run, (tokens, positions), (mask, cache))
         finally:
             self.lock.release()

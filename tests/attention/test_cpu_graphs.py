@@ -1,7 +1,9 @@
 """Captured forwards on a CPU: the same bits as the model's own, or none."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -88,6 +90,50 @@ def test_a_changed_model_is_captured_anew(change: str, fresh):
     else:
         layer.forward = torch.zeros_like
         assert text() != before
+
+
+class Adapted(nn.Module):
+    """Add to a layer what can be switched off, as peft does."""
+
+    __module__ = "peft.tuners.lora.layer"
+    on = True
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -3 * self.inner(x) if self.on else self.inner(x)
+
+
+def test_adapters_are_not_captured_since_they_can_be_switched(fresh):
+    def text() -> list[int]:
+        return generate(fresh, None, prompt(7), max_new_tokens=24, eos_token_id=-1).sequences[0].tolist()
+
+    plain, mlp = text(), next(iter(fresh.model.get_decoder().layers)).mlp
+    mlp.down_proj = Adapted(mlp.down_proj)
+    adapted = text()
+    mlp.down_proj.on = False
+    assert text() == plain != adapted and not fresh.graphs.graphs
+
+
+def test_a_model_converted_in_place_is_captured_anew(fresh):
+    text = [generate(fresh, None, prompt(7), max_new_tokens=24, eos_token_id=-1).sequences for _ in range(2)]
+    fresh.model.to(torch.float64).to(torch.float32)  # the same parameters in other memory
+    next(iter(fresh.model.get_decoder().layers)).mlp.down_proj.weight.data *= -3
+    again = generate(fresh, None, prompt(7), max_new_tokens=24, eos_token_id=-1).sequences
+    other = generate(Target(fresh.model), None, prompt(7), max_new_tokens=24, eos_token_id=-1).sequences
+    assert torch.equal(*text) and torch.equal(again, other) and not torch.equal(again, text[0])
+
+
+def test_a_cache_goes_with_its_engine(fresh):
+    caches = list[Any]()
+    made = type(fresh).new_cache
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Target, "new_cache", lambda *given: [caches.append(weakref.ref(x := made(*given))), x][1])
+        generate(fresh, None, prompt(7), max_new_tokens=24, eos_token_id=-1)
+    gc.collect()
+    assert kinds(fresh)["in use"] == 1 and caches and not any(cache() for cache in caches)
 
 
 def test_copies_of_a_target_have_graphs_of_their_own(fresh):
@@ -177,7 +223,7 @@ def test_another_thread_does_not_wait_and_few_graphs_are_kept(monkeypatch):
     with torch.inference_mode():
         for width in (1, 2, 3):
             graphs(by_length, torch.ones(1, width), torch.ones(1, width), {}, cache, (), 0)
-        assert [key[1] for key in graphs.graphs] == [(1, 2), (1, 3)]
+        assert [key[2] for key in graphs.graphs] == [(1, 2), (1, 3)]
         with graphs.lock:
             for _ in range(9):
                 graphs(by_length, torch.ones(1, 3), torch.ones(1, 3), {}, cache, (), 0)
