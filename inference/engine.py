@@ -6,8 +6,8 @@
         for output in engine.step(): ...
 
 A step is one forward of the target: either over the prompts of new requests, or over a tree of drafts after the text of every
-sequence. If both are due, they alternate. The texts are in slots (inference/slots.py). On a GPU the stages of a decoding step
-are captured as CUDA graphs (heads/caches/cuda_graphs.py), which is transparent to this module.
+sequence. If both are due, they alternate. The texts are in slots (inference/slots.py). The stages of a decoding step are
+captured on a GPU (heads/caches/cuda_graphs.py), small forwards on a CPU (cpu_graphs.py): this module need not know.
 """
 
 import time

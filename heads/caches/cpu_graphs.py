@@ -220,8 +220,9 @@ def memory_of(x: Tensor) -> int:
 
 def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the arguments that an operation changes."""
-    named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
-    return tensors([named.get(each.name) for each in func._schema.arguments if each.is_write])
+    arguments = func._schema.arguments
+    named = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+    return tensors([named.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write])
 
 
 @cache
