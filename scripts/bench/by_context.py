@@ -24,6 +24,7 @@ from foredraft.heads.eagle3 import Eagle3Head, check_window
 from foredraft.heads.layers import Rotary
 from foredraft.inference import generate, load_drafter
 from foredraft.inference.evaluation.results import ratio_error
+from foredraft.train import held_out
 from foredraft.train.data import long_prompts
 from foredraft.train.data.loading import load_corpus
 from foredraft.train.losses import kl_div
@@ -54,17 +55,10 @@ def continue_texts(cfg: DictConfig, model: DistillationModel) -> Iterator[Contin
 
 def accepted(model: DistillationModel, continued: Continued, chain: int) -> tuple[int, int]:
     """Return the steps in which chains of this length write the continuation, and the tokens that they add."""
-    hits = [
-        (guesses[:, 0] == best).tolist()
-        for _, guesses, best in model.guesses(continued.text, continued.aux_hidden_states, continued.last, ranks=1)
-    ]
-    steps, bonus, last = 0, 0, len(hits[0]) - 1
-    while bonus < last:
-        depth = 0
-        while depth < chain and bonus + depth < last and hits[depth][bonus + depth + 1]:
-            depth += 1
-        steps, bonus = steps + 1, bonus + depth + 1
-    return steps, bonus
+    states = continued.aux_hidden_states, continued.last
+    hits = torch.stack([guesses[:, 0] == best for _, guesses, best in model.guesses(continued.text, *states, ranks=1)])
+    added = held_out.steps(hits[:chain, 1:], torch.ones_like(hits[:chain, 1:]))
+    return len(added), sum(added)
 
 
 def cell(gains: list[tuple[int, int]], first: list[tuple[int, int]]) -> str:
