@@ -6,7 +6,6 @@ The row is one document of random tokens, and every token is in the loss. Prints
 tokens per second and the peak memory of the first process in one forward and backward, without what it held before.
 """
 
-import threading
 import time
 from pathlib import Path
 
@@ -22,35 +21,16 @@ from foredraft.heads.base import PackedBatch, draft_loss_mask
 from foredraft.train import losses
 from foredraft.train.runtime import distributed
 from foredraft.train.runtime.context_parallel import ContextParallel
+from foredraft.train.runtime.memory import peak_memory
 from foredraft.train.runtime.strategy import choose_device
 
-PAGE = 4096  # bytes
-
-
-class PeakMemory(threading.Thread):
-    """Sample the bytes of this process, or read what the device has allocated at most."""
-
-    def __init__(self, device: torch.device):
-        super().__init__(daemon=True)
-        self.device, self.done, self.peak = device, False, 0
-        self.before = self.held()
-
-    def held(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
-        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-
-    def run(self) -> None:
-        while not self.done:
-            self.peak = max(self.peak, self.held())
-            time.sleep(0.005)
-
-    def stop(self) -> int:
-        """Return the bytes beyond those at the start."""
-        self.done = True
-        self.join()
-        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else self.peak
-        return peak - self.before
+def restart_peak(device: torch.device) -> int:
+    """Forget the peak of the memory so far (Linux, CUDA). Return the bytes that are held now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak_memory(device)
 
 
 @entry("context_parallel")
@@ -78,15 +58,14 @@ def main(cfg: DictConfig) -> None:
         if text.anchors is None:
             part["label_positions"] = model.label_positions_of(PackedBatch.of(part))
     part = send_to_device(part, target.device)
-    memory = PeakMemory(target.device)
-    memory.start()
+    before = restart_peak(target.device)
     start = time.perf_counter()
     outcome = model(**part)
     outcome.loss.backward()
     loss = outcome.loss.detach()
     dist.all_reduce(loss)
     loss = loss.item()  # waits for the device
-    seconds, peak = time.perf_counter() - start, memory.stop()
+    seconds, peak = time.perf_counter() - start, peak_memory(target.device) - before
     if distributed.rank() == 0:
         print(
             f"{head.kind}, a row of {cfg.max_length:,} tokens in {processes} processes: loss {loss:.6f}, peak "
