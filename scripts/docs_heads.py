@@ -6,14 +6,12 @@
 import functools
 from typing import Any
 
-import torch
-from hydra.utils import instantiate
-
 from foredraft.config import read
 from foredraft.heads import Target
 from foredraft.heads.formats.engines import FORMATS, export_for
 from foredraft.inference import drafter_for
 from foredraft.scripts.bench import tables
+from foredraft.train.start import new_head
 from foredraft.words import CONF, shipped
 
 MEASURED = {
@@ -44,8 +42,7 @@ def answers() -> dict[str, dict[str, Any]]:
     for kind in sorted(file.stem for file in (CONF / "head").glob("*.yaml") if file.stem != "auto"):
         target = Target.from_pretrained(shipped("test_model"), dtype="float32", device="cpu")
         settings = read("train", f"head={kind}", "target=test_model").head
-        counts = {"counts": torch.arange(target.vocab_size)} if "draft_vocab_size" in settings else {}
-        head = instantiate(settings, target=target, **counts)
+        head = new_head(settings, target)
         said[kind] = {"tree": drafter_for(head, target).branches}
         for name in FORMATS:
             try:

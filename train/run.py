@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -57,7 +57,7 @@ from foredraft.train.runtime.run_state import (
     saved_config,
     unlock,
 )
-from foredraft.train.start import init_from, limit_window
+from foredraft.train.start import init_from, limit_window, new_head
 from foredraft.train.trainer import HeadTrainer, HeadTrainingArguments, arguments
 from foredraft.train.writing import self_generated
 
@@ -163,8 +163,7 @@ def load_target(cfg: DictConfig) -> Target:
 def prepare(cfg: DictConfig, target: Target, data: Corpus) -> Prepared:
     """Prepare head, rows and directory. What would fail only when the head is saved fails here."""
     counts = count_tokens(data.train, target.vocab_size)
-    more: dict[str, Any] = {"counts": counts} if "draft_vocab_size" in cfg.head else {}
-    head = instantiate(cfg.head, target=target, **more)
+    head = new_head(cfg.head, target, counts)
     check_head(head)
     if data.train.weights is not None and isinstance(head, BlockHead):
         raise ValueError(f"data.rejection_weight is for heads that learn token by token: head={head.kind} takes 1")

@@ -1,10 +1,12 @@
-"""Start from the weights of a head that was trained before."""
+"""Build the head that a run trains: a new one, or one that was trained before."""
 
 import inspect
 from typing import Any
 
 import torch
+from hydra.utils import instantiate
 from omegaconf import DictConfig
+from torch import Tensor
 
 from foredraft.heads.base import DraftHead, RecurrentHead
 from foredraft.heads.checkpoint import read_head
@@ -12,6 +14,12 @@ from foredraft.heads.eagle import EagleHead
 from foredraft.heads.eagle3 import Eagle3Head
 from foredraft.heads.hydra import HydraHead
 from foredraft.heads.target_model import Target
+
+
+def new_head(settings: DictConfig, target: Target, counts: Tensor | None = None) -> DraftHead:
+    """Return an untrained head by its yaml. counts: (vocab,) int64, occurrences of each token; None counts all alike."""
+    counts = torch.ones(target.vocab_size, dtype=torch.int64) if counts is None else counts
+    return instantiate(settings, target=target, **({"counts": counts} if "draft_vocab_size" in settings else {}))
 
 
 def init_from(path: str, head: DraftHead, target: Target) -> DraftHead:

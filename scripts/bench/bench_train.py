@@ -34,6 +34,7 @@ from foredraft.train.data.row_order import EpochStream
 from foredraft.train.hidden_states.probe import final_norm, read_states
 from foredraft.train.runtime.memory import disable_malloc_trim, peak_memory
 from foredraft.train.runtime.memory_plan import study
+from foredraft.train.start import new_head
 from foredraft.train.trainer import HeadTrainer, arguments
 
 EPOCHS = 4  # number of timed epochs if there is a baseline
@@ -63,8 +64,7 @@ def main(cfg: DictConfig) -> None:
 def train(cfg: DictConfig, target: Target, tokens: torch.Tensor) -> dict[str, float]:
     """Train a head with HeadTrainer. Returns speed and memory. tokens: (rows, length) int64."""
     documents = [Document(row, [True] * len(row)) for row in tokens.tolist()]
-    more = {"counts": torch.bincount(tokens.flatten(), minlength=target.vocab_size)}
-    head = instantiate(cfg.head, target=target, **(more if "draft_vocab_size" in cfg.head else {}))
+    head = new_head(cfg.head, target, torch.bincount(tokens.flatten(), minlength=target.vocab_size))
     distillation = instantiate(cfg.objective, head=head, target=target, loss=losses.build(cfg.loss, cfg.loss_args))
     args = arguments(cfg, target)
     args.max_steps = cfg.steps * (EPOCHS if cfg.baseline else 1)  # as long as the baseline is timed
@@ -117,8 +117,7 @@ def train_baseline(cfg: DictConfig, target: Target, tokens: torch.Tensor, of_kin
     epochs, because the start takes as long as an epoch and varies. of_kind: see `baseline_settings`."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        counts = torch.ones(target.vocab_size, dtype=torch.int64)
-        layers = list(cfg.head.target_layer_ids or instantiate(cfg.head, target=target, counts=counts).layers)
+        layers = list(cfg.head.target_layer_ids or new_head(cfg.head, target).layers)
         write_rows(target, layers, tokens, folder)
         command = [cfg.baseline, *([cfg.baseline_driver] if cfg.baseline_driver else ["-m", "speculators"]), "train"]
         settings = {

@@ -23,6 +23,8 @@ from foredraft.train.runtime import distributed
 from foredraft.train.runtime.context_parallel import ContextParallel
 from foredraft.train.runtime.memory import peak_memory
 from foredraft.train.runtime.strategy import choose_device
+from foredraft.train.start import new_head
+
 
 def restart_peak(device: torch.device) -> int:
     """Forget the peak of the memory so far (Linux, CUDA). Return the bytes that are held now."""
@@ -41,8 +43,7 @@ def main(cfg: DictConfig) -> None:
     dist.init_process_group()
     target: Target = instantiate(cfg.target)
     torch.manual_seed(cfg.seed)
-    more = {"counts": torch.ones(target.vocab_size)} if "draft_vocab_size" in cfg.head else {}
-    head = instantiate(cfg.head, target=target, **more)
+    head = new_head(cfg.head, target)
     head.on_train_begin(target)
     model = instantiate(cfg.objective, head=head, target=target, loss=losses.build(cfg.loss, cfg.loss_args))
     tokens = torch.randint(target.vocab_size, (1, cfg.max_length))

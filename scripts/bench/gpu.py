@@ -34,6 +34,7 @@ from foredraft.inference.drafters.base import Accepted, Drafter, Wrapper
 from foredraft.inference.generation import Generation
 from foredraft.inference.tree import TokenTree
 from foredraft.loading import shaped_target
+from foredraft.train.start import new_head
 
 GIB = 2**30
 
@@ -98,7 +99,8 @@ def decoding(cfg: DictConfig, target: Target, found: Facts) -> None:
     found["chains keep every bit"] = is_batch_invariant(target)
     weights = sum(p.nbytes for p in target.model.parameters()) - target.model.get_input_embeddings().weight.nbytes
     limit = bandwidth(target.device) / weights
-    heads = {name: head_of(name, target) for name in cfg.heads}
+    yamls = {name: hydra.compose("train", [f"head={name}"]).head for name in cfg.heads}
+    heads = {name: new_head(yaml, target).to(target.dtype).eval() for name, yaml in yamls.items()}
     generator = torch.Generator().manual_seed(cfg.seed)
     prompts = torch.randint(1, target.vocab_size, (max(cfg.requests), cfg.prompt_tokens), generator=generator)
     prompts, decoded = prompts.to(target.device), cfg.max_new_tokens - 1  # the first token is the prefill's
@@ -130,14 +132,6 @@ def decoding(cfg: DictConfig, target: Target, found: Facts) -> None:
                 with cuda_graphs.disabled():
                     eager = timed(target, drafter, some, settings)[0]
                 found[f"{kind}, the same text by graphs"] = eager.new_tokens == out.new_tokens
-
-
-def head_of(name: str, target: Target) -> DraftHead:
-    """Build an untrained head with the settings of conf/head."""
-    settings = hydra.compose("train", [f"head={name}"]).head
-    counts = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)} if "draft_vocab_size" in settings else {}
-    head: DraftHead = hydra.utils.instantiate(settings, target=target, **counts)
-    return head.to(target.dtype).eval()
 
 
 def drafter_of(head: DraftHead, target: Target, width: int | None) -> Drafter:

@@ -15,6 +15,7 @@ from foredraft.train.data.row_order import EpochStream
 from foredraft.train.judge import decode
 from foredraft.train.learn import acceptance
 from foredraft.train.losses import build
+from foredraft.train.start import new_head
 from foredraft.train.trainer import HeadTrainer, arguments
 from tests.support import ROOT, names, typed
 from tests.support.configs import composed
@@ -49,9 +50,7 @@ def test_a_head_drafts_after_few_steps(kind: str, embedded: Target, texts: list[
     flags = [place >= GIVEN for place in range(LENGTH)]
     packed = Packed([Document(text, flags) for text in texts[:TRAINED]], LENGTH, seed=0)
     counts = torch.tensor(texts[:TRAINED]).flatten().bincount(minlength=embedded.vocab_size)
-    head = instantiate(
-        config.head, target=embedded, **({"counts": counts} if "draft_vocab_size" in config.head else {})
-    )
+    head = new_head(config.head, embedded, counts)
     head.on_train_begin(embedded)
     objective = instantiate(config.objective, head=head, target=embedded, loss=build(config.loss, config.loss_args))
     stream = EpochStream(packed, STEPS * ROWS, 0)

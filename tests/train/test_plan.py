@@ -16,6 +16,7 @@ from foredraft.train.losses import kl_div
 from foredraft.train.module import rows_at_a_time
 from foredraft.train.optimizer import build
 from foredraft.train.runtime import memory_plan
+from foredraft.train.start import new_head
 from foredraft.train.trainer import HeadTrainingArguments
 from tests.support import ROOT, nightly_but
 from tests.support.configs import composed
@@ -62,8 +63,7 @@ def test_planned_bytes_and_flop_are_those_of_a_real_step(kind: str, bf16: bool, 
     ]
     cfg = composed("plan", f"head={kind}", *given)
     target = instantiate(cfg.target, device="cpu")
-    counts = {"counts": torch.ones(target.vocab_size).long()} if "draft_vocab_size" in cfg.head else {}
-    head = instantiate(cfg.head, target=target, **counts)
+    head = new_head(cfg.head, target)
     head.on_train_begin(target)
     distillation = instantiate(cfg.objective, head=head, target=target, loss=kl_div)
     distillation.bf16, distillation.chunk = bf16, rows_at_a_time(target.vocab_size, "cuda")

@@ -13,7 +13,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -24,6 +23,7 @@ from foredraft.heads.target_model import Target
 from foredraft.heads.target_model.config_names import settings_of
 from foredraft.heads.target_model.loading import model_class
 from foredraft.train.module import rows_at_a_time
+from foredraft.train.start import new_head
 
 GIB = 2**30
 NODE = 8  # GPUs of a node, over which a target is spread
@@ -86,8 +86,7 @@ def study(cfg: DictConfig, config: PretrainedConfig, dtype: torch.dtype) -> tupl
         model.tie_weights()
         target = Target(model, name=cfg.target.path)
         target.embeddings_only, target.remote_hidden_states = True, partial(shaped_states, target)
-        counts = {"counts": torch.ones(target.vocab_size, dtype=torch.int64)} if "draft_vocab_size" in cfg.head else {}
-        head = instantiate(cfg.head, target=target, **counts)
+        head = new_head(cfg.head, target)
         head.on_train_begin(target)
     return head_needs(cfg, head, target), target_needs(cfg, target), target
 
