@@ -244,9 +244,8 @@ class CpuGraphs:
     """Hold the captured forwards of one model, by shapes of their inputs."""
 
     def __init__(self, model: nn.Module):
-        self.graphs: OrderedDict[Hashable, int | CpuGraph | None] = (
-            OrderedDict()
-        )  # int: calls so far, None: not capturable
+        # A number counts the calls so far, None is a forward that cannot be replayed.
+        self.graphs: OrderedDict[Hashable, int | CpuGraph | None] = OrderedDict()
         self.model, self.lock = model, threading.Lock()
         self.state, self.is_plain = list[Any](), False  # of the model
         self.cache: Any = lambda: None  # a weak reference to the newest
@@ -315,10 +314,12 @@ class CpuGraphs:
                 return vars(graph).pop("result")
             except (NotCapturableError, RuntimeError):
                 self.graphs[key] = None
-        result = function(*inputs, *values)
-        if isinstance(graph, CpuGraph) and not any(map(eq, graph.lengths, values[-1].lengths)):
-            CudaGraphs.num_captured += 1
-            same = zip(tensors(graph.replay(inputs, values)), tensors(result), strict=True)
-            graph.is_checked = all(torch.equal(ours, theirs) for ours, theirs in same)
-            self.graphs[key] = graph if graph.is_checked else None
+        if not isinstance(graph, CpuGraph) or any(map(eq, graph.lengths, values[-1].lengths)):
+            return function(*inputs, *values)
+        CudaGraphs.num_captured += 1
+        replayed = graph.replay(inputs, values)
+        result = function(*inputs, *values)  # as the last, so that the cache has the model's entries
+        same = zip(tensors(replayed), tensors(result), strict=True)
+        graph.is_checked = all(torch.equal(ours, theirs) for ours, theirs in same)
+        self.graphs[key] = graph if graph.is_checked else None
         return result

@@ -211,6 +211,23 @@ def test_numbers_of_the_host_are_noticed():
     assert [*graphs.graphs.values()] == [None] and all(torch.equal(*both) for both in outputs)
 
 
+def test_a_graph_that_differs_leaves_nothing_in_the_cache():
+    written: list[float] = []
+
+    @cpu_graphs.live(returns_values=True)
+    def write(x: Tensor) -> tuple[Tensor]:
+        written.append(x.item())
+        return (torch.zeros(1),)
+
+    def forward(tokens: Tensor, positions: Tensor, mask: Any, cache: Any, **_: Any) -> Tensor:
+        write(torch.full((), float(cache.lengths[0])))
+        return tokens + torch.full((), cache.lengths[0])
+
+    graphs, _ = calls(forward, [4, 5, 6, 7, 8])
+    # Every length twice, by `graphs` and by `calls`. At 7 the graph of 6 was compared before.
+    assert [*graphs.graphs.values()] == [None] and written == [4, 4, 5, 5, 6, 6, 6, 7, 7, 8, 8]
+
+
 @pytest.mark.parametrize("forward", FORWARDS.values(), ids=FORWARDS)
 def test_what_cannot_be_replayed_runs_as_before(forward: Any):
     graphs, outputs = calls(forward, [4, 5, 6, 7, 8])
