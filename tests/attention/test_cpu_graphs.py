@@ -175,6 +175,8 @@ def by_length(tokens: Tensor, positions: Tensor, mask: Any, cache: Any, **_: Any
 
 FORWARDS = {
     "reads numbers": lambda tokens, *_, **__: tokens * int(tokens.max()),
+    "reads a list": lambda tokens, *_, **__: tokens * max(tokens[0].tolist()),
+    "reads an array": lambda tokens, *_, **__: tokens * int(tokens.numpy().max()),
     "finds a shape": lambda tokens, *_, **__: tokens[tokens > 1],
     "reads a live value": lambda tokens, positions, mask, cache, **__: tokens + cache.read(tokens.float())[0].mean(),
     "reads the mask": lambda tokens, positions, mask, cache, **__: tokens + mask["full"].sum(),
