@@ -224,7 +224,11 @@ def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the arguments that an operation changes."""
     arguments = func._schema.arguments
     named = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
-    return tensors([named.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write])
+    return tensors([named.get(each.name) for each in arguments if is_written(each)])
+
+
+def is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 @cache
@@ -235,7 +239,7 @@ def out_variant(func: Any) -> Any:
         variant = getattr(func.overloadpacket, overload)
         *others, last = variant._schema.arguments or [None]
         theirs = {each.name: str(each.type) for each in others}
-        if last is None or not last.is_out or any(each.is_out for each in others):
+        if last is None or not is_written(last) or any(map(is_written, others)):
             continue
         if theirs.items() <= ours.items() and ours.keys() - theirs <= {"dtype", "layout", "device", "pin_memory"}:
             return variant
