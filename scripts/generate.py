@@ -1,8 +1,9 @@
 """Continue prompts with a drafter:  python scripts/generate.py target=ORG/NAME drafter=DIRECTORY prompt="def main():"
 
-The text is written to stdout; acceptance length and tokens/s are written to stderr. A file of prompts (prompts=FILE.jsonl) is
-answered in batches. A prompt that cannot be answered (because it is too long, for example) gets a line with `error`. With
-output=FILE.jsonl the same command resumes an interrupted run, and answers failed prompts again.
+The text is written to stdout; acceptance length and tokens/s are written to stderr. A file of prompts (prompts=FILE.jsonl,
+rows as in train/data/prompt_sets.py) is answered in batches. A prompt that cannot be answered (because it is too long, for
+example) gets a line with `error`. With output=FILE.jsonl the same command resumes an interrupted run, and answers failed
+prompts again.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,13 @@ from foredraft.inference.evaluation.measure import left_pad
 from foredraft.inference.evaluation.progress import Progress, report
 from foredraft.inference.generation import read_settings
 from foredraft.inference.text import Detokenizer, answer_context, continuation, encode_prompt
-from foredraft.train.data.layouts import SkippedRow, unicode
+from foredraft.train.data.chat_template import ChatFormat
+from foredraft.train.data.layouts import unicode
+from foredraft.train.data.prompt_sets import COLUMNS, Question, question
 from foredraft.train.data.sources import Row, Source
 from foredraft.train.runtime.locks import hold, write_atomically
 
-Answer = dict[str, Any]  # a line of the output: `prompt`, and `text` or `error`
+Answer = dict[str, Any]  # a line of the output: `prompt` (or the column that has it), and `text` or `error`
 
 
 @entry("generate")
@@ -40,7 +44,7 @@ def main(cfg: DictConfig) -> None:
     if (cfg.prompt is None) == (cfg.prompts is None):
         raise ValueError("set either prompt=TEXT or prompts=FILE.jsonl")
     if cfg.prompts is not None and not Path(cfg.prompts).is_file():
-        raise ValueError(f"prompts={cfg.prompts} is not a file: give a JSON Lines file with a column `prompt`")
+        raise ValueError(f"prompts={cfg.prompts} is not a file: give a JSON Lines file of prompts or conversations")
     rows = [Row("prompt", {"prompt": cfg.prompt})] if cfg.prompts is None else list(Source(cfg.prompts).rows())
     check_at_least(cfg, 1, "batch_size", "max_new_tokens")
     if cfg.output is not None and cfg.prompts is None:
@@ -117,42 +121,49 @@ class Writer:
         return self.answer(rows[:half], numbers[:half]) + self.answer(rows[half:], numbers[half:])
 
     def generate(
-        self, prompts: Sequence[list[int]], numbers: Sequence[int], streamer: Printer | None = None
+        self,
+        prompts: Sequence[tuple[list[int], Sequence[int]]],
+        numbers: Sequence[int],
+        streamer: Printer | None = None,
     ) -> list[str]:
-        ids, mask = left_pad(list(prompts))
+        """Return the answers to what `encode` returned."""
+        ids, mask = left_pad([prompt for prompt, _ in prompts])
         seeds = [self.cfg.seed + number for number in numbers]
         more: dict[str, Any] = {"seed": seeds, "streamer": streamer, **self.settings}
         answer = generate(self.target, self.drafter, ids.to(self.target.device), mask, **more)
         self.tokens += sum(map(len, answer.new_tokens))
         self.accepted += sum(sum(step.emitted) for step in answer.steps)
         self.forwards += sum(len(step.emitted) for step in answer.steps)
-        before = [answer_context(self.tokenizer, prompt) if self.cfg.chat else prompt for prompt in prompts]
-        pairs = zip(before, answer.new_tokens, strict=True)
-        return [continuation(self.tokenizer, *pair) for pair in pairs]
+        pairs = zip(prompts, answer.new_tokens, strict=True)
+        return [continuation(self.tokenizer, before, tokens) for (_, before), tokens in pairs]
 
-    def encode(self, row: Row) -> list[int]:
-        """Return the prompt's ids. Raises ValueError for a row without a prompt."""
-        if isinstance(row.value, SkippedRow):
-            raise row.value
-        prompt = asked(row)["prompt"]
-        if not isinstance(prompt, str):
-            raise ValueError('the row has no prompt: write {"prompt": "..."} on every line')
-        unicode(prompt)
-        if self.cfg.chat:
-            turns = [{"role": "user", "content": prompt}]
-            ids = list(
-                self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True).input_ids
-            )
-        else:
-            ids = encode_prompt(self.tokenizer, prompt)
-        if not ids:
-            raise ValueError("the prompt is empty: give at least one token (the bos token, say)")
-        return ids
+    def encode(self, row: Row) -> tuple[list[int], Sequence[int]]:
+        """Return the prompt's ids, and those that precede the text of the answer. Raises ValueError for a row without a
+        prompt."""
+        text = row.value.get("prompt") if isinstance(row.value, dict) else None
+        if isinstance(text, str) and not self.cfg.chat:
+            ids = encode_prompt(self.tokenizer, unicode(text))
+            if not ids:
+                raise ValueError("the prompt is empty: give at least one token (the bos token, say)")
+            return ids, ids
+        said = (
+            Question("", [[{"role": "user", "content": unicode(text)}]]) if isinstance(text, str) else question(row, "")
+        )
+        if len(said.turns) != 1:
+            raise ValueError(f"the row has {len(said.turns)} turns without answers: give a conversation as `messages`")
+        ids = self.form.with_options(said.options).prompt(said.turns[0], said.tools)
+        return ids, answer_context(self.tokenizer, ids)
+
+    @cached_property
+    def form(self) -> ChatFormat:
+        return ChatFormat(self.tokenizer, None if self.tokenizer.chat_template else "plain")
 
 
 def asked(row: Row) -> Answer:
-    prompt = row.value.get("prompt") if isinstance(row.value, dict) else None
-    return {"prompt": json.loads(json.dumps(prompt, default=str))}  # Parquet has types that JSON lacks
+    """Return the column of a row that has its prompt."""
+    value = row.value if isinstance(row.value, dict) else {}
+    name = next((name for name in ("prompt", *COLUMNS) if value.get(name) is not None), "prompt")
+    return {name: json.loads(json.dumps(value.get(name), default=str))}  # Parquet has types that JSON lacks
 
 
 def answer_file(cfg: DictConfig, rows: list[Row], writer: Writer) -> None:
@@ -207,7 +218,8 @@ def answered(output: Path, rows: Sequence[Row]) -> dict[int, Answer]:
     whole = output.read_bytes().rpartition(b"\n")[0]
     done = [json.loads(line) for line in whole.splitlines()]
     for number, line in enumerate(done):
-        if number >= len(rows) or lines([{"prompt": line.get("prompt")}]) != lines([asked(rows[number])]):
+        column = asked(rows[number]) if number < len(rows) else {}
+        if not column or lines([{name: line.get(name) for name in column}]) != lines([column]):
             raise ValueError(
                 f"output={output}, line {number + 1} is not an answer to prompt {number + 1}. Use another file."
             )

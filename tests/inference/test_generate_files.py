@@ -4,9 +4,11 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +84,7 @@ def test_a_chat_answers_line_by_line(tmp_path: Path):
     assert "supports 2048" in " ".join(ended.out.split()) and "/new starts over" in " ".join(ended.out.split())
 
 
-BAD = [("word " * 3000).strip(), "", 5, None, ["a"]]
+BAD = [("word " * 3000).strip(), "", 5, None, ["a", "b"]]
 
 
 def test_prompts_that_cannot_be_answered_leave_the_others(target: Target, tiny_path: Path, tmp_path: Path):
@@ -104,7 +106,8 @@ def test_prompts_that_cannot_be_answered_leave_the_others(target: Target, tiny_p
         out = generate(target, None, ids, temperature=1.0, seed=3 + number, max_new_tokens=9)
         assert answers[number]["text"] == target.text_tokenizer.decode(out.new_tokens[0], skip_special_tokens=True)
     assert "supports" in answers[1]["error"] and "is empty" in answers[2]["error"]
-    assert all("no prompt" in answers[number]["error"] for number in (3, 5, 6)) and answers[9]["error"] == "not JSON"
+    assert answers[3]["error"] == "a turn that is not text" and "it needs `turns`" in answers[5]["error"]
+    assert "2 turns without answers" in answers[6]["error"] and answers[9]["error"] == "not JSON"
     assert answers[7]["error"] == "half a character (a lone surrogate)"
     assert "in.jsonl:2: " in first.err
     again = program("generate", *given, cwd=tmp_path)
@@ -112,6 +115,35 @@ def test_prompts_that_cannot_be_answered_leave_the_others(target: Target, tiny_p
     output.write_text(written.replace(json.dumps(answers[0]["text"])[1:-1], "kept", 1).replace('"text"', '"error"', 2))
     mended = program("generate", *given, cwd=tmp_path)
     assert mended.code == 0 and output.read_text() == written
+
+
+def test_conversations_are_answered_as_chats(tiny_path: Path, tmp_path: Path):
+    path = shutil.copytree(tiny_path, tmp_path / "chat")
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<answer>{% endif %}"
+    )
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a color."}]},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"turns": ["Hi"], "category": "roleplay"},
+        {"prompt": "Hi"},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [f"target={path}", "prompts=in.jsonl", "max_new_tokens=9", "output=out.jsonl"]
+    succeeded(program("generate", *given, cwd=tmp_path))
+    written = (tmp_path / "out.jsonl").read_text()
+    target = Target.from_pretrained(path, dtype="float32")
+    said = [rows[0]["messages"], *[[{"role": "user", "content": "Hi"}]] * 2]
+    prompts = [target.text_tokenizer.apply_chat_template(one, add_generation_prompt=True).input_ids for one in said]
+    texts = []
+    for ids in [*prompts, target.text_tokenizer("Hi").input_ids]:
+        out = generate(target, None, torch.tensor([ids]), max_new_tokens=9)
+        texts.append(target.text_tokenizer.decode(out.new_tokens[0], skip_special_tokens=True).strip())
+    answers = [json.loads(line) for line in written.splitlines()]
+    assert [answer.pop("text").strip() for answer in answers] == texts
+    assert answers == [*rows[:2], {"turns": ["Hi"]}, rows[3]]
+    succeeded(program("generate", *given, cwd=tmp_path))
+    assert (tmp_path / "out.jsonl").read_text() == written
 
 
 @pytest.fixture
