@@ -53,6 +53,8 @@ LACKING = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[bB1-9]|\\k<)")
 # What llguidance refuses by name, although these values allow anything. zod writes the first for every record.
 NEUTRAL: dict[str, tuple[Any, ...]] = {"propertyNames": ({"type": "string"}, {}, True), "uniqueItems": (False,)}
 NEUTRAL["unevaluatedProperties"] = {}, True
+# What zod's patterns look for that the format next to them demands anyway.
+IMPLIED = {"email": (r"(?!\.)(?!.*\.\.)",), "duration": (r"(?!.*W)(?=\d|T\d)", r"(?=\d)")}
 OPENAPI = "discriminator", "nullable", "example"  # llguidance ignores them, but refuses them next to a recursion
 # Drafts that llguidance supports, the old ones by names with http. Another name means the newest draft.
 DRAFT = re.compile(
@@ -74,6 +76,8 @@ def as_supported(schema: Any, lenient: bool = False) -> Any:
         return schema
     tagged = "discriminator" in schema and "anyOf" not in schema
     schema = {("anyOf" if name == "oneOf" and tagged else name): schema[name] for name in schema}
+    if "pattern" in schema and schema.get("format") == "time":
+        del schema["format"]  # zod's patterns of times have no offset from UTC, which the format demands
     if tags := find_tags(schema.get("properties")):
         required = schema.get("required")
         schema["required"] = list(dict.fromkeys([*(required if isinstance(required, list) else ()), *tags]))
@@ -85,6 +89,9 @@ def as_supported(schema: Any, lenient: bool = False) -> Any:
             return max(value, -LARGEST) if name in LIMITS[:2] else min(value, LARGEST)
         if name == "$ref" and isinstance(value, str):  # names of generic types, such as List<string>
             return quote(value, safe="%#/:?=&~!$'()*+,;@")
+        if name == "pattern" and isinstance(value, str):
+            for part in IMPLIED.get(str(schema.get("format")), ()):
+                value = value.replace(part, "")
         if name == "$schema":
             return re.sub("^https(?=.*/draft-0)", "http", value)
         return value if name in ("const", "default", "enum", "examples") else as_supported(value, lenient)

@@ -175,6 +175,11 @@ TAGGED["parts"] = {"type": "array", "items": {"discriminator": {"propertyName": 
 TAGGED["parts"]["items"]["oneOf"] = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]
 
 
+ZOD = {  # patterns that zod 4 writes next to these formats
+    "email": r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+    "duration": r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$",
+    "time": r"^([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d+)?$",
+}
 PAIR = {"type": "array", "items": [{"type": "null"}], "additionalItems": False}  # as drafts before 2020-12 have it
 
 
@@ -200,6 +205,18 @@ PAIR = {"type": "array", "items": [{"type": "null"}], "additionalItems": False} 
         ),
         ({"type": "number", "minimum": 0, "exclusiveMinimum": True}, "1", "0"),
         ({"$ref": "#/$defs/parts", "$defs": TAGGED}, '[{"kind": "a", "parts": [{"kind": "b"}]}]', "[{}]"),
+        *(
+            ({"type": "string", "format": name, "pattern": ZOD[name]}, f'"{fits}"', f'"{differs}"')
+            for name, fits, differs in (
+                ("email", "a.b'c@x.org", "a..b@x.org"),
+                ("email", "a@b-c.x.de", ".a@x.org"),
+                ("email", "a@x.org", "a!b@x.org"),
+                ("duration", "P1DT2H", "PT"),
+                ("duration", "P3W", "P3W1D"),
+                ("duration", "PT5M", "P"),
+                ("time", "23:59:00.5", "24:00:00"),
+            )
+        ),
     ],
 )
 def test_a_schema_means_what_zod_pydantic_and_openapi_mean(target, grammars, schema, fits, differs):
