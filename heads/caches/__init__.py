@@ -1,1 +1,1 @@
-"""Caches of keys, values and recurrent states, and forwards captured as CUDA graphs."""
+"""Caches of keys, values and recurrent states, and captured forwards."""
