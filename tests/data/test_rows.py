@@ -378,6 +378,11 @@ def test_a_request_and_its_answer_in_objects_are_a_conversation(row: dict, tmp_p
     assert [source.conversation(found) for found in source.rows()] == [HI]
 
 
+def test_a_preferred_answer_may_follow_a_tools_result():
+    asked = [ASKED, answer("", tool_calls=[CALL]), {"role": "tool", "content": "5"}]
+    assert said({"messages": asked, "chosen": [answer("5")], "rejected": [answer("6")]}) == [*asked, answer("5")]
+
+
 def test_a_request_without_an_answer_has_its_tools(tmp_path: Path):
     for name in ("tools", "tool_defs", "available_tools"):
         body = {"messages": HI[:1], name: [{"name": "f", "parameters": {}}], "model": None}

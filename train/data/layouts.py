@@ -197,7 +197,7 @@ def tool_calls(calls: Any) -> list[dict]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise SkippedRow("a tool call without a name")
-        arguments = next((function[name] for name in ARGUMENTS if function.get(name)), {})
+        arguments: Any = next((function[name] for name in ARGUMENTS if function.get(name)), {})
         identity = {"id": str(call["id"])} if isinstance(call.get("id"), str | int) else {}
         function = {"name": function["name"], "arguments": parsed(arguments)}
         found.append({"type": "function", **identity, "function": function})
