@@ -106,6 +106,7 @@ def main(cfg: DictConfig) -> None:
 
 def start_process(cfg: DictConfig) -> None:
     """Check what needs neither target nor data, and set device and seed."""
+    strategy.check_not_set(cfg.trainer)
     cfg.strategy = strategy.choose(cfg.strategy, cfg.trainer.optim)
     if HydraConfig.get().mode == RunMode.MULTIRUN and cfg.strategy != "single":
         raise ValueError(

@@ -221,11 +221,14 @@ class XPressFormat(DFlashFormat):
 
 
 def settings_of(files: HeadFiles) -> dict[str, Any]:
-    """Return the block's settings: those in `dflash_config`, otherwise those at the top level."""
-    inside = files.config.get("dflash_config") or {}
-    if not isinstance(inside, dict):
-        raise files.error(f"config.json has dflash_config={inside!r}, which contains no settings")
-    return files.config | inside
+    """Return the block's settings: those in `dflash_config` or `dspark_config`, otherwise those at the top level."""
+    settings = dict(files.config)
+    for name in ("dflash_config", "dspark_config"):  # SGLang reads the second first, and so does TensorRT
+        inside = files.config.get(name) or {}
+        if not isinstance(inside, dict):
+            raise files.error(f"config.json has {name}={inside!r}, which contains no settings")
+        settings |= inside
+    return settings
 
 
 def projector(files: HeadFiles, block: dict[str, Any]) -> str:

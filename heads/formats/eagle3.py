@@ -119,7 +119,8 @@ def eagle_flags(files: HeadFiles) -> dict[str, bool]:
     if not isinstance(eagle, dict):
         raise files.error(f"config.json has eagle_config={eagle!r}, which contains no settings")
     check_settings(files, eagle, OPTIONS)
-    unknown = sorted(eagle.keys() - OPTIONS.keys() - ALIASES.keys() - {IDS, AUX, PARALLEL})
+    repeated = {name for name, value in eagle.items() if name in files.config and files.config[name] == value}
+    unknown = sorted(eagle.keys() - OPTIONS.keys() - ALIASES.keys() - {IDS, AUX, PARALLEL} - repeated)
     if unknown:
         raise files.error(
             f"eagle_config has {unknown[0]}={eagle[unknown[0]]!r}, which is not supported and may change what the layer "

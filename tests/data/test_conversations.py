@@ -1,12 +1,16 @@
 """Conversations from files: every published layout, what is dropped and why, and the same split every time."""
 
 import gzip
+import importlib
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any, cast
 
 import pandas
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
@@ -229,6 +233,41 @@ def test_of_a_folder_the_files_of_the_split_are_read(tmp_path: Path):
     assert len(chosen("*.jsonl")) == 3 and len(chosen("**/*.jsonl")) == 5
     with pytest.raises(ValueError, match=r"has no file data\.data_files=train/\*"):
         chosen("train/*")
+
+
+def test_a_folder_has_the_endings_that_a_file_may_have(tmp_path: Path):
+    line = json.dumps({"messages": HI}).encode() + b"\n"
+    (tmp_path / "a.ndjson").write_bytes(line)
+    (tmp_path / "c4-train.00000-of-00512.json.gz").write_bytes(gzip.compress(line))
+    assert len(list(Source(str(tmp_path)).rows())) == 2
+
+
+@pytest.mark.parametrize(("module", "kind"), [("bz2", "bzip2"), ("lzma", "xz"), ("zipfile", "zip"), ("zstd", "zstd")])
+def test_an_archive_is_refused_by_its_name(tmp_path: Path, module: str, kind: str):
+    """Of a zip file without compression, and so of a spreadsheet, some lines were read."""
+    file, line = tmp_path / "rows.jsonl", json.dumps({"messages": HI}).encode() + b"\n"
+    if kind == "zip":
+        with zipfile.ZipFile(file, "w") as archive:
+            archive.writestr("rows.jsonl", line * 3)
+    elif kind == "zstd":
+        file.write_bytes(b"\x28\xb5\x2f\xfd" + line)
+    else:
+        file.write_bytes(importlib.import_module(module).compress(line))
+    with pytest.raises(ValueError, match=f"is packed by {kind}: unpack it"):
+        Source(str(file)).shards()
+
+
+def test_arrow_as_polars_writes_it_and_times_that_python_lacks(tmp_path: Path):
+    columns = {"prompt": pyarrow.array(["a"]), "response": pyarrow.array(["b"])}
+    columns["t"] = pyarrow.array([10**18], pyarrow.timestamp("us"))  # in the year 33658
+    batch = pyarrow.record_batch(columns)
+    with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), batch.schema) as file:
+        file.write(batch)
+    with pyarrow.ipc.new_stream(str(tmp_path / "b.arrow"), batch.schema) as file:
+        file.write(batch)
+    pyarrow.parquet.write_table(pyarrow.Table.from_batches([batch]), tmp_path / "c.parquet")
+    for name in ("a.arrow", "b.arrow", "c.parquet"):
+        assert [row.value for row in Source(str(tmp_path / name)).rows()] == [{"prompt": "a", "response": "b"}]
 
 
 def test_a_file_next_to_its_compressed_copy_is_refused(tmp_path: Path):

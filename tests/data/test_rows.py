@@ -353,6 +353,45 @@ def test_a_tool_answers_with_any_json():
         assert shown[1]["tool_calls"][0]["id"] == "12345678901234567890"
 
 
+COMPLETION = {"choices": [{"message": HI[1], "finish_reason": "stop"}, {"message": answer("no")}]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"input": {"messages": HI[:1]}, "preferred_output": HI[1:], "non_preferred_output": [answer("no")]},
+        {"inputs": {"messages": HI[:1]}, "outputs": {"messages": HI[1:]}},  # LangSmith
+        {"inputs": {"messages": HI[:1]}, "output": COMPLETION},  # Weave
+        {"messages": HI[:1], "response": json.dumps(COMPLETION)},  # LiteLLM
+        {"messages": HI[:1], **COMPLETION},
+        {"body": {"messages": HI[:1]}, "response": {"status_code": 200, "body": COMPLETION}},
+        {"input": HI[:1], "output": HI[1]},  # Langfuse
+        {"chat": {"messages": HI, "history": {"messages": {}}}, "title": "t"},  # Open WebUI
+        {"messages": HI, "response": "not an answer to these"},
+        {"messages": HI[:1], "chosen": HI, "response": COMPLETION},
+    ],
+)
+def test_a_request_and_its_answer_in_objects_are_a_conversation(row: dict, tmp_path: Path):
+    """Read preferences and batch files of OpenAI, and exports of loggers: the first choice, and the preferred answer."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    source = Source(str(tmp_path / "rows.jsonl"))
+    assert [source.conversation(found) for found in source.rows()] == [HI]
+
+
+def test_a_preferred_answer_may_follow_a_tools_result():
+    asked = [ASKED, answer("", tool_calls=[CALL]), {"role": "tool", "content": "5"}]
+    assert said({"messages": asked, "chosen": [answer("5")], "rejected": [answer("6")]}) == [*asked, answer("5")]
+
+
+def test_a_request_without_an_answer_has_its_tools(tmp_path: Path):
+    for name in ("tools", "tool_defs", "available_tools"):
+        body = {"messages": HI[:1], name: [{"name": "f", "parameters": {}}], "model": None}
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"custom_id": "1", "url": "/v1", "body": body}) + "\n")
+        [row] = Source(str(tmp_path / "rows.jsonl")).rows()
+        assert question(row, "any").turns == [HI[:1]]
+        assert declared(row.value) == [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
 def test_tools_are_found_in_the_first_message_and_refused_if_they_are_none():
     function = {"name": "f", "parameters": {}}
     begins = {"role": "system", "content": "S", "tools": json.dumps([function])}
@@ -387,10 +426,12 @@ def test_roles_have_many_names(name: str, role: str):
         [{"from": "tool-call", "value": '[{"name": "f", "arguments": "{\\"a\\": 1}"}]'}],
         [{"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}],
         [{"role": "assistant", "tool_calls": '[{"name": "f", "parameters": {"a": 1}}]'}],
+        [{"role": "assistant", "tool_calls": [{"type": "tool_call", "name": "f", "args": {"a": 1}}]}],
+        [{"type": "ai", "content": "", "tool_calls": [{"type": "tool_call", "name": "f", "args": {"a": 1}}]}],
     ],
 )
 def test_a_call_is_found_however_it_is_written(messages: list[dict]):
-    """Try the forms of LLaMA-Factory, Glaive and the first function calling of OpenAI; a tool may return nothing."""
+    """Try the forms of LLaMA-Factory, Glaive, LangChain and OpenAI (its first calls, too); a tool may return nothing."""
     found = said({"conversations": [ASKED, *messages, {"role": "tool", "content": ""}, answer("done")]})
     assert found == [ASKED, answer("", tool_calls=[CALL]), {"role": "tool", "content": ""}, answer("done")]
 

@@ -22,7 +22,7 @@ from foredraft.train import parity_gate
 from tests.support import golden
 from tests.support.batches import PROMPT
 from tests.support.decoding import check_drafts, prompt
-from tests.support.head_factory import make_head, write_export
+from tests.support.head_factory import make_head, same, write_export
 
 # name -> kind, hidden states that it reads, block size, anchor first, causal
 GOLDEN: dict[str, tuple] = {
@@ -114,6 +114,17 @@ def test_a_layout_is_what_the_files_say_or_else_what_their_architecture_is(deep,
     config, weights, _ = golden.make("zlab", deep)
     head = load_head(golden.write(tmp_path, config | {"sample_from_anchor": flag}, weights), deep)
     assert head.sample_from_anchor == bool(flag) and head.depth == (4 if flag else 3)
+
+
+def test_settings_of_dspark_may_have_their_own_place(load):
+    """Read config.json as SGLang and TensorRT do: settings in dspark_config, repeated at the top level or not."""
+
+    def move(config: dict) -> None:
+        config["dspark_config"] = config.pop("dflash_config")
+
+    moved, _ = load("specforge_dspark", move)
+    usual, _ = load("specforge_dspark")
+    assert moved.to_config() == usual.to_config() and same(moved, usual)
 
 
 # -- export -----------------------------------------------------------------------------------------------------------

@@ -387,6 +387,17 @@ def test_flags_in_eagle_config_are_ours(tmp_path):
         load_head(tmp_path, tiny_target(8))
 
 
+def test_settings_that_eagle_config_repeats_are_read_once(tmp_path):
+    """Read a conversion of Gemma's drafter for vLLM, which reads either place."""
+    both = {"norm_before_fc": True, "num_aux_hidden_states": 3, "target_hidden_size": HIDDEN}
+    config = shrink_head(NAMED) | both | {IDS: [2, 4, 5]} | ids([1, 3, 4], **both)
+    head, _ = load(golden.write(tmp_path, config, eagle3(config, "midlayer")), tiny_target(8))
+    assert head.input_norm is not None and head.layers == [2, 4, 5]
+    golden.write(tmp_path, config | {"num_aux_hidden_states": 4}, eagle3(config, "midlayer"))
+    with pytest.raises(ValueError, match="eagle_config has num_aux_hidden_states=3, which is not supported"):
+        load_head(tmp_path, tiny_target(8))
+
+
 def test_norms_that_only_the_weights_show_are_used(tmp_path):
     config = shrink_head(NAMED)
     weights = eagle3(config | {"fc_norm": True, "norm_before_fc": True}, "midlayer")

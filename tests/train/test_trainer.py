@@ -129,6 +129,8 @@ def test_accelerate_launch_chooses_neither_precision_nor_compiler(tmp_path: Path
             "strategy_args={max_grad_norm:1}",
             "max_grad_norm=1 of strategy or strategy_args replaces trainer.max_grad_norm=0.5",
         ),
+        ("+trainer.fsdp=full_shard", "trainer.fsdp=full_shard is part of a strategy: set strategy=fsdp, zero2"),
+        ("+trainer.deepspeed=ds.json", "trainer.deepspeed=ds.json is part of a strategy: set strategy=fsdp, zero2"),
         ("+trainer.train_sampling_strategy=random", "trainer.train_sampling_strategy=random has no effect on a head"),
     ],
 )

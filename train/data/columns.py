@@ -32,6 +32,10 @@ RESPONSES = ("response", "solution", "answer", "output", "completion", "answers"
 TEXTS = ("text", "content", "code")
 SYSTEMS = ("system", "system_prompt", "system_message")
 OF_ROWS = tuple(name for name in LEARNED if name != "loss")  # a row's loss may be a number that somebody measured
+TOOLS = ("tools", "functions", "tool_defs", "available_tools")  # the last two are those of verifiers and Toucan
+# A request and its answer, as batch files, preferences of OpenAI, loggers and Open WebUI nest them.
+REQUESTS = ("body", "request", "request_body", "inputs", "input", "chat")
+ANSWERS = ("preferred_output", "preferred_completion", "response", "response_body", "outputs", "output")
 OF_TOKENS = ("assistant_mask", "assistant_masks", "completion_mask")
 
 
@@ -46,6 +50,28 @@ def pick(row: dict, named: str | None, usual: tuple[str, ...]) -> str | None:
 def cells(row: dict) -> dict[str, Any]:
     """Return the columns that hold something."""
     return {name: cell for name, cell in row.items() if cell is not None}
+
+
+def unwrapped(row: dict) -> dict[str, Any]:
+    """Return the row with the columns of the request in it, and with the answer to its messages as the column `chosen`."""
+    nested = (row[name] for name in REQUESTS if isinstance(row.get(name), dict))
+    request = next((cells(inner) for inner in nested if inner.get("messages")), {})
+    if not request and not row.get("messages"):
+        return row
+    said = next(filter(None, (said_in(row.get(name)) for name in ANSWERS)), None) or said_in(row)
+    return row | request | ({"chosen": said} if said and not row.get("chosen") else {})
+
+
+def said_in(answer: Any) -> list | None:
+    """Return the messages of a completion (its first choice) or of a list; None for other values."""
+    answer = parsed(answer)
+    answer = answer.get("body", answer) if isinstance(answer, dict) else answer
+    if isinstance(answer, dict) and isinstance(choices := answer.get("choices"), list) and choices:
+        answer = [choices[0].get("message")] if isinstance(choices[0], dict) else None
+    elif isinstance(answer, dict) and role_of(answer) is None:
+        answer = answer.get("messages")
+    found = listed(answer)
+    return found if isinstance(found, list) and found and isinstance(found[0], dict) and role_of(found[0]) else None
 
 
 def system(row: dict) -> list[Message]:
@@ -140,7 +166,7 @@ def declared(row: dict, messages: str | None = None) -> list[dict] | None:
     column = pick(row, messages, LISTS)
     items = parsed(row[column]) if column else None
     begins = items[0] if isinstance(items, list) and items and isinstance(items[0], dict) else {}
-    places = (holder[name] for holder in (row, begins) for name in ("tools", "functions") if holder.get(name))
+    places = (holder[name] for holder in (row, begins) for name in TOOLS if holder.get(name))
     return next(filter(None, map(tools, places)), None)
 
 

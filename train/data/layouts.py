@@ -13,7 +13,6 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -35,6 +34,8 @@ LEARNED = ("weight", "train", "train_turn", "training", "trainable", "loss", "lo
 
 # A model's reasoning, as engines, templates and data sets call them (DeepSeek and Qwen, vLLM, gpt-oss).
 THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
+ARGUMENTS = ("arguments", "parameters", "args")  # of a call: OpenAI's, Llama's and LangChain's
+LANGCHAIN = ("human", "ai", "system", "tool")  # its types of messages
 IMAGES = ("image", "image_url", "input_image")
 # A question and its answer in one item of a list of turns.
 PAIRS = (
@@ -45,7 +46,6 @@ PAIRS = (
     ("prompt", "response"),
 )
 LONGEST_PATH = 4096  # characters; what is longer are the bytes of an image
-JSON_CELLS = "arrow.json"  # the type of cells of JSON in Arrow
 LIST = re.compile(r"\s*\[\s*[\[{'\"]")  # of objects, lists or texts
 IN_TEXT = re.compile(r"\s*(?:<think>)?(.*?)</think>(.*)", re.DOTALL)  # a generation prompt may hold the first tag
 
@@ -69,6 +69,7 @@ def listed(value: Any) -> Any:
 def role_of(item: dict) -> str | None:
     """Return the name that a message gives its role, as it stands in ROLES if it is known; None if it has none."""
     named = next((item[name] for name in ("role", "from") if isinstance(item.get(name), str)), None)
+    named = item["type"] if named is None and "content" in item and item.get("type") in LANGCHAIN else named
     return None if named is None else re.sub(r"[\s-]+", "_", named.strip().lower())
 
 
@@ -196,10 +197,10 @@ def tool_calls(calls: Any) -> list[dict]:
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise SkippedRow("a tool call without a name")
-        arguments = parsed(function.get("arguments", function.get("parameters")) or {})
-        call = call | ({"id": str(call["id"])} if isinstance(call.get("id"), int) else {})
-        call = {"type": "function", **call, "function": {"name": function["name"], "arguments": arguments}}
-        found.append({name: value for name, value in call.items() if name in ("id", "type", "function")})
+        arguments: Any = next((function[name] for name in ARGUMENTS if function.get(name)), {})
+        identity = {"id": str(call["id"])} if isinstance(call.get("id"), str | int) else {}
+        function = {"name": function["name"], "arguments": parsed(arguments)}
+        found.append({"type": "function", **identity, "function": function})
     return found
 
 
@@ -222,33 +223,6 @@ def parsed(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
-
-
-def decoded(value: Any, kind: Any) -> Any:
-    """Return a value of this Arrow type, with the JSON in it parsed. `datasets` stores cells without a fixed type so."""
-    if value is None or JSON_CELLS not in str(kind) or str(kind).startswith("map<"):
-        return value
-    if isinstance(value, list):
-        return [decoded(item, kind.value_type) for item in value]
-    if isinstance(value, dict):
-        return {name: decoded(item, kind.field(name).type) for name, item in value.items()}
-    return parsed(value)
-
-
-def without_nulls(value: Any) -> Any:
-    """Return the value without fields that are null: Arrow gives every object of a column the fields of all others,
-    arguments of other tools' calls among them."""
-    if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def rows_of(batch: Any) -> Iterator[dict]:
-    """Yield the rows of a batch of Arrow."""
-    import pyarrow
-
-    kind, rows = pyarrow.struct(batch.schema), map(without_nulls, batch.to_pylist())
-    yield from (decoded(row, kind) for row in rows) if JSON_CELLS in str(kind) else rows
 
 
 def parsed_list(value: Any) -> Any:

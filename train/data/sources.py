@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import HfApi
 
 from foredraft.heads.target_model.files import check_no_pointer, hub_reason
+from foredraft.train.data.arrow_rows import arrow_batches, rows_of, without_nulls
 from foredraft.train.data.columns import (
     LISTS,
     PROMPTS,
@@ -30,9 +31,10 @@ from foredraft.train.data.columns import (
     pick,
     raw_text,
     system,
+    unwrapped,
     weighted,
 )
-from foredraft.train.data.corpus import of_split, walk
+from foredraft.train.data.corpus import check_no_archive, of_split, walk
 from foredraft.train.data.layouts import (
     LIST,
     Message,
@@ -40,15 +42,13 @@ from foredraft.train.data.layouts import (
     has_system,
     listed,
     parsed_list,
-    rows_of,
     turns,
     whole_answers,
-    without_nulls,
 )
 from foredraft.train.data.layouts import parsed as parsed_json
 
 TABLES = (".csv", ".tsv")
-ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".parquet", *TABLES)  # of files in a directory
+ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".parquet", *TABLES)  # of files in a directory
 SHARD = 1 << 24  # bytes of a file of JSON Lines that one process reads at a time
 SHARD_ROWS = 10_000  # and rows of a dataset from the Hub
 
@@ -91,12 +91,12 @@ class Source:
         """Return all rows, in parts that several processes may read. With max_samples a dataset on the Hub is one part."""
         here = files(self.path, self.split, self.data_files)
         if here:
-            return [shard for file in here for shard in shards(file)]
+            return [partial(read, shard) for file in here for shard in shards(file)]
         if self.max_samples is not None:
-            return [partial(table, hub(self, streamed=True), 0)]
+            return [partial(read, partial(table, hub(self, streamed=True), 0))]
         rows = hub(self, streamed=False)
-        starts = range(0, len(rows), SHARD_ROWS)
-        return [partial(table, rows.select(range(at, min(at + SHARD_ROWS, len(rows)))), at) for at in starts]
+        parts = {at: rows.select(range(at, min(at + SHARD_ROWS, len(rows)))) for at in range(0, len(rows), SHARD_ROWS)}
+        return [partial(read, partial(table, part, at)) for at, part in parts.items()]
 
     def conversation(self, row: Row, images: bool = False) -> list[Message] | str:
         """Return the row's conversation, with its images or without, or its raw text. Raise SkippedRow."""
@@ -136,7 +136,7 @@ class Source:
             found = turns(items, column == "turns", row_images)
             found = cut_off(found, value.get("finish_reasons"))
             chosen = listed(value.get("chosen"))  # LLaMA-Factory's preferences have the answer apart
-            apart = isinstance(chosen, list) and found and found[-1]["role"] == "user"
+            apart = isinstance(chosen, list) and found and found[-1]["role"] in ("user", "tool")
             return joined(found, turns(chosen)) if apart else found
         response = pick(value, self.response, ("response", "output", *RESPONSES) if prompt == "input" else RESPONSES)
         if prompt and (response or prompt != "input"):
@@ -201,6 +201,11 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
     return []
 
 
+def read(shard: Shard) -> Iterator[Row]:
+    """Read a part, with the requests in its rows unwrapped."""
+    return (row._replace(value=unwrapped(row.value)) if isinstance(row.value, dict) else row for row in shard())
+
+
 def shards(file: Path) -> list[Shard]:
     check_no_pointer(file)
     with file.open("rb") as opened:
@@ -211,6 +216,7 @@ def shards(file: Path) -> list[Shard]:
             raise ValueError(f"{file} is not a Parquet file: its first bytes are {begins[:4]!r}, not b'PAR1'")
         if file.suffix == ".arrow":
             return [partial(arrow, file, None, 0)]
+        check_no_archive(file, begins)
         if begins.startswith(b"\x1f\x8b"):
             return [partial(compressed, file)]
         if file.suffix.lower() in TABLES:
@@ -310,7 +316,7 @@ def arrow(file: Path, group: int | None, first: int) -> Iterator[Row]:
     try:
         with pyarrow.memory_map(str(file)) as opened:
             if group is None:
-                parts: Any = pyarrow.ipc.open_stream(opened)
+                parts: Any = arrow_batches(opened)
             else:
                 parts = pyarrow.parquet.ParquetFile(opened).iter_batches(row_groups=[group], batch_size=256)
             rows = chain.from_iterable(map(rows_of, parts))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -57,6 +58,16 @@ TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 def arguments_of(strategy: str, more: Any) -> dict[str, Any]:
     """Return the arguments of a strategy, of which `strategy_args` replaces some."""
     return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(STRATEGIES[strategy].arguments, more or {})))
+
+
+def check_not_set(trainer: Mapping[Any, Any]) -> None:
+    """Raise ValueError for an argument of Trainer that a strategy sets."""
+    for name in ("deepspeed", "fsdp", "fsdp_config"):
+        if trainer.get(name):
+            raise ValueError(
+                f"trainer.{name}={trainer[name]} is part of a strategy: set strategy=fsdp, zero2 or zero3, and what differs "
+                "from its usual options in strategy_args"
+            )
 
 
 def choose(strategy: str, optim: str) -> str:
