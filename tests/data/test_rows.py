@@ -369,6 +369,7 @@ COMPLETION = {"choices": [{"message": HI[1], "finish_reason": "stop"}, {"message
         {"chat": {"messages": HI, "history": {"messages": {}}}, "title": "t"},  # Open WebUI
         {"messages": HI, "response": "not an answer to these"},
         {"messages": HI[:1], "chosen": HI, "response": COMPLETION},
+        {"messages": HI, "request": {"messages": [answer("an earlier form")]}},
     ],
 )
 def test_a_request_and_its_answer_in_objects_are_a_conversation(row: dict, tmp_path: Path):

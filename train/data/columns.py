@@ -53,10 +53,11 @@ def cells(row: dict) -> dict[str, Any]:
 
 
 def unwrapped(row: dict) -> dict[str, Any]:
-    """Return the row with the columns of the request in it, and with the answer to its messages as the column `chosen`."""
-    nested = (row[name] for name in REQUESTS if isinstance(row.get(name), dict))
+    """Return the row with the columns of the request in it, unless it has messages itself, and with the answer to them as the
+    column `chosen`."""
+    nested = () if row.get("messages") else (row[name] for name in REQUESTS if isinstance(row.get(name), dict))
     request = next((cells(inner) for inner in nested if inner.get("messages")), {})
-    if not request and not row.get("messages"):
+    if not (request or row.get("messages")):
         return row
     said = next(filter(None, (said_in(row.get(name)) for name in ANSWERS)), None) or said_in(row)
     return row | request | ({"chosen": said} if said and not row.get("chosen") else {})
