@@ -183,6 +183,8 @@ def test_the_same_set_as_json_lines_array_folder_parquet_csv_and_saved_by_datase
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(file.read_bytes()))
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     Dataset.from_list(rows).to_csv(tmp_path / "rows.csv")
+    for name in ("array.json", "rows.csv"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "1.jsonl", rows[:50]), write(tmp_path / "folder" / "2.jsonl", rows[50:])
     (tmp_path / "folder" / "state.json").write_text("{}")  # of another program
@@ -190,14 +192,16 @@ def test_the_same_set_as_json_lines_array_folder_parquet_csv_and_saved_by_datase
     splits = {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:9])}
     DatasetDict(splits).save_to_disk(tmp_path / "splits")
     found = []
-    for name in ("rows.jsonl", "rows.jsonl.gz", "array.json", "rows.parquet", "rows.csv", "folder", "saved", "splits"):
+    plain = ["rows.jsonl", "array.json", "rows.csv"]
+    for name in (*plain, *(f"{name}.gz" for name in plain), "rows.parquet", "folder", "saved", "splits"):
         path = tmp_path / name
         data = corpus(tokenizer(CHATML), path=str(path), cache_dir=str(tmp_path))
         found.append(data_card.describe(data.train)["hash"])
     assert len(set(found)) == 1
-    (tmp_path / "cut.jsonl.gz").write_bytes((tmp_path / "rows.jsonl.gz").read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"cut\.jsonl\.gz cannot be read: Compressed file ended"):
-        corpus(tokenizer(CHATML), path=str(tmp_path / "cut.jsonl.gz"), cache_dir=str(tmp_path))
+    for name in plain:
+        (tmp_path / f"cut_{name}.gz").write_bytes((tmp_path / f"{name}.gz").read_bytes()[:-9])
+        with pytest.raises(ValueError, match=rf"cut_{name}\.gz cannot be read: Compressed file ended"):
+            corpus(tokenizer(CHATML), path=str(tmp_path / f"cut_{name}.gz"), cache_dir=str(tmp_path))
     with pytest.raises(ValueError, match=r"has no split dev: choose one with data\.split=NAME"):
         corpus(tokenizer(CHATML), path=str(tmp_path / "splits"), split="dev")
     with pytest.raises(ValueError, match=r"data_files=\*\.arrow is for folders and the Hub, and .*saved is one set"):

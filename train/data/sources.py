@@ -1,4 +1,4 @@
-"""Rows of files and of Hub datasets: JSON Lines (also gzip), JSON, Parquet, CSV, Arrow. What a row says is for columns.py.
+"""Rows of files and of Hub datasets: JSON Lines, JSON, CSV (also in gzip), Parquet, Arrow. What a row says is for columns.py.
 
 A row that cannot be read is a `SkippedRow` with its reason, never lost.
 """
@@ -9,8 +9,10 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +50,8 @@ from foredraft.train.data.layouts import (
 from foredraft.train.data.layouts import parsed as parsed_json
 
 TABLES = (".csv", ".tsv")
-ENDINGS = (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".parquet", *TABLES)  # of files in a directory
+PLAIN = (".jsonl", ".json", ".ndjson", *TABLES)
+ENDINGS = (*PLAIN, ".parquet", *(f"{name}.gz" for name in PLAIN))  # of files in a directory
 SHARD = 1 << 24  # bytes of a file of JSON Lines that one process reads at a time
 SHARD_ROWS = 10_000  # and rows of a dataset from the Hub
 
@@ -208,24 +211,23 @@ def read(shard: Shard) -> Iterator[Row]:
 
 def shards(file: Path) -> list[Shard]:
     check_no_pointer(file)
+    kind = (Path(file.stem) if file.suffix == ".gz" else file).suffix.lower()
+    with unpacked(file) as inside:
+        begins, is_packed = inside.read(64), isinstance(inside, gzip.GzipFile)
+    if begins.startswith(b"PAR1"):
+        return parquet_shards(file)
+    if kind == ".parquet":
+        raise ValueError(f"{file} is not a Parquet file: its first bytes are {begins[:4]!r}, not b'PAR1'")
+    if kind == ".arrow":
+        return [partial(arrow, file, None, 0)]
+    check_no_archive(file, begins)
+    if kind in TABLES:
+        return [partial(table_of_text, file)]
+    is_array = begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    if is_array or is_packed:
+        return [partial(json_array if is_array else json_lines, file)]
+    found, start, line = list[Shard](), 0, 0
     with file.open("rb") as opened:
-        begins = opened.read(64)
-        if begins.startswith(b"PAR1"):
-            return parquet_shards(file)
-        if file.suffix == ".parquet":
-            raise ValueError(f"{file} is not a Parquet file: its first bytes are {begins[:4]!r}, not b'PAR1'")
-        if file.suffix == ".arrow":
-            return [partial(arrow, file, None, 0)]
-        check_no_archive(file, begins)
-        if begins.startswith(b"\x1f\x8b"):
-            return [partial(compressed, file)]
-        if file.suffix.lower() in TABLES:
-            return [partial(table_of_text, file)]
-        if begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-            return [partial(json_array, file)]
-        opened.seek(0)
-        found: list[Shard] = []
-        start, line = 0, 0
         while part := opened.read(SHARD):
             part += opened.readline()
             found.append(partial(json_lines, file, start, start + len(part), line))
@@ -233,27 +235,26 @@ def shards(file: Path) -> list[Shard]:
     return found
 
 
-def json_lines(file: Path, start: int, stop: int, first: int) -> Iterator[Row]:
+@contextmanager
+def unpacked(file: Path) -> Iterator[Any]:
+    """Open a file in binary mode, and unpack what gzip packed. Raise ValueError if that is damaged."""
+    with file.open("rb") as opened:
+        try:
+            yield gzip.GzipFile(fileobj=opened) if opened.peek(2).startswith(b"\x1f\x8b") else opened
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+def json_lines(file: Path, start: int = 0, stop: int | None = None, first: int = 0) -> Iterator[Row]:
     """Read some bytes of a file, of which `first` lines come before, line by line. (The reader of `datasets` rejects a whole
     file for one bad line or one odd type.)"""
-    with file.open("rb") as lines:
+    with unpacked(file) as lines:
         lines.seek(start)
         for number, line in enumerate(lines, start=first + 1):
             if line.strip():
                 yield Row(f"{file.name}:{number}", parsed(line))
-            if lines.tell() >= stop:
+            if stop is not None and lines.tell() >= stop:
                 return
-
-
-def compressed(file: Path) -> Iterator[Row]:
-    """Read a gzip file of JSON Lines."""
-    try:
-        with gzip.open(file) as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield Row(f"{file.name}:{number}", parsed(line))
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 def table_of_text(file: Path) -> Iterator[Row]:
@@ -261,7 +262,7 @@ def table_of_text(file: Path) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # an answer may be longer than the 131,072 characters that are allowed otherwise
     last = 0
     try:
-        with file.open(encoding="utf-8-sig", newline="") as lines:
+        with unpacked(file) as opened, TextIOWrapper(opened, encoding="utf-8-sig", newline="") as lines:
             header = lines.readline()
             lines.seek(0)
             rows = csv.DictReader(lines, delimiter=max(",;\t", key=header.count), strict=True)
@@ -291,7 +292,8 @@ def parsed(line: bytes) -> Any:
 
 def json_array(file: Path) -> Iterator[Row]:
     """Read a file that is one list of rows, as ShareGPT is published."""
-    rows = parsed(file.read_bytes())
+    with unpacked(file) as opened:
+        rows = parsed(opened.read())
     if isinstance(rows, SkippedRow):
         raise ValueError(f"{file} starts like a list of rows but is {rows}: write one JSON object per line")
     for number, value in enumerate(rows):
