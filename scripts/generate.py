@@ -141,16 +141,19 @@ class Writer:
         """Return the prompt's ids, and those that precede the text of the answer. Raises ValueError for a row without a
         prompt."""
         text = row.value.get("prompt") if isinstance(row.value, dict) else None
-        if isinstance(text, str) and not self.cfg.chat:
+        if not isinstance(text, str):
+            said = question(row, "")
+            if len(said.turns) != 1:
+                raise ValueError(
+                    f"the row has {len(said.turns)} turns without answers: give a conversation as `messages`"
+                )
+        elif self.cfg.chat:
+            said = Question("", [[{"role": "user", "content": unicode(text)}]])
+        else:
             ids = encode_prompt(self.tokenizer, unicode(text))
             if not ids:
                 raise ValueError("the prompt is empty: give at least one token (the bos token, say)")
             return ids, ids
-        said = (
-            Question("", [[{"role": "user", "content": unicode(text)}]]) if isinstance(text, str) else question(row, "")
-        )
-        if len(said.turns) != 1:
-            raise ValueError(f"the row has {len(said.turns)} turns without answers: give a conversation as `messages`")
         ids = self.form.with_options(said.options).prompt(said.turns[0], said.tools)
         return ids, answer_context(self.tokenizer, ids)
 

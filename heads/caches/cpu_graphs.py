@@ -28,7 +28,7 @@ MAX_GRAPHS = 16  # of one model; the least recently used is dropped first
 MAX_TOKENS = 32  # of a forward: products of more take so long that nothing else counts
 CALLS = 16  # of a forward with the same shapes before it is captured, which takes as long as five of them
 PACKAGES = {"torch", "transformers", "transformers_modules", "foredraft"}  # whose modules have no switches
-HOST_READS = {torch.ops.aten.resolve_neg.default}  # the only trace of Tensor.tolist and Tensor.numpy
+LISTS_NUMBERS = torch.ops.aten.resolve_neg.default  # the only trace of Tensor.tolist and Tensor.numpy
 CURRENT = threading.local()  # `recorder` of the capture in progress in this thread
 
 
@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
         self.kept += [used, result]
         if any(id(x) in self.values for x in used):
             raise NotCapturableError(f"{func} reads what depends on the length of the texts")
-        is_read = len(results) != len(tree_leaves(result)) or func in HOST_READS
+        is_read = len(results) != len(tree_leaves(result)) or func is LISTS_NUMBERS
         if is_read or torch.Tag.dynamic_output_shape in func.tags:
             raise NotCapturableError(f"{func} decides by numbers")
         written = {memory_of(x) for x in written_by(func, args, kwargs)}
