@@ -53,7 +53,7 @@ LACKING = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?<?[=!]|\\[bB1-9]|\\k<)")
 # What llguidance refuses by name, although these values allow anything. zod writes the first for every record.
 NEUTRAL: dict[str, tuple[Any, ...]] = {"propertyNames": ({"type": "string"}, {}, True), "uniqueItems": (False,)}
 NEUTRAL["unevaluatedProperties"] = {}, True
-# What zod's patterns look for that the format next to them demands anyway.
+# Lookaheads in zod's patterns that demand no more than the format next to them.
 IMPLIED = {"email": (r"(?!\.)(?!.*\.\.)",), "duration": (r"(?!.*W)(?=\d|T\d)", r"(?=\d)")}
 OPENAPI = "discriminator", "nullable", "example"  # llguidance ignores them, but refuses them next to a recursion
 # Drafts that llguidance supports, the old ones by names with http. Another name means the newest draft.

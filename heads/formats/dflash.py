@@ -223,7 +223,7 @@ class XPressFormat(DFlashFormat):
 def settings_of(files: HeadFiles) -> dict[str, Any]:
     """Return the block's settings: those in `dflash_config` or `dspark_config`, otherwise those at the top level."""
     settings = dict(files.config)
-    for name in ("dflash_config", "dspark_config"):  # SGLang reads the second first, and so does TensorRT
+    for name in ("dflash_config", "dspark_config"):  # the second wins, as in SGLang and TensorRT
         inside = files.config.get(name) or {}
         if not isinstance(inside, dict):
             raise files.error(f"config.json has {name}={inside!r}, which contains no settings")

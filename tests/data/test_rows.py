@@ -12,7 +12,7 @@ import pytest
 from foredraft.inference.serve.openai.prompts import PromptEncoder
 from foredraft.inference.serve.openai.protocol import ChatRequest
 from foredraft.scripts.preview import runs
-from foredraft.train.data.columns import declared
+from foredraft.train.data.columns import declared, unwrapped
 from foredraft.train.data.encoding import Encoder
 from foredraft.train.data.layouts import SkippedRow, tools
 from foredraft.train.data.prompt_sets import question
@@ -377,6 +377,17 @@ def test_a_request_and_its_answer_in_objects_are_a_conversation(row: dict, tmp_p
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     source = Source(str(tmp_path / "rows.jsonl"))
     assert [source.conversation(found) for found in source.rows()] == [HI]
+
+
+def test_of_a_request_only_the_answer_is_added():
+    for row in ({"messages": HI}, {"messages": [answer("Hello"), HI[0]]}, {"prompt": "a", "response": COMPLETION}):
+        assert unwrapped(row) == row
+
+
+def test_a_completion_that_was_cut_off_has_no_end():
+    cut = COMPLETION["choices"][0] | {"finish_reason": "length"}
+    found = said(unwrapped({"messages": HI[:1], "choices": [cut]}))
+    assert found == [HI[0], HI[1] | {"finish_reason": "length"}]
 
 
 def test_a_preferred_answer_may_follow_a_tools_result():

@@ -59,7 +59,8 @@ def unwrapped(row: dict) -> dict[str, Any]:
     request = next((cells(inner) for inner in nested if inner.get("messages")), {})
     if not (request or row.get("messages")):
         return row
-    said = next(filter(None, (said_in(row.get(name)) for name in ANSWERS)), None) or said_in(row)
+    answers = [*(row.get(name) for name in ANSWERS), {"choices": row.get("choices")}]
+    said = next(filter(None, map(said_in, answers)), None)
     return row | request | ({"chosen": said} if said and not row.get("chosen") else {})
 
 
@@ -67,8 +68,10 @@ def said_in(answer: Any) -> list | None:
     """Return the messages of a completion (its first choice) or of a list; None for other values."""
     answer = parsed(answer)
     answer = answer.get("body", answer) if isinstance(answer, dict) else answer
-    if isinstance(answer, dict) and isinstance(choices := answer.get("choices"), list) and choices:
-        answer = [choices[0].get("message")] if isinstance(choices[0], dict) else None
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    first = choices[0] if isinstance(choices, list) and choices else None
+    if isinstance(first, dict) and isinstance(first.get("message"), dict):
+        answer = first["message"] | {"finish_reason": first.get("finish_reason")}
     elif isinstance(answer, dict) and role_of(answer) is None:
         answer = answer.get("messages")
     found = listed(answer)

@@ -20,7 +20,6 @@ from foredraft.inference.text import start_tokens, with_start
 from foredraft.train.data import stdlib
 from foredraft.train.data.documents import Document, Documents
 
-ARCHIVES = {b"PK\x03\x04": "zip", b"(\xb5/\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}  # by their first bytes
 TEXTS = 64  # that are tokenized together
 # Names of splits in paths, as `datasets` knows them.
 SPLITS = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation"}
@@ -75,13 +74,6 @@ def text_files(tokenizer: PreTrainedTokenizerBase, path: str, glob: str = "**/*"
         held_out = {*validation, *test}  # another file may have the same text
         train = [text for _, text in ranked[count:] if text not in held_out]
     return from_texts(tokenizer, train, validation, test, {"source": str(path), "files": len(texts)})
-
-
-def check_no_archive(file: Path, begins: bytes) -> None:
-    """Raise ValueError for a file that starts like an archive that is not read."""
-    for magic, kind in ARCHIVES.items():
-        if begins.startswith(magic):
-            raise ValueError(f"{file} is packed by {kind}: unpack it, or pack it with gzip")
 
 
 def walk(root: Path) -> Iterator[Path]:

@@ -111,6 +111,7 @@ def turns(items: list, all_user: bool = False, images: list | None = None) -> li
             message |= {"tool_calls": tool_calls(calls)} if calls else {}
             text = None if named in CALLS else text
             message |= {"weight": 0} if not_learned(item, LEARNED) else {}
+            message |= {"finish_reason": "length"} if item.get("finish_reason") == "length" else {}
             if item.get("train_detail"):  # axolotl's
                 raise SkippedRow("an answer of which only parts are learned (train_detail)")
         elif role == "tool":

@@ -7,9 +7,7 @@ import csv
 import gzip
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import TextIOWrapper
@@ -36,7 +34,7 @@ from foredraft.train.data.columns import (
     unwrapped,
     weighted,
 )
-from foredraft.train.data.corpus import check_no_archive, of_split, walk
+from foredraft.train.data.corpus import of_split, walk
 from foredraft.train.data.layouts import (
     LIST,
     Message,
@@ -48,6 +46,7 @@ from foredraft.train.data.layouts import (
     whole_answers,
 )
 from foredraft.train.data.layouts import parsed as parsed_json
+from foredraft.train.data.packed import ending, unpacked
 
 TABLES = (".csv", ".tsv")
 PLAIN = (".jsonl", ".json", ".ndjson", *TABLES)
@@ -94,12 +93,14 @@ class Source:
         """Return all rows, in parts that several processes may read. With max_samples a dataset on the Hub is one part."""
         here = files(self.path, self.split, self.data_files)
         if here:
-            return [partial(read, shard) for file in here for shard in shards(file)]
-        if self.max_samples is not None:
-            return [partial(read, partial(table, hub(self, streamed=True), 0))]
-        rows = hub(self, streamed=False)
-        parts = {at: rows.select(range(at, min(at + SHARD_ROWS, len(rows)))) for at in range(0, len(rows), SHARD_ROWS)}
-        return [partial(read, partial(table, part, at)) for at, part in parts.items()]
+            parts = [part for file in here for part in shards(file)]
+        elif self.max_samples is not None:
+            parts = [partial(table, hub(self, streamed=True), 0)]
+        else:
+            rows = hub(self, streamed=False)
+            starts = range(0, len(rows), SHARD_ROWS)
+            parts = [partial(table, rows.select(range(at, min(at + SHARD_ROWS, len(rows)))), at) for at in starts]
+        return [partial(read, part) for part in parts]
 
     def conversation(self, row: Row, images: bool = False) -> list[Message] | str:
         """Return the row's conversation, with its images or without, or its raw text. Raise SkippedRow."""
@@ -188,7 +189,7 @@ def files(path: str, split: str, chosen: str | Sequence[str] | None = None) -> l
         if twice := next((file for file in found if file in packed), None):
             raise ValueError(f"{twice} and {twice.name}.gz would both be read: remove one of them")
         if chosen is None:
-            rows = [file for file in found if file.suffix.lower() not in TABLES]  # a table is metadata or a copy
+            rows = [file for file in found if ending(file) not in TABLES]  # a table is metadata or a copy
             return of_split(rows or found, root, split)
         patterns = [chosen] if isinstance(chosen, str) else chosen
         named = {file for one in patterns if not one.startswith("/") for file in root.glob(one)}
@@ -211,7 +212,7 @@ def read(shard: Shard) -> Iterator[Row]:
 
 def shards(file: Path) -> list[Shard]:
     check_no_pointer(file)
-    kind = (Path(file.stem) if file.suffix == ".gz" else file).suffix.lower()
+    kind = ending(file)
     with unpacked(file) as inside:
         begins, is_packed = inside.read(64), isinstance(inside, gzip.GzipFile)
     if begins.startswith(b"PAR1"):
@@ -220,7 +221,6 @@ def shards(file: Path) -> list[Shard]:
         raise ValueError(f"{file} is not a Parquet file: its first bytes are {begins[:4]!r}, not b'PAR1'")
     if kind == ".arrow":
         return [partial(arrow, file, None, 0)]
-    check_no_archive(file, begins)
     if kind in TABLES:
         return [partial(table_of_text, file)]
     is_array = begins.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
@@ -233,16 +233,6 @@ def shards(file: Path) -> list[Shard]:
             found.append(partial(json_lines, file, start, start + len(part), line))
             start, line = start + len(part), line + part.count(b"\n")
     return found
-
-
-@contextmanager
-def unpacked(file: Path) -> Iterator[Any]:
-    """Open a file in binary mode, and unpack what gzip packed. Raise ValueError if that is damaged."""
-    with file.open("rb") as opened:
-        try:
-            yield gzip.GzipFile(fileobj=opened) if opened.peek(2).startswith(b"\x1f\x8b") else opened
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{file} cannot be read: {error}") from error
 
 
 def json_lines(file: Path, start: int = 0, stop: int | None = None, first: int = 0) -> Iterator[Row]:
